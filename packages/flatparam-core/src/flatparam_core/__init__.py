@@ -1,0 +1,55 @@
+"""Flat parameters: geometry, storage, views and gradients, on one rank. Never imports ``torch.distributed``."""
+
+from flatparam_core.bindings import BoundParameter, ParamInfo, discover
+from flatparam_core.buffer import FlatBuffer
+from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
+from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
+from flatparam_core.flat_parameter import FlatParameter
+from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, flatten_module
+from flatparam_core.gradients import GradientLedger
+from flatparam_core.handle import FlatParamHandle, Residency
+from flatparam_core.layout import FlatLayout, Fragment, Slot, plan_layouts
+from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
+from flatparam_core.names import FSDP_WRAPPED_MODULE, clean_fqn
+from flatparam_core.precision import Precision
+from flatparam_core.replan import Move, Place, replan
+from flatparam_core.spans import Span
+from flatparam_core.specs import ParamSpec
+from flatparam_core.transitions import Transitions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FLAT_PARAM",
+    "FSDP_WRAPPED_MODULE",
+    "ORIGINAL_ALIGNMENT_NBYTES",
+    "BoundParameter",
+    "Exposure",
+    "FlatBuffer",
+    "FlatExposure",
+    "FlatLayout",
+    "FlatParamError",
+    "FlatParamHandle",
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "Fragment",
+    "GradientLedger",
+    "IllegalStepError",
+    "LayoutError",
+    "Move",
+    "OriginalExposure",
+    "ParamInfo",
+    "ParamSpec",
+    "Place",
+    "Precision",
+    "Residency",
+    "Slot",
+    "Span",
+    "Transitions",
+    "clean_fqn",
+    "discover",
+    "flatten_module",
+    "plan_layouts",
+    "replan",
+    "shard_metadata",
+]

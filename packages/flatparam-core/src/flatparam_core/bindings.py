@@ -1,0 +1,119 @@
+"""From a module to its parameters, and to every attribute through which each one is reached."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.errors import FlatParamError
+from flatparam_core.names import clean_fqn
+from flatparam_core.specs import ParamSpec
+
+__all__ = ["BoundParameter", "ParamInfo", "discover"]
+
+
+@final
+@attrs.frozen(eq=False)
+class ParamInfo:
+    """One attribute that holds a parameter: ``getattr(module, param_name)``.
+
+    ``module_name`` is the module's clean path below the module that was searched (empty for that module itself).
+    """
+
+    param_name: str
+    module_name: str
+    _module: weakref.ReferenceType[nn.Module]
+
+    @classmethod
+    def of(cls, param_name: str, module: nn.Module, module_name: str) -> Self:
+        """The binding of ``param_name`` in ``module``, which is held weakly."""
+        return cls(param_name, clean_fqn(module_name), weakref.ref(module))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the attribute.
+
+        Raises:
+            FlatParamError: where that module is gone.
+        """
+        module = self._module()
+        if module is None:
+            raise FlatParamError(f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more")
+        return module
+
+    @property
+    def fqn(self) -> str:
+        """The dotted name below the searched module."""
+        return f"{self.module_name}.{self.param_name}" if self.module_name else self.param_name
+
+
+@final
+@attrs.frozen(eq=False)
+class BoundParameter:
+    """A parameter and its bindings: one, or several where it is tied. The first gives it its name."""
+
+    parameter: nn.Parameter
+    infos: tuple[ParamInfo, ...]
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The parameter's geometry, under the name of its first binding."""
+        first, *others = self.infos
+        return ParamSpec.of(first.fqn, self.parameter, [info.fqn for info in others])
+
+
+def discover(
+    root: nn.Module,
+    *,
+    ignored_parameters: Collection[nn.Parameter] = (),
+    skip_module: Callable[[nn.Module], bool] = lambda module: False,
+) -> tuple[BoundParameter, ...]:
+    """Find the parameters of ``root`` and its submodules in the order of ``root.named_parameters()``.
+
+    Args:
+        root: searched with all its submodules.
+        ignored_parameters: left out, compared by identity.
+        skip_module: a submodule for which this is true is left out with everything below it (``root`` never is).
+    """
+    ignored = {id(parameter) for parameter in ignored_parameters}
+    found: dict[int, tuple[nn.Parameter, list[ParamInfo]]] = {}
+    for module_name, module in _walk(root, skip_module):
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            info = ParamInfo.of(name, module, module_name)
+            found.setdefault(id(parameter), (parameter, []))[1].append(info)
+    return tuple(BoundParameter(parameter, tuple(infos)) for parameter, infos in found.values())
+
+
+def _walk(root: nn.Module, skip_module: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Depth first, each module once, by the first path that leads to it."""
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(module)
+        yield name, module
+        for child_name, child in module._modules.items():
+            if child is not None and child not in seen and not skip_module(child):
+                yield from visit(f"{name}.{child_name}" if name else child_name, child)
+
+    return visit("", root)
+
+
+def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """The elements of ``tensor`` (shape ``spec.shape``) as a 1-D tensor in the memory order of ``spec``.
+
+    A view where the tensor already has that order, else a copy.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return tensor.reshape(0)
+    if tuple(tensor.stride()) != spec.stride:
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())

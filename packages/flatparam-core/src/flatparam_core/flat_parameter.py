@@ -1,0 +1,53 @@
+"""The parameter that is one rank's shard of a flat parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from typing_extensions import final
+
+from flatparam_core.layout import FlatLayout
+
+__all__ = ["FlatParameter"]
+
+
+@final
+class FlatParameter(nn.Parameter):
+    """This rank's shard, a 1-D leaf of ``flat_layout.shard_numel`` elements; an optimizer may hold it for ever.
+
+    Its memory is never swapped: gathering fills another buffer. The names with a leading underscore are those of
+    FSDP1's flat parameter, which checkpoint code reads.
+    """
+
+    flat_layout: FlatLayout
+    rank: int
+    _is_flat_param = True
+    _fsdp_flattened = True
+
+    def __new__(cls, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> FlatParameter:
+        parameter: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        parameter.flat_layout = layout
+        parameter.rank = rank
+        return parameter
+
+    def __init__(self, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> None:
+        """Take ``data`` (1-D, ``flat_layout.shard_numel`` elements) as the shard of ``rank``; it is not copied."""
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.flat_layout.fqns[:3]) + (", ..." if len(self.flat_layout.fqns) > 3 else "")
+        return (
+            f"FlatParameter(rank {self.rank} of {self.flat_layout.world_size}, {self.numel()} of {self.flat_layout.numel} "
+            f"elements, {self.dtype}, {self.device}: {names})"
+        )
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        return self.flat_layout.fqns
+
+    @property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(torch.Size(slot.spec.shape) for slot in self.flat_layout.slots)
+
+    @property
+    def _numels(self) -> tuple[int, ...]:
+        return tuple(slot.spec.numel for slot in self.flat_layout.slots)

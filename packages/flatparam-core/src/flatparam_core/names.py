@@ -1,0 +1,17 @@
+"""Names as the user knows them: without the modules that wrappers put in between."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["FSDP_WRAPPED_MODULE", "clean_fqn"]
+
+FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
+"""The attribute under which a sharding wrapper holds its module; FSDP1's name."""
+
+_BETWEEN: Final = frozenset({FSDP_WRAPPED_MODULE, "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def clean_fqn(name: str) -> str:
+    """``name`` without the parts that sharding, activation checkpointing and ``torch.compile`` wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _BETWEEN)

@@ -1,0 +1,31 @@
+"""Which dtype a flat parameter has at rest, in computation and in reduction."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from typing_extensions import final
+
+__all__ = ["Precision"]
+
+
+@final
+@attrs.frozen
+class Precision:
+    """The compute and the reduction dtype of a unit; ``None`` leaves the dtype as it is.
+
+    Only floating-point parameters are cast. At rest (the shard, the optimizer, a checkpoint) a parameter has its own dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def compute(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype of the unsharded parameters of a flat parameter that is stored as ``storage``."""
+        return self.param_dtype if self.param_dtype and storage.is_floating_point else storage
+
+    def reduce(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients are summed over ranks: by default the compute dtype."""
+        if self.reduce_dtype and storage.is_floating_point:
+            return self.reduce_dtype
+        return self.compute(storage)

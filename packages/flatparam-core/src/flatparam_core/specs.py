@@ -1,0 +1,82 @@
+"""What geometry needs to know about a parameter, without its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_core.errors import LayoutError
+
+__all__ = ["ParamSpec"]
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The row-major strides of ``shape``, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the strides visit ``prod(shape)`` adjacent elements once each, in any order of the dimensions."""
+    expected = 1
+    for step, size in sorted((t, n) for n, t in zip(shape, stride) if n != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@final
+@attrs.frozen
+class ParamSpec:
+    """One parameter as the layout sees it: name, shape, memory order and dtype.
+
+    ``stride`` (in elements) is dense: a channels_last weight keeps its order in the flat parameter, and any other
+    gapped or overlapping tensor is laid out row-major. ``aliases`` are the further names of a tied parameter.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    stride: tuple[int, ...] = attrs.field()
+    aliases: tuple[str, ...] = ()
+
+    @stride.default
+    def _row_major(self) -> tuple[int, ...]:
+        return contiguous_stride(self.shape)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.stride) != len(self.shape) or (self.numel and not is_dense(self.shape, self.stride)):
+            raise LayoutError(
+                f"parameter {self.fqn!r}: strides {self.stride} do not lay shape {self.shape} out densely"
+            )
+        if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise LayoutError(f"parameter {self.fqn!r}: dtype {self.dtype} cannot require a gradient")
+
+    @classmethod
+    def of(cls, fqn: str, tensor: torch.Tensor, aliases: Sequence[str] = ()) -> Self:
+        """The spec of ``tensor`` (any shape, 0-d too); its strides are kept where they are dense."""
+        shape = tuple(tensor.shape)
+        stride = tuple(tensor.stride())
+        if tensor.numel() == 0 or not is_dense(shape, stride):
+            stride = contiguous_stride(shape)
+        return cls(fqn, shape, tensor.dtype, tensor.requires_grad, stride, tuple(aliases))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes in the parameter's own dtype."""
+        return self.numel * self.dtype.itemsize

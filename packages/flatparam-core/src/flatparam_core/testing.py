@@ -1,0 +1,37 @@
+"""Helpers for the tests of anything that is built on flat parameters; they ship with the library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatparam_core.handle import FlatParamHandle, Residency
+from flatparam_core.layout import FlatLayout
+from flatparam_core.handle import pack_shard
+
+__all__ = ["check_invariants", "shards_of"]
+
+
+def check_invariants(handle: FlatParamHandle) -> None:
+    """Assert everything that a handle promises between two calls.
+
+    Raises:
+        AssertionError: naming the promise that is broken.
+    """
+    sharded = handle.residency is Residency.SHARDED
+    assert handle.buffer.is_allocated != sharded or handle.buffer.nbytes == 0, (
+        f"{handle}: the full buffer is allocated exactly while the flat parameter is not sharded"
+    )
+    assert handle.flat_param.numel() == handle.layout.shard_numel, f"{handle}: the shard has the layout's length"
+    assert handle.flat_param.untyped_storage().size() > 0 or handle.layout.shard_numel == 0, (
+        f"{handle}: the shard always has its memory"
+    )
+    if handle.gradients.is_empty:
+        assert all(leaf.grad is None for leaf in handle.leaves), f"{handle}: leaves do not keep gradients"
+
+
+def shards_of(tensors: Sequence[torch.Tensor], layout: FlatLayout) -> tuple[torch.Tensor, ...]:
+    """The shard of every rank of ``layout``, packed from full ``tensors`` (one per slot), without any rank running."""
+    device = tensors[0].device
+    return tuple(pack_shard(tensors, layout, rank=rank, device=device) for rank in range(layout.world_size))

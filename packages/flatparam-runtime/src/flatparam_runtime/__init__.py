@@ -1,0 +1,39 @@
+"""When things happen: units, hooks, passes, prefetch, accumulation. Shards a module by hooks, without a wrapper."""
+
+from flatparam_runtime.averaging import gradient_divisors
+from flatparam_runtime.clip import clip_grad_norm_
+from flatparam_runtime.events import Event, EventKind, EventLog, Instrument
+from flatparam_runtime.inspection import full_views, gather_full, shown, summon_full_params
+from flatparam_runtime.phases import Phase
+from flatparam_runtime.plan import BackwardOrder, PrefetchPlan, UnitPlan
+from flatparam_runtime.shard import no_sync, observe, shard_module
+from flatparam_runtime.tree import ROOT_NAME, UnitTree, tree_of, unit_of, units_in
+from flatparam_runtime.unit import Unit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ROOT_NAME",
+    "BackwardOrder",
+    "Event",
+    "EventKind",
+    "EventLog",
+    "Instrument",
+    "Phase",
+    "PrefetchPlan",
+    "Unit",
+    "UnitPlan",
+    "UnitTree",
+    "clip_grad_norm_",
+    "full_views",
+    "gather_full",
+    "gradient_divisors",
+    "no_sync",
+    "observe",
+    "shard_module",
+    "shown",
+    "summon_full_params",
+    "tree_of",
+    "unit_of",
+    "units_in",
+]

@@ -1,0 +1,253 @@
+"""One backward pass: which gradients each unit still waits for, and which reductions are under way."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import torch
+from flatparam_comm import Collectives, FlatParamHandle, ReduceOp
+from torch.autograd.graph import Node, get_gradient_edge
+from typing_extensions import Self, final
+
+from flatparam_runtime.averaging import gradient_divisors
+from flatparam_runtime.order import next_backward
+from flatparam_runtime.phases import Phase
+from flatparam_runtime.plan import BackwardOrder
+from flatparam_runtime.unit import Reduction, Unit
+
+__all__ = ["BackwardPass"]
+
+MAX_REDUCTIONS_IN_FLIGHT = 1
+"""While one unit's gradients are reduced, the next unit's are collected: two buffers at most."""
+
+
+@final
+@attrs.define(eq=False)
+class UnitBackward:
+    """What a unit waits for in this backward pass: the leaves and the inputs whose gradients the engine will compute."""
+
+    leaves: set[tuple[int, int]]
+    inputs: set[object]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.leaves and not self.inputs
+
+
+@final
+@attrs.define(eq=False)
+class _EndOfBackward:
+    """The callback that autograd holds as long as its backward runs; when that dies of an exception, so does this."""
+
+    call: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.call()
+
+
+@final
+@attrs.define(eq=False)
+class BackwardPass:
+    """What is true during one backward pass of a tree.
+
+    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback. A unit is
+    complete as soon as the engine has computed every gradient of its parameters and inputs that it is going to compute,
+    which the engine itself says beforehand.
+    """
+
+    units: Sequence[Unit]
+    ended: Sequence[Unit]
+    """The units of the forward pass, in the order in which they ended."""
+    on_end: Callable[[bool], None]
+    active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
+    reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    unsettled: list[tuple[Unit, FlatParamHandle, torch.Tensor, bytes]] = attrs.field(factory=list)
+    """Reduced gradients of which this rank cannot tell alone which parameters got any."""
+    reduced: bool = False
+    given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
+    """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
+    _callback: weakref.ReferenceType[_EndOfBackward] | None = None
+
+    @classmethod
+    def begin(cls, units: Sequence[Unit], on_end: Callable[[bool], None], ended: Sequence[Unit]) -> Self:
+        """A pass for the autograd run that this thread is in."""
+        current = cls(units, ended, on_end)
+        callback = _EndOfBackward(current.finish)
+        current._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return current
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the autograd run that this pass began in is still going on."""
+        return self._callback is not None and self._callback() is not None
+
+    # What hooks report
+
+    def enter(self, unit: Unit, inputs: Mapping[object, Node]) -> None:
+        """A gradient has reached an output of ``unit``, of the forward call that took ``inputs``."""
+        state = self.active.get(unit)
+        if state is None:
+            state = self._activate(unit)
+            unit.begin_unshard()
+            self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
+            unit.finish_unshard()
+        state.inputs.update(token for token, node in inputs.items() if _will_run(node))
+
+    def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
+        """The gradient of parameter ``index`` of the unit's flat parameter ``number`` is finished."""
+        state = self.active.get(unit) or self._activate(unit)
+        before, _ = gradient_divisors(unit.plan.topology.data_parallel_size)
+        unit.handles[number].deposit(index, divisor=before)
+        if (number, index) in state.leaves:  # else it comes from a nested run (reentrant checkpointing): more may follow
+            state.leaves.discard((number, index))
+            if state.is_complete:
+                self._complete(unit)
+
+    def input_arrived(self, unit: Unit, token: object) -> None:
+        """The gradient of an input of ``unit`` is finished."""
+        state = self.active.get(unit)
+        if state is not None and token in state.inputs:
+            state.inputs.discard(token)
+            if state.is_complete:
+                self._complete(unit)
+
+    # What follows from it
+
+    def _activate(self, unit: Unit) -> UnitBackward:
+        self.settle_until(unit)
+        if unit.phase is Phase.FORWARD:
+            raise RuntimeError(
+                f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
+            )
+        unit.move(Phase.BACKWARD)
+        leaves = {
+            (number, index)
+            for number, handle in enumerate(unit.handles)
+            for index, leaf in enumerate(handle.leaves)
+            if leaf.requires_grad and _will_run(get_gradient_edge(leaf).node)
+        }
+        state = self.active[unit] = UnitBackward(leaves, set())
+        return state
+
+    def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
+        if unit.plan.prefetch.backward is not when:
+            return
+        for ahead in next_backward(self.ended, unit):
+            if ahead.phase is Phase.IDLE:
+                ahead.begin_unshard()
+                return
+
+    def _complete(self, unit: Unit) -> None:
+        del self.active[unit]
+        if not unit.sync_gradients:
+            if unit.plan.free_after_unsynced_backward:
+                unit.reshard()
+                self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
+            unit.move(Phase.IDLE)
+            return
+        unit.reshard()
+        self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
+        handles = unit.trainable
+        if handles:
+            self._reduce(unit, handles)
+        else:
+            unit.move(Phase.IDLE)
+
+    def _reduce(self, unit: Unit, handles: Sequence[FlatParamHandle]) -> None:
+        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._settle(self.reducing.popleft())
+        self.reducing.append(unit.begin_reduce(handles))
+        self.reduced = True
+
+    def settle_until(self, unit: Unit) -> None:
+        """Finish the reductions under way up to the one of ``unit``, where there is one."""
+        while unit.phase is Phase.REDUCING and self.reducing:
+            self._settle(self.reducing.popleft())
+
+    def _settle(self, reduction: Reduction) -> None:
+        for handle, gradient, arrived in reduction.settle():
+            known = self.given.get(handle, bytes(len(arrived)))
+            self.given[handle] = bytes(a | b for a, b in zip(known, arrived))
+            if all(arrived):
+                handle.accumulate(gradient, arrived)
+            else:
+                self.unsettled.append((reduction.unit, handle, gradient, arrived))
+
+    def finish(self) -> None:
+        """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
+        for unit in list(self.active):
+            if unit in self.active:
+                self._complete(unit)
+        for unit in self.units:
+            if unit.sync_gradients and unit.phase is Phase.IDLE:
+                left = [handle for handle in unit.handles if not handle.gradients.is_empty]
+                if left:  # collected without synchronisation, and not used in this pass
+                    self._reduce(unit, left)
+        while self.reducing:
+            self._settle(self.reducing.popleft())
+        if self.reduced:
+            self._accumulate_unsettled()
+        for unit in self.units:
+            if unit.phase is Phase.IDLE and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
+                unit.reshard()  # prefetched for nothing, or used in the forward pass alone
+        self.on_end(self.reduced)
+
+    def _accumulate_unsettled(self) -> None:
+        """Learn from the other ranks which parameters got a gradient anywhere; the others' stays ``None``."""
+        arrived_anywhere = _agree(self.units, self.given, needed=bool(self.unsettled))
+        for _, handle, gradient, _ in self.unsettled:
+            handle.accumulate(gradient, arrived_anywhere[handle])
+        self.unsettled.clear()
+
+    def drop(self) -> None:
+        """Let go of everything after an exception; the reductions under way are waited for, since they own memory."""
+        for reduction in self.reducing:
+            for _, _, pending in reduction.parts:
+                with contextlib.suppress(RuntimeError):
+                    pending.wait()
+        self.reducing.clear()
+        self.active.clear()
+        self.unsettled.clear()
+
+
+def _will_run(node: Node) -> bool:
+    """Whether the backward pass under way is going to compute what arrives at ``node``."""
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]  # no public name for it
+
+
+def _agree(
+    units: Sequence[Unit], given: Mapping[FlatParamHandle, bytes], *, needed: bool
+) -> dict[FlatParamHandle, bytes]:
+    """For every flat parameter, which of its parameters got a gradient on any rank.
+
+    One small all-reduce for each group of ranks, in which every rank takes part; its result is read only on a rank that
+    needs it, so that elsewhere nothing waits for a device.
+    """
+    by_group: dict[Collectives, list[FlatParamHandle]] = {}
+    for unit in units:
+        by_group.setdefault(unit.plan.topology.shard, []).extend(unit.trainable)
+    known: dict[FlatParamHandle, bytes] = {}
+    for group, handles in by_group.items():
+        if not handles:
+            continue
+        flags = b"".join(given.get(handle, bytes(len(handle.layout.slots))) for handle in handles)
+        mask = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(handles[0].flat_param.device)
+        group.all_reduce(mask, op=ReduceOp.MAX, label="parameters with a gradient").wait()
+        if needed:
+            known.update(_split(bytes(mask.tolist()), handles))
+    return known
+
+
+def _split(flags: bytes, handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, bytes]:
+    parts: dict[FlatParamHandle, bytes] = {}
+    start = 0
+    for handle in handles:
+        stop = start + len(handle.layout.slots)
+        parts[handle] = flags[start:stop]
+        start = stop
+    return parts

@@ -1,0 +1,71 @@
+"""The norm of gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from flatparam_comm import Collectives, ReduceOp
+from torch import Tensor, nn
+
+from flatparam_runtime.tree import units_in
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients of ``module`` down to a total norm of at most ``max_norm``; every rank calls it.
+
+    A sharded gradient counts with the parts of all ranks, any other once. The local norms are computed in fp32.
+
+    Returns:
+        The total norm before scaling, 0-d, the same on every rank, in the widest dtype of this rank's gradients (fp32
+        where it has none).
+    """
+    sharded = _sharded_gradients(module)
+    known = {id(g) for gradients in sharded.values() for g in gradients}
+    whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
+    everything = [g for gradients in sharded.values() for g in gradients] + whole
+    device = everything[0].device if everything else _device(module)
+    parts = [_norm(whole, norm_type, device)]
+    for group, gradients in sharded.items():
+        parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
+    total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in everything:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    dtypes = [g.dtype for g in everything]
+    return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
+
+
+def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
+    by_group: dict[Collectives, list[Tensor]] = {}
+    for unit in units_in(module):
+        gradients = by_group.setdefault(unit.plan.topology.shard, [])
+        for handle in unit.handles:
+            gradients.extend(p.grad for p in handle.exposure.parameters() if p.grad is not None)
+    return by_group
+
+
+def _device(module: nn.Module) -> torch.device:
+    for parameter in module.parameters():
+        return parameter.device
+    return torch.device("cpu")
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:
+    """Combine the ranks' norms of their parts to the norm of the whole."""
+    if norm_type == float("inf"):
+        group.all_reduce(local, op=ReduceOp.MAX, label="gradient norm").wait()
+        return local
+    power = local.pow(norm_type)
+    group.all_reduce(power, label="gradient norm").wait()
+    return power.pow(1.0 / norm_type)

@@ -1,0 +1,105 @@
+"""The only file that registers hooks: when things happen.
+
+===================  ==============================  ======================  ==========================
+hook                 on                              handler                 phase of the unit
+===================  ==============================  ======================  ==========================
+forward pre-hook     the unit's module               `_before_forward`       IDLE -> FORWARD
+forward hook         the unit's module (always)      `_after_forward`        FORWARD -> IDLE
+tensor hook          outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
+post-accumulate      each leaf, once for ever        `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
+tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
+final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
+===================  ==============================  ======================  ==========================
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from flatparam_runtime.forward import ForwardCall, enter_forward, leave_forward, result_of_exception
+from flatparam_runtime.traverse import tensors_in
+from flatparam_runtime.tree import tree_of
+from flatparam_runtime.unit import Unit
+
+__all__ = ["attach"]
+
+
+def attach(unit: Unit) -> None:
+    """Have ``unit`` follow its module's forward and backward passes."""
+    module = unit.module
+    module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
+    module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
+
+
+def _before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tree_of(unit)
+    first_time = not all(handle.leaves for handle in unit.handles)
+    call = enter_forward(unit)
+    if first_time:
+        _watch_leaves(unit)
+    if torch.is_grad_enabled() and not call.is_recomputation:
+        _watch_inputs(unit, call, (args, kwargs))
+
+
+def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not unit.calls:
+        return  # recovered from an exception further in, which is now on its way out
+    call = unit.calls.pop()
+    failed = result_of_exception(call, output)
+    recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
+    watched = recorded and _watch_outputs(unit, call, output)
+    leave_forward(unit, call, failed=failed, recorded=recorded, watched=watched)
+
+
+def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
+    for tensor in tensors_in(inputs):
+        if tensor.requires_grad:
+            token = object()
+            call.inputs[token] = get_gradient_edge(tensor).node
+            # The hook holds only the token: the node owns its hooks, so a hook that held the node would never be freed.
+            tensor.register_hook(functools.partial(_input_arrived, weakref.ref(unit), token))
+
+
+def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
+    watched = False
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(functools.partial(_before_backward, unit, call))
+            watched = True
+    return watched
+
+
+def _watch_leaves(unit: Unit) -> None:
+    reference = weakref.ref(unit)
+    for number, handle in enumerate(unit.handles):
+        for index, leaf in enumerate(handle.leaves):
+            if not (leaf.is_floating_point() or leaf.is_complex()):
+                continue
+            wanted = leaf.requires_grad
+            leaf.requires_grad_(True)  # a frozen one may be trained later, and takes a hook only so
+            leaf.register_post_accumulate_grad_hook(functools.partial(_gradient_arrived, reference, number, index))
+            leaf.requires_grad_(wanted)
+
+
+def _before_backward(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
+    tree_of(unit).begin_backward().enter(unit, call.inputs)
+
+
+def _gradient_arrived(
+    reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor
+) -> None:
+    unit = reference()
+    if unit is not None:
+        tree_of(unit).begin_backward().gradient_arrived(unit, number, index)
+
+
+def _input_arrived(reference: weakref.ReferenceType[Unit], token: object, gradient: Tensor) -> None:
+    unit = reference()
+    if unit is not None and unit.tree is not None and unit.tree.backward is not None:
+        unit.tree.backward.input_arrived(unit, token)

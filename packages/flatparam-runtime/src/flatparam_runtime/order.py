@@ -1,0 +1,48 @@
+"""In which order units run, learned from the passes before, and which unit comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+from typing_extensions import final
+
+from flatparam_runtime.unit import Unit
+
+__all__ = ["ForwardOrder", "next_backward", "next_forward"]
+
+
+@final
+@attrs.define(eq=False)
+class ForwardOrder:
+    """The units of one forward pass: in the order in which they began, and in which they ended."""
+
+    began: list[Unit] = attrs.field(factory=list)
+    ended: list[Unit] = attrs.field(factory=list)
+
+
+def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:
+    """The ``depth`` units that follow the one that began last, if this pass goes as the one before.
+
+    Args:
+        before: the units of the previous pass in the order in which they began.
+        now: those of this pass so far.
+    """
+    place = len(now) - 1
+    if depth and place < len(before) and before[place] is now[place]:
+        return before[place + 1 : place + 1 + depth]
+    return ()
+
+
+def next_backward(ended: Sequence[Unit], unit: Unit) -> Iterator[Unit]:
+    """The units that the backward pass is expected to need after ``unit``: those that ended before it, backwards.
+
+    Args:
+        ended: the units of the forward pass in the order in which they ended; one that ran several times counts where
+            it ended last.
+    """
+    seen = False
+    for candidate in dict.fromkeys(reversed(ended)):
+        if seen:
+            yield candidate
+        seen = seen or candidate is unit

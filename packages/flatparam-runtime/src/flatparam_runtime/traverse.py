@@ -1,0 +1,65 @@
+"""The tensors in whatever a module takes or returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor in ``value``, once: in tuples, lists, sets, mappings, dataclasses and objects with attributes."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if item is None or isinstance(item, (str, bytes, int, float, complex, type)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack.extend(reversed(list(item)))
+        elif isinstance(item, Mapping):
+            stack.extend(reversed(list(item.values())))
+        elif not isinstance(item, nn.Module) and not callable(item):
+            stack.extend(reversed(_attributes(item)))
+
+
+def _attributes(item: object) -> list[object]:
+    values = list(vars(item).values()) if hasattr(item, "__dict__") else []
+    for kind in type(item).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(item, name):
+                values.append(getattr(item, name))
+    return values
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with every tensor in it replaced; containers are rebuilt only where something in them changed.
+
+    Goes into tuples (named ones too), lists, mappings and dataclasses; anything else is passed through.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        pairs = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(pairs[key] is value[key] for key in pairs):
+            return value
+        return type(value)(pairs)  # type: ignore[call-arg]  # a Mapping type that takes a dict, as torch expects too
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        if all(new is getattr(value, name) for name, new in fields.items()):
+            return value
+        return dataclasses.replace(value, **fields)
+    return value

@@ -1,0 +1,125 @@
+"""The units below one root, and the passes that are under way in them."""
+
+from __future__ import annotations
+
+import attrs
+from flatparam_comm import clean_fqn
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_runtime.backward import BackwardPass
+from flatparam_runtime.forward import ForwardPass
+from flatparam_runtime.phases import Phase
+from flatparam_runtime.unit import Unit
+
+__all__ = ["ROOT_NAME", "UnitTree", "tree_of", "unit_of", "units_in"]
+
+ROOT_NAME = "(root)"
+"""How the root unit is called in labels, events and messages."""
+
+_UNIT = "_flatparam_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of which ``module`` is the module, or ``None``."""
+    unit: Unit | None = module.__dict__.get(_UNIT)
+    return unit
+
+
+def register_unit(module: nn.Module, unit: Unit) -> None:
+    """Make ``unit`` the unit of ``module``."""
+    module.__dict__[_UNIT] = unit
+
+
+def units_in(module: nn.Module) -> tuple[Unit, ...]:
+    """The units of ``module`` and of everything below it, parents before children."""
+    return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
+
+
+@final
+@attrs.define(eq=False)
+class UnitTree:
+    """A root unit and those below it. It is made when the first forward pass of the root begins.
+
+    ``forward`` and ``backward`` hold what is true for one pass, and nothing between passes.
+    """
+
+    root: Unit
+    units: tuple[Unit, ...]
+    forward: ForwardPass | None = None
+    last_forward: ForwardPass | None = None
+    """The pass before: what prefetching expects to happen again."""
+    keeps_unsharded: bool = False
+    """Whether parameters that are unsharded between passes may be used as they are: after an unsynced backward pass."""
+    _backward: BackwardPass | None = None
+
+    @classmethod
+    def grow(cls, root: Unit) -> Self:
+        """Make the tree of ``root``: every unit below it belongs to it from now on, also one that was a root itself."""
+        units = []
+        for name, module in root.module.named_modules():
+            unit = unit_of(module)
+            if unit is not None:
+                unit.name = clean_fqn(name) or ROOT_NAME
+                units.append(unit)
+        tree = cls(root, tuple(units))
+        for unit in units:
+            unit.tree = tree
+        return tree
+
+    @property
+    def backward(self) -> BackwardPass | None:
+        """The backward pass that is under way; one that died with an exception is cleared away first."""
+        if self._backward is not None and not self._backward.is_alive:
+            self.recover()
+        return self._backward
+
+    def begin_backward(self) -> BackwardPass:
+        """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
+        current = self.backward
+        if current is None:
+            current = self._backward = BackwardPass.begin(self.units, self.end_backward, self.forward_ended())
+        return current
+
+    def end_backward(self, synced: bool) -> None:
+        """Forget the backward pass, which has finished."""
+        self._backward = None
+        self.keeps_unsharded = not synced
+
+    def begin_forward(self, top: Unit) -> ForwardPass:
+        """A new forward pass that ``top`` is the outermost unit of; what an earlier one left is cleared away."""
+        if self.backward is None:
+            self._settle_leftovers()
+        self.forward = ForwardPass(top)
+        return self.forward
+
+    def end_forward(self) -> None:
+        """The outermost unit's forward call is over."""
+        self.last_forward, self.forward = self.forward, None
+
+    def forward_ended(self) -> list[Unit]:
+        """The units of the forward pass that the next backward pass belongs to, in the order in which they ended."""
+        current = self.forward or self.last_forward
+        return current.order.ended if current else []
+
+    def _settle_leftovers(self) -> None:
+        for unit in self.units:
+            if unit.phase is not Phase.IDLE:
+                unit.reset(drop_gradients=False)
+            elif not self.keeps_unsharded:
+                # The shard may have been stepped since these bytes were gathered, and every rank must decide alike.
+                unit.reshard()
+
+    def recover(self) -> None:
+        """Bring every unit back to rest after an exception: sharded, idle, no gradient of a failed backward left."""
+        dead, self._backward, self.forward = self._backward, None, None
+        if dead is not None:
+            dead.drop()
+        for unit in self.units:
+            unit.reset(drop_gradients=dead is not None)
+        self.keeps_unsharded = False
+
+
+def tree_of(unit: Unit) -> UnitTree:
+    """The tree that ``unit`` belongs to; one is grown from it where it has none yet."""
+    return unit.tree if unit.tree is not None else UnitTree.grow(unit)
