@@ -1,6 +1,6 @@
 """Flat parameters: geometry, storage, views and gradients, on one rank. Never imports ``torch.distributed``."""
 
-from flatparam_core.bindings import BoundParameter, ParamInfo, discover
+from flatparam_core.bindings import BoundParameter, ParamInfo, discover, memory_view
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
 from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
@@ -49,6 +49,7 @@ __all__ = [
     "clean_fqn",
     "discover",
     "flatten_module",
+    "memory_view",
     "plan_layouts",
     "replan",
     "shard_metadata",

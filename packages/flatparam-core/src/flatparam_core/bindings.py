@@ -14,7 +14,7 @@ from flatparam_core.errors import FlatParamError
 from flatparam_core.names import clean_fqn
 from flatparam_core.specs import ParamSpec
 
-__all__ = ["BoundParameter", "ParamInfo", "discover"]
+__all__ = ["BoundParameter", "ParamInfo", "discover", "memory_view"]
 
 
 @final

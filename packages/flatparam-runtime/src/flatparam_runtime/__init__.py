@@ -1,9 +1,11 @@
 """When things happen: units, hooks, passes, prefetch, accumulation. Shards a module by hooks, without a wrapper."""
 
+from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, clean_fqn, memory_view
+
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.clip import clip_grad_norm_
 from flatparam_runtime.events import Event, EventKind, EventLog, Instrument
-from flatparam_runtime.inspection import full_views, gather_full, shown, summon_full_params
+from flatparam_runtime.inspection import full_views, gather_full, inspecting, shown, summon_full_params
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder, PrefetchPlan, UnitPlan
 from flatparam_runtime.shard import no_sync, observe, shard_module
@@ -15,19 +17,25 @@ __version__ = "0.1.0"
 __all__ = [
     "ROOT_NAME",
     "BackwardOrder",
+    "Collectives",
     "Event",
     "EventKind",
     "EventLog",
+    "FlatParamError",
+    "FlatParamHandle",
     "Instrument",
     "Phase",
     "PrefetchPlan",
     "Unit",
     "UnitPlan",
     "UnitTree",
+    "clean_fqn",
     "clip_grad_norm_",
     "full_views",
     "gather_full",
     "gradient_divisors",
+    "inspecting",
+    "memory_view",
     "no_sync",
     "observe",
     "shard_module",

@@ -13,7 +13,7 @@ from flatparam_runtime.phases import Phase
 from flatparam_runtime.tree import tree_of, units_in
 from flatparam_runtime.unit import Unit
 
-__all__ = ["gather_full", "shown", "summon_full_params"]
+__all__ = ["full_views", "gather_full", "inspecting", "shown", "summon_full_params"]
 
 
 def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
@@ -38,17 +38,29 @@ def full_views(handle: FlatParamHandle, full: torch.Tensor) -> tuple[torch.Tenso
 
 
 @contextlib.contextmanager
-def shown(unit: Unit, values: Sequence[Sequence[nn.Parameter | None]]) -> Iterator[None]:
-    """Show ``values`` (for each handle, one per parameter) under the parameters' names instead of the sharded form."""
+def inspecting(unit: Unit) -> Iterator[None]:
+    """Keep ``unit`` from running, sharded and out of every pass, while its parameters are looked at or replaced.
+
+    Raises:
+        FlatParamError: inside a forward or backward pass, or where it is being inspected already.
+    """
+    tree_of(unit)
+    unit.move(Phase.INSPECTING)
     try:
-        for handle, parameters in zip(unit.handles, values):
-            handle.exposure.show(parameters)
-            handle.exposure.list_flat_parameter(False)
+        unit.reshard()
         yield
     finally:
-        for handle in unit.handles:
-            handle.exposure.show_shard()
-            handle.exposure.list_flat_parameter(True)
+        unit.move(Phase.IDLE)
+
+
+@contextlib.contextmanager
+def shown(unit: Unit, values: Sequence[Sequence[nn.Parameter | None]]) -> Iterator[None]:
+    """Show ``values`` (for each handle, one per parameter) under the parameters' names while ``unit`` is inspected."""
+    try:
+        unit.show(values)
+        yield
+    finally:
+        unit.show_shard()
 
 
 @contextlib.contextmanager
@@ -73,10 +85,7 @@ def summon_full_params(module: nn.Module, *, recurse: bool = True, writeback: bo
 
 @contextlib.contextmanager
 def _summoned(unit: Unit, writeback: bool) -> Iterator[None]:
-    tree_of(unit)
-    unit.move(Phase.INSPECTING)
-    try:
-        unit.reshard()
+    with inspecting(unit):
         gathered = [gather_full(unit, handle, handle.flat_param.detach()) for handle in unit.handles]
         with shown(unit, [_parameters(handle, full) for handle, full in zip(unit.handles, gathered)]):
             yield
@@ -84,8 +93,6 @@ def _summoned(unit: Unit, writeback: bool) -> Iterator[None]:
             for handle, full in zip(unit.handles, gathered):
                 own = full[handle.layout.shard_span(handle.rank).as_slice()]
                 handle.flat_param.detach().copy_(own)
-    finally:
-        unit.move(Phase.IDLE)
 
 
 def _parameters(handle: FlatParamHandle, full: torch.Tensor) -> list[nn.Parameter | None]:

@@ -145,6 +145,18 @@ class Unit:
                 handle.reshard()
         self.emit("reshard", self.unsharded_nbytes)
 
+    def show(self, values: Sequence[Sequence[nn.Parameter | None]]) -> None:
+        """Show ``values`` (for each handle, one per parameter) instead of the sharded form, and list them alone."""
+        for handle, parameters in zip(self.handles, values):
+            handle.exposure.show(parameters)
+            handle.exposure.list_flat_parameter(False)
+
+    def show_shard(self) -> None:
+        """Undo :meth:`show`."""
+        for handle in self.handles:
+            handle.exposure.show_shard()
+            handle.exposure.list_flat_parameter(True)
+
     def _wait_for_gathers(self) -> None:
         gathers, self._gathers = self._gathers, []
         for pending in gathers:
@@ -173,6 +185,8 @@ class Unit:
         with contextlib.suppress(RuntimeError):  # a gather that failed with the pass has nothing more to say
             self._wait_for_gathers()
         self.reshard()
+        if self.phase is Phase.INSPECTING:
+            self.show_shard()
         for handle in self.handles if drop_gradients else ():
             handle.gradients.release()
             for leaf in handle.leaves:

@@ -1,0 +1,99 @@
+"""Moving bytes between ranks: engines behind one protocol, decorators over any of them, an exact ledger of bytes."""
+
+from flatparam_core import (
+    FSDP_WRAPPED_MODULE,
+    FlatLayout,
+    FlatParamError,
+    FlatParamHandle,
+    FlatParameter,
+    ParamSpec,
+    Precision,
+    Residency,
+    Transitions,
+    clean_fqn,
+    discover,
+    flatten_module,
+    memory_view,
+)
+
+from flatparam_comm.broadcasting import broadcast_tensors
+from flatparam_comm.checks import REDUCIBLE
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.compressed import CompressedCollectives
+from flatparam_comm.current import current_collectives
+from flatparam_comm.errors import (
+    CollectiveError,
+    CommError,
+    DeadlockError,
+    MismatchError,
+    PeerError,
+    RankDied,
+    RankError,
+    WorldTimeout,
+)
+from flatparam_comm.faults import Delay, Fault, FaultyCollectives, Kill, Raise
+from flatparam_comm.forwarding import ForwardingCollectives
+from flatparam_comm.hooked import CommHook, HookedCollectives
+from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
+from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
+from flatparam_comm.process_group import ProcessGroupCollectives
+from flatparam_comm.recording import RecordingCollectives
+from flatparam_comm.silent import SilentCollectives
+from flatparam_comm.single import SingleCollectives
+from flatparam_comm.threads import run_threads
+from flatparam_comm.topology import Topology, resolve_topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "COMPLETED",
+    "FSDP_WRAPPED_MODULE",
+    "REDUCIBLE",
+    "ByteLedger",
+    "CollectiveError",
+    "Collectives",
+    "CommError",
+    "CommHook",
+    "CompletedPending",
+    "CompressedCollectives",
+    "ContinuedPending",
+    "DeadlockError",
+    "Delay",
+    "Fault",
+    "FaultyCollectives",
+    "FlatLayout",
+    "FlatParamError",
+    "FlatParamHandle",
+    "FlatParameter",
+    "ForwardingCollectives",
+    "HookedCollectives",
+    "Kill",
+    "MismatchError",
+    "ParamSpec",
+    "PeerError",
+    "Pending",
+    "Precision",
+    "ProcessGroupCollectives",
+    "Raise",
+    "RankDied",
+    "RankError",
+    "RecordingCollectives",
+    "ReduceOp",
+    "Residency",
+    "SilentCollectives",
+    "SingleCollectives",
+    "Topology",
+    "Totals",
+    "Transfer",
+    "Transitions",
+    "WorldTimeout",
+    "broadcast_tensors",
+    "clean_fqn",
+    "current_collectives",
+    "discover",
+    "flatten_module",
+    "memory_view",
+    "resolve_topology",
+    "run_threads",
+    "sent_nbytes",
+]

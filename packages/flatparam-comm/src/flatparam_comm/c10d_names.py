@@ -1,0 +1,151 @@
+"""The only file that knows what the installed torch calls its collectives, and what its backends refuse.
+
+torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
+`reduce_scatter_single` and warns about the old names; 2.11 and 2.12 have the old ones only. Everything is looked up
+when it is called, so that importing this package works on a torch that was built without `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatparam_comm.collectives import ReduceOp
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "as_carried",
+    "barrier",
+    "broadcast",
+    "default_group",
+    "exchange",
+    "new_subgroup",
+    "reduce_scatter",
+]
+
+#: dtypes that gloo, NCCL and MPI all carry as themselves. The rest (bool, complex, 16-bit and unsigned integers, fp8)
+#: travel as bytes where they are only moved: gloo and NCCL answer "Invalid scalar type" to several of them.
+_CARRIED: Final = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def as_carried(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's memory in a dtype that every backend can move: its own, or bytes.
+
+    It is detached, as c10d would otherwise make the outputs part of autograd's graph when an input requires gradients.
+    """
+    plain = tensor.detach()
+    return plain if plain.dtype in _CARRIED else plain.view(-1).view(torch.uint8)
+
+
+def default_group() -> ProcessGroup | None:
+    """torch's default process group, or None where there is none (yet)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
+    """Start an all-gather; returns its `Work`."""
+    call = _first_of("all_gather_single", "all_gather_into_tensor")
+    return call(output, shard, group=group, async_op=True)
+
+
+def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
+    """Start a reduce-scatter; returns its `Work`."""
+    call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+    return call(output, full, op=_c10d_op(op), group=group, async_op=True)
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
+    """Start an all-reduce in place; returns its `Work`."""
+    return _first_of("all_reduce")(tensor, op=_c10d_op(op), group=group, async_op=True)
+
+
+def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
+    """Start a broadcast in place from the *group's* rank `root`; returns its `Work`."""
+    return _first_of("broadcast")(tensor, group_src=root, group=group, async_op=True)
+
+
+def exchange(value: object, group: ProcessGroup) -> list[Any]:
+    """Every rank's value, in the order of the group's ranks."""
+    values: list[Any] = [None] * group.size()
+    _first_of("all_gather_object")(values, value, group=group)
+    return values
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Return when every rank of the group is here."""
+    on_gpu_only = torch.cuda.is_available() and "cpu" not in _first_of("get_backend_config")(group)
+    # Without the device NCCL guesses one from the global rank, and warns.
+    devices = [torch.cuda.current_device()] if on_gpu_only else None
+    _first_of("barrier")(group=group, device_ids=devices)
+
+
+def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | None:
+    """A new process group of some of this group's ranks, with its backends and its timeout; None on the others.
+
+    Ranks are those within `group`. Every rank of `group` calls it.
+    """
+    members: list[int] = _first_of("get_process_group_ranks")(group)
+    everyone = len(members) == _first_of("get_world_size")()
+    made = _first_of("new_group")(
+        [members[rank] for rank in ranks],
+        backend=_first_of("get_backend_config")(group),
+        timeout=_timeout_of(group),
+        # torch's default is that every rank of the *world* must call; inside a smaller group only its members can.
+        use_local_synchronization=not everyone,
+    )
+    is_member = members.index(_first_of("get_rank")()) in ranks
+    return made if is_member else None
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long the group's collectives may take (torch has no public getter), or None where a backend does not say.
+
+    Without it a subgroup of a group with 10 seconds would wait for torch's 30 minutes.
+    """
+    for device in (torch.device("cuda"), torch.device("cpu")):
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:
+            continue  # the group has no backend for this kind of device
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def _c10d_op(op: ReduceOp) -> Any:
+    return getattr(dist.ReduceOp, op.name)
+
+
+def _first_of(*names: str) -> Any:
+    """The first of these functions that the installed torch has."""
+    for name in names:
+        found = getattr(dist, name, None)
+        if found is not None:
+            return found
+    raise RuntimeError(
+        f"expected torch.distributed to have one of {', '.join(names)}; torch {torch.__version__} has none "
+        f"(torch.distributed.is_available() is {dist.is_available()}); install torch 2.11 or later with distributed"
+    )

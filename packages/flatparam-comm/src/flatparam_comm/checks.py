@@ -1,0 +1,183 @@
+"""What every engine demands of its arguments, in one place: all refuse the same calls in the same words.
+
+A call that gloo would refuse must fail on threads too, or tests on threads would prove nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.errors import describe_call
+
+__all__ = [
+    "REDUCIBLE",
+    "Site",
+    "check_all_gather",
+    "check_all_reduce",
+    "check_broadcast",
+    "check_reduce_scatter",
+    "check_subgroup",
+]
+
+#: The dtypes that may be reduced: those that gloo and NCCL both add with the same meaning. (bool is left out because
+#: gloo and NCCL make a SUM of it an OR; fp8 and int16 because neither or only one of them can.)
+REDUCIBLE: Final[frozenset[torch.dtype]] = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+@attrs.frozen
+class Site:
+    """Where a check is made, for its message: which rank of how many, which collective, the caller's label."""
+
+    rank: int
+    size: int
+    op: str
+    label: str
+
+    def refuse(self, expected: str, found: str, advice: str = "") -> ValueError:
+        """The error to raise here: what was expected, what was found, what to do."""
+        where = f"rank {self.rank} of {self.size}: {describe_call(self.op, self.label)}"
+        return ValueError(f"{where}: expected {expected}, found {found}" + (f"; {advice}" if advice else ""))
+
+
+def check_all_gather(site: Site, output: Tensor, shard: Tensor) -> None:
+    """Raise ValueError unless `shard` can be gathered from every rank into `output`."""
+    _check_flat(site, "output", output)
+    _check_flat(site, "shard", shard)
+    _check_alike(site, ("output", output), ("shard", shard))
+    _check_numel(site, whole=("output", output), part=("shard", shard))
+    _check_overlap(site, whole=("output", output), part=("shard", shard))
+
+
+def check_reduce_scatter(site: Site, output: Tensor, full: Tensor, op: ReduceOp) -> None:
+    """Raise ValueError unless `full` can be reduced over the ranks and scattered into `output`."""
+    _check_flat(site, "output", output)
+    _check_flat(site, "full", full)
+    _check_alike(site, ("output", output), ("full", full))
+    _check_numel(site, whole=("full", full), part=("output", output))
+    _check_overlap(site, whole=("full", full), part=("output", output))
+    _check_reducible(site, full, op)
+
+
+def check_all_reduce(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+    """Raise ValueError unless `tensor` can be reduced in place."""
+    _check_dense(site, "tensor", tensor)
+    _check_reducible(site, tensor, op)
+
+
+def check_broadcast(site: Site, tensor: Tensor, root: int) -> None:
+    """Raise ValueError unless `tensor` can be replaced by that of rank `root`."""
+    _check_dense(site, "tensor", tensor)
+    if not 0 <= root < site.size:
+        raise site.refuse(
+            f"a root in [0, {site.size})",
+            f"root={root}",
+            "give the rank within this group, not the global one",
+        )
+
+
+def check_subgroup(site: Site, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks as a tuple; ValueError unless they are some of this group's, in increasing order."""
+    chosen = tuple(ranks)
+    increasing = all(low < high for low, high in itertools.pairwise(chosen))
+    if not chosen or not increasing or chosen[0] < 0 or chosen[-1] >= site.size:
+        raise site.refuse(
+            f"one or more increasing ranks in [0, {site.size})",
+            f"{list(chosen)}",
+            "give ranks within this group, each once, lowest first",
+        )
+    return chosen
+
+
+def _check_dense(site: Site, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise site.refuse(f"{name} to hold bytes", "a meta tensor", "materialise it first")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        found = (
+            f"strides {tuple(tensor.stride())}"
+            if tensor.layout == torch.strided
+            else f"layout {tensor.layout}"
+        )
+        raise site.refuse(f"{name} to be contiguous", found, f"pass {name}.contiguous() and copy back")
+    if tensor.is_conj() or tensor.is_neg():
+        # The bytes in memory are not the values that the caller sees.
+        raise site.refuse(
+            f"{name} without a lazy conjugate or negation", "one", "call resolve_conj() / resolve_neg()"
+        )
+
+
+def _check_flat(site: Site, name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1:
+        raise site.refuse(f"{name} to be 1-D", f"shape {tuple(tensor.shape)}", f"pass {name}.view(-1)")
+    _check_dense(site, name, tensor)
+
+
+def _check_alike(site: Site, one: tuple[str, Tensor], other: tuple[str, Tensor]) -> None:
+    (name, tensor), (other_name, other_tensor) = one, other
+    if tensor.dtype != other_tensor.dtype:
+        raise site.refuse(
+            f"{name} and {other_name} of one dtype",
+            f"{tensor.dtype} and {other_tensor.dtype}",
+            "cast one of them",
+        )
+    if tensor.device != other_tensor.device:
+        raise site.refuse(
+            f"{name} and {other_name} on one device",
+            f"{tensor.device} and {other_tensor.device}",
+            "move one of them",
+        )
+
+
+def _check_numel(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
+    (whole_name, whole_tensor), (part_name, part_tensor) = whole, part
+    expected = site.size * part_tensor.numel()
+    if whole_tensor.numel() != expected:
+        raise site.refuse(
+            f"{whole_name}.numel() == {site.size} ranks * {part_name}.numel() == {expected}",
+            f"{whole_tensor.numel()} ({part_name}.numel() is {part_tensor.numel()})",
+            "pad to a multiple of the group's size",
+        )
+
+
+def _check_overlap(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
+    """Two tensors may share memory only where every engine can work in place: the part is the rank's own slice."""
+    (whole_name, whole_tensor), (part_name, part_tensor) = whole, part
+    nbytes = part_tensor.numel() * part_tensor.element_size()
+    start, part_start = whole_tensor.data_ptr(), part_tensor.data_ptr()
+    apart = part_start + nbytes <= start or start + site.size * nbytes <= part_start
+    if nbytes == 0 or apart or part_start == start + site.rank * nbytes:
+        return
+    raise site.refuse(
+        f"{part_name} to be apart from {whole_name}, or exactly its slice number {site.rank}",
+        f"an overlap that begins at byte {part_start - start} of {whole_name} (the slice is at {site.rank * nbytes})",
+        f"pass {part_name}.clone()",
+    )
+
+
+def _check_reducible(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+    if tensor.dtype not in REDUCIBLE:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE))
+        raise site.refuse(
+            f"a dtype that can be reduced ({names})", str(tensor.dtype), "cast to one of them first"
+        )
+    if tensor.dtype.is_complex and op is not ReduceOp.SUM:
+        raise site.refuse("ReduceOp.SUM for complex numbers", str(op), "complex numbers have no order")

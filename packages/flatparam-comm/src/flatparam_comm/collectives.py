@@ -1,0 +1,108 @@
+"""The seam of this package: what a group of ranks can do together.
+
+Everything above talks to `Collectives` and `Pending` only. Engines (process groups, a world of threads, a world of
+one) and decorators (recording, silent, hooked, compressed, faulty) are interchangeable behind them, and one contract
+test-suite runs over all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["Collectives", "Pending", "ReduceOp"]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several ranks become one. A mean is not among them: who wants it divides (before or after)."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """Wait on this before you read the output or write to the input of the collective that returned it.
+
+    It owns the tensors that must stay alive until the collective is done, so dropping the arguments is fine; dropping
+    the pending itself without waiting leaves the output undefined.
+    """
+
+    def wait(self) -> None:
+        """Make the output readable from here on; calling it again costs nothing.
+
+        CPU tensors: blocks until the bytes are there. CUDA tensors: orders the *current stream* after the collective
+        and does not block the host. Raises the collective's error (`CollectiveError`), again at each call.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) without blocking the host."""
+        ...
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """A group of ranks that move bytes between each other.
+
+    Every rank of the group makes the same calls in the same order. Data-plane calls (`all_gather`, `reduce_scatter`,
+    `all_reduce`, `broadcast`) are asynchronous and return a `Pending`; control-plane calls (`exchange`, `barrier`,
+    `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault plans and is
+    not compared between ranks. Arguments that cannot work raise `ValueError` at once, with one text in every engine.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group, `0 <= rank < size`."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        ...
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """Fill `output` with every rank's `shard`, in rank order.
+
+        Both 1-D, contiguous, of one dtype (any) and one device; `output.numel() == size * shard.numel()`. `shard` may
+        be exactly this rank's slice of `output`; any other overlap is refused.
+        """
+        ...
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """Fill `output` with this rank's slice of the reduction of every rank's `full`.
+
+        Both 1-D, contiguous, of one dtype (see `checks.REDUCIBLE`) and one device; `full.numel() == size *
+        output.numel()`. `output` may be exactly this rank's slice of `full`; any other overlap is refused. `full` is
+        left as it is, except for that slice.
+        """
+        ...
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """Replace `tensor` (contiguous, any shape) by the reduction of every rank's."""
+        ...
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """Replace `tensor` (contiguous, any shape, any dtype) by that of rank `root` *of this group*."""
+        ...
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """Every rank's picklable `value`, in rank order. For small facts: it blocks, and pickles."""
+        ...
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return when every rank has called it."""
+        ...
+
+    def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
+        """A group of only these ranks (numbers within this group, increasing), or None where this rank is not one.
+
+        Every rank of this group calls it, with the same `ranks`.
+        """
+        ...

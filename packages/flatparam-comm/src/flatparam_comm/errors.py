@@ -1,0 +1,115 @@
+"""What can go wrong between ranks.
+
+Mistakes in the arguments of one call are plain `ValueError`s; these classes are for what only several ranks together
+can get wrong.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectiveError",
+    "CommError",
+    "DeadlockError",
+    "MismatchError",
+    "PeerError",
+    "RankDied",
+    "RankError",
+    "WorldTimeout",
+]
+
+
+class CommError(RuntimeError):
+    """Catch this to catch every error of this package that is not a mistake in one call's arguments."""
+
+
+class CollectiveError(CommError):
+    """Catch this when a collective could not be completed on this rank.
+
+    `rank` is the rank (within its group) that the error is about, `op` the collective's name, `label` the caller's own
+    name for it (`""` when none was given). An engine's own exception, where there is one, is `__cause__`.
+    """
+
+    def __init__(self, rank: int, op: str, label: str, message: str) -> None:
+        """`message` says what was expected and found, and what to do; rank and call are put before it."""
+        super().__init__(rank, op, label, message)
+        self.rank = rank
+        self.op = op
+        self.label = label
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {describe_call(self.op, self.label)}: {self.message}"
+
+
+class MismatchError(CollectiveError):
+    """Catch this when the ranks' n-th calls differ in op, numel, dtype, reduction or root; raised on every rank."""
+
+
+class DeadlockError(CollectiveError):
+    """Catch this when every rank waits for something that can never happen; raised on every rank, naming each wait."""
+
+
+class PeerError(CollectiveError):
+    """Catch this when a collective cannot complete because another rank failed first.
+
+    `rank` is the rank that failed and `cause` its exception; `waiting_rank` is the one that this error was raised on.
+    Ranks are numbered within the world here, since the one that failed need not be in the waiting rank's group.
+    """
+
+    def __init__(
+        self, rank: int, cause: BaseException, *, waiting_rank: int = -1, op: str = "", label: str = ""
+    ) -> None:
+        """`op` and `label` are those of the collective that `waiting_rank` waits for."""
+        super().__init__(rank, op, label, f"rank {rank} failed first with {type(cause).__name__}: {cause}")
+        self.cause = cause
+        self.waiting_rank = waiting_rank
+        self.__cause__ = cause
+
+    def __str__(self) -> str:
+        return f"rank {self.waiting_rank}: {describe_call(self.op, self.label)}: {self.message}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_peer_error, (self.rank, self.cause, self.waiting_rank, self.op, self.label)
+
+
+class RankError(CommError):
+    """Catch this when the function that a world of ranks ran has failed.
+
+    `rank` is the lowest rank that failed by itself, not because another one had. Its exception is `__cause__` when the
+    ranks were threads; `remote_traceback` is its text when they were processes.
+    """
+
+    def __init__(self, rank: int, message: str, remote_traceback: str = "") -> None:
+        """`message` is the whole first line; `remote_traceback` follows it."""
+        super().__init__(rank, message, remote_traceback)
+        self.rank = rank
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.remote_traceback}" if self.remote_traceback else self.message
+
+
+class RankDied(RankError):
+    """Catch this when a rank's process ended without a result; `signal` is the name of what killed it, or `""`."""
+
+    def __init__(self, rank: int, message: str, exitcode: int, signal: str) -> None:
+        """`exitcode` is the process's own: negative for a signal."""
+        super().__init__(rank, message)
+        self.args = (rank, message, exitcode, signal)
+        self.exitcode = exitcode
+        self.signal = signal
+
+
+class WorldTimeout(CommError, TimeoutError):
+    """Catch this when a world of ranks was not done in time; the message says where each unfinished rank was."""
+
+
+def describe_call(op: str, label: str) -> str:
+    """The words by which every message of this package names a collective: `all_gather 'layers.0'`."""
+    return f"{op} {label!r}" if label else op
+
+
+def _rebuild_peer_error(rank: int, cause: BaseException, waiting_rank: int, op: str, label: str) -> PeerError:
+    """An unpickled `PeerError` (its constructor has keyword-only arguments, which pickle cannot pass)."""
+    return PeerError(rank, cause, waiting_rank=waiting_rank, op=op, label=label)

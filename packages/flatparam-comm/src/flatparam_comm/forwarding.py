@@ -1,0 +1,74 @@
+"""What decorators share: everything they do not change goes through."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+
+__all__ = ["ForwardingCollectives"]
+
+
+class ForwardingCollectives(abc.ABC):
+    """Derive a decorator of `Collectives` from this and override what it changes. `inner` is what it decorates.
+
+    A subgroup of a decorated group is decorated the same way (`_decorate`), so that nothing escapes through it.
+    """
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Collectives) -> None:
+        """Decorate `inner`."""
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    @property
+    def rank(self) -> int:
+        """The rank of `inner`."""
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        """The size of `inner`."""
+        return self.inner.size
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        return self.inner.all_gather(output, shard, label=label)
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        return self.inner.reduce_scatter(output, full, op=op, label=label)
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        return self.inner.all_reduce(tensor, op=op, label=label)
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`."""
+        return self.inner.broadcast(tensor, root=root, label=label)
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`."""
+        return self.inner.exchange(value, label=label)
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+        self.inner.barrier(label=label)
+
+    def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
+        """See `Collectives.subgroup`; the new group is decorated like this one."""
+        made = self.inner.subgroup(ranks)
+        return None if made is None else self._decorate(made)
+
+    @abc.abstractmethod
+    def _decorate(self, inner: Collectives) -> Collectives:
+        """`inner` decorated like this."""

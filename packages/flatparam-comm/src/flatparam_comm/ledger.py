@@ -1,0 +1,146 @@
+"""An exact account of the bytes that one rank moves.
+
+What a rank sends is what it must send in the bandwidth-optimal algorithms, for n ranks and a full buffer of N bytes:
+
+| op | bytes this rank sends | algorithm |
+| --- | --- | --- |
+| all_gather | N (n-1)/n | ring: n-1 times one shard |
+| reduce_scatter | N (n-1)/n | ring: n-1 times one shard |
+| all_reduce | 2 N (n-1)/n | reduce-scatter, then all-gather |
+| broadcast | N, and 0 on the last rank after the root | pipelined chain: root, root+1, ... |
+
+Sources: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
+Distrib. Comput. 69 (2009), theorem 1 for the all-reduce; R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
+Collective Communication Operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), sections 4.1-4.5 for the
+others. An engine may send more (gloo makes its reduce-scatter of an all-reduce); the ledger counts what is needed, so
+that plans can be compared on any engine.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import attrs
+import torch
+
+__all__ = ["ByteLedger", "Totals", "Transfer", "sent_nbytes"]
+
+
+@final
+@attrs.frozen
+class Transfer:
+    """One collective as one rank saw it.
+
+    `payload_nbytes` is the size of the full buffer (the gather's output, the reduction's input), `sent_nbytes` what
+    this rank must send for it.
+    """
+
+    op: str
+    label: str
+    dtype: torch.dtype
+    payload_nbytes: int
+    sent_nbytes: int
+
+
+@final
+@attrs.frozen
+class Totals:
+    """How many collectives, and the sums of their bytes."""
+
+    count: int = 0
+    payload_nbytes: int = 0
+    sent_nbytes: int = 0
+
+    def plus(self, transfer: Transfer) -> Totals:
+        """These totals and one transfer more."""
+        return Totals(
+            self.count + 1,
+            self.payload_nbytes + transfer.payload_nbytes,
+            self.sent_nbytes + transfer.sent_nbytes,
+        )
+
+
+@final
+class ByteLedger:
+    """Give one of these to `RecordingCollectives` (or to several of one rank), and ask it what was moved.
+
+    Totals are kept by op and by label, so its memory grows with the number of distinct labels only. With `keep=True` it
+    also keeps every transfer, in order, in `transfers`.
+    """
+
+    __slots__ = ("_by_label", "_by_op", "_keep", "_total", "_transfers")
+
+    def __init__(self, *, keep: bool = False) -> None:
+        """An empty ledger."""
+        self._keep = keep
+        self._total = Totals()
+        self._by_op: dict[str, Totals] = {}
+        self._by_label: dict[str, Totals] = {}
+        self._transfers: list[Transfer] = []
+
+    def __repr__(self) -> str:
+        return f"ByteLedger({self._total.count} collectives, {self._total.sent_nbytes} bytes sent)"
+
+    def record(self, transfer: Transfer) -> None:
+        """Enter one transfer."""
+        self._total = self._total.plus(transfer)
+        self._by_op[transfer.op] = self._by_op.get(transfer.op, Totals()).plus(transfer)
+        self._by_label[transfer.label] = self._by_label.get(transfer.label, Totals()).plus(transfer)
+        if self._keep:
+            self._transfers.append(transfer)
+
+    def reset(self) -> None:
+        """Forget everything recorded so far."""
+        self._total = Totals()
+        self._by_op.clear()
+        self._by_label.clear()
+        self._transfers.clear()
+
+    @property
+    def total(self) -> Totals:
+        """The totals of everything since the last reset."""
+        return self._total
+
+    @property
+    def payload_nbytes(self) -> int:
+        """The bytes of all full buffers since the last reset."""
+        return self._total.payload_nbytes
+
+    @property
+    def sent_nbytes(self) -> int:
+        """The bytes this rank had to send since the last reset."""
+        return self._total.sent_nbytes
+
+    def by_op(self) -> dict[str, Totals]:
+        """Totals per collective (`"all_gather"`, ...), in the order of their first use."""
+        return dict(self._by_op)
+
+    def by_label(self) -> dict[str, Totals]:
+        """Totals per caller's label, in the order of their first use."""
+        return dict(self._by_label)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every transfer since the last reset, in order. Raises ValueError unless the ledger was made to keep them."""
+        if not self._keep:
+            raise ValueError("expected a ledger that keeps its transfers: make it with ByteLedger(keep=True)")
+        return tuple(self._transfers)
+
+
+def sent_nbytes(op: str, payload_nbytes: int, *, rank: int, size: int, root: int = 0) -> int:
+    """The bytes that `rank` of `size` must send for a collective whose full buffer has `payload_nbytes`.
+
+    `op` is `"all_gather"`, `"reduce_scatter"`, `"all_reduce"` or `"broadcast"`; see this module's table. A fraction of
+    a byte (an all-reduce that n does not divide) is rounded up. Raises ValueError for any other `op`.
+    """
+    if op in ("all_gather", "reduce_scatter"):
+        return _rounded_up(payload_nbytes * (size - 1), size)
+    if op == "all_reduce":
+        return _rounded_up(2 * payload_nbytes * (size - 1), size)
+    if op == "broadcast":
+        return 0 if (rank - root) % size == size - 1 else payload_nbytes
+    raise ValueError(f"sent_nbytes: expected a data-plane collective, found {op!r}")
+
+
+def _rounded_up(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

@@ -1,0 +1,168 @@
+"""The engine that scales: process groups of `torch.distributed`, whatever their backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import attrs
+from torch import Tensor
+
+from flatparam_comm import c10d_names as c10d
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Pending, ReduceOp
+from flatparam_comm.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ProcessGroupCollectives"]
+
+T = TypeVar("T")
+
+
+@final
+class ProcessGroupCollectives:
+    """Use a process group of `torch.distributed` (the default one when None) as `Collectives`.
+
+    Every collective is started with `async_op=True`. gloo and NCCL alike: `wait()` is `Work.wait()`, which blocks for
+    CPU tensors and orders the current stream for CUDA tensors. What the backend raises comes out as `CollectiveError`.
+    Raises ValueError when there is no default group, or when this process is not in the group.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        """Use `group`, or the default one."""
+        found = c10d.default_group() if group is None else group
+        if found is None:
+            raise ValueError(
+                "expected a process group, found no default one: call torch.distributed.init_process_group() first "
+                "(torchrun sets what it needs), or pass a group"
+            )
+        rank = found.rank() if hasattr(found, "rank") else -1
+        if rank < 0:
+            # torch hands an object without ranks to processes that are not in the group that new_group() made.
+            raise ValueError(
+                f"expected a process group that this process is in, found {found!r}: "
+                "make Collectives only on the ranks that were passed to new_group()"
+            )
+        self._group: ProcessGroup = found
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupCollectives(rank={self.rank}, size={self.size}, backend={self._group.name()!r})"
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group underneath."""
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._group.size()
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        site = self._site("all_gather", label)
+        checks.check_all_gather(site, output, shard)
+        carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
+        work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self._group))
+        return _WorkPending(site, work, (output, shard))
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        site = self._site("reduce_scatter", label)
+        checks.check_reduce_scatter(site, output, full, op)
+        carried, carried_full = output.detach(), full.detach()
+        work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self._group))
+        return _WorkPending(site, work, (output, full))
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        site = self._site("all_reduce", label)
+        checks.check_all_reduce(site, tensor, op)
+        carried = tensor.detach()
+        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self._group))
+        return _WorkPending(site, work, (tensor,))
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`; `root` is a rank of this group."""
+        site = self._site("broadcast", label)
+        checks.check_broadcast(site, tensor, root)
+        carried = c10d.as_carried(tensor)
+        work = _guarded(site, lambda: c10d.broadcast(carried, root, self._group))
+        return _WorkPending(site, work, (tensor,))
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
+        return _guarded(self._site("exchange", label), lambda: c10d.exchange(value, self._group))
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+        _guarded(self._site("barrier", label), lambda: c10d.barrier(self._group))
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
+        """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
+        site = self._site("subgroup", "")
+        chosen = checks.check_subgroup(site, ranks)
+        group = _guarded(site, lambda: c10d.new_subgroup(self._group, chosen))
+        return None if group is None else ProcessGroupCollectives(group)
+
+    def _site(self, op: str, label: str) -> Site:
+        return Site(rank=self.rank, size=self.size, op=op, label=label)
+
+
+@attrs.define(eq=False)
+class _WorkPending:
+    """A `Work` of torch.distributed. `tensors` are only held, until the first `wait()` is over."""
+
+    site: Site
+    work: Any
+    tensors: tuple[Tensor, ...]
+    error: CollectiveError | None = None
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        if self.error is not None:
+            raise self.error
+        if self.work is None:
+            return
+        try:
+            _guarded(self.site, self.work.wait)
+        except CollectiveError as error:
+            self.error = error
+            raise
+        finally:
+            # On CUDA the current stream is now ordered after the collective, so memory that is freed and given out
+            # again on this stream is safe.
+            self.work = None
+            self.tensors = ()
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return self.work is None or bool(self.work.is_completed())
+
+
+def _guarded(site: Site, call: Callable[[], T]) -> T:
+    """What `call` returns; what it raises becomes a CollectiveError that says where."""
+    try:
+        return call()
+    except CollectiveError:
+        raise
+    except Exception as error:
+        raise CollectiveError(
+            site.rank,
+            site.op,
+            site.label,
+            f"the process group failed with {type(error).__name__}: {error}; "
+            "look for the first error among the other ranks, or for a rank that did not make this call",
+        ) from error

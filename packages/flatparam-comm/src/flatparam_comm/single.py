@@ -1,0 +1,84 @@
+"""The engine for a world of one: the same program, without ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Pending, ReduceOp
+from flatparam_comm.pending import COMPLETED
+
+__all__ = ["SingleCollectives"]
+
+
+@final
+@attrs.frozen
+class SingleCollectives:
+    """Use this where there is only one rank; it needs no process group and works on every device.
+
+    A gather and a reduction are copies, and nothing at all where input and output are the same memory. Everything is
+    over when the call returns (on CUDA: it is in the current stream).
+    """
+
+    @property
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """1."""
+        return 1
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        checks.check_all_gather(_site("all_gather", label), output, shard)
+        _copy(output, shard)
+        return COMPLETED
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        checks.check_reduce_scatter(_site("reduce_scatter", label), output, full, op)
+        _copy(output, full)
+        return COMPLETED
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        checks.check_all_reduce(_site("all_reduce", label), tensor, op)
+        return COMPLETED
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`."""
+        checks.check_broadcast(_site("broadcast", label), tensor, root)
+        return COMPLETED
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`. The value makes the way through pickle, as it does between processes."""
+        return [pickle.loads(pickle.dumps(value))]
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+
+    def subgroup(self, ranks: Sequence[int]) -> SingleCollectives | None:
+        """See `Collectives.subgroup`; the only group there is, is this one."""
+        checks.check_subgroup(_site("subgroup", ""), ranks)
+        return self
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        with torch.no_grad():
+            target.copy_(source)
+
+
+def _site(op: str, label: str) -> Site:
+    return Site(rank=0, size=1, op=op, label=label)

@@ -1,0 +1,165 @@
+"""What the ranks of a world of threads do with tensors: stage, reduce in rank order, deliver; on CPU and on CUDA.
+
+On CUDA all of it is asynchronous to the host, and ordered by events: each rank records one when it posts, the stream of
+the last rank to post waits for all of them before it reads the inputs, and a rank's stream waits for the result's
+event before it copies the result into its output. The ranks share one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.errors import CollectiveError
+from flatparam_comm.threads_rng import CUDA
+
+__all__ = ["Cargo", "Staged", "stage_all_gather", "stage_broadcast", "stage_reduction"]
+
+
+@attrs.define(eq=False)
+class Cargo:
+    """The tensors that one rank brings to a collective, and the point in its stream from which they can be used."""
+
+    site: Site
+    source: Tensor
+    target: Tensor
+    posted: Any = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.posted = _mark(self.source)
+
+
+@attrs.define(eq=False)
+class Staged:
+    """Results that are worked out but not delivered yet: for each rank, the parts of its target in order.
+
+    Parts of several ranks may be the same tensors. `ready` is the point in the last poster's stream at which they hold
+    their values.
+    """
+
+    parts: list[tuple[Tensor, ...]]
+    ready: Any
+
+    def deliver(self, rank: int, cargo: Cargo) -> None:
+        """Write the result of `rank` into its target, on the current stream; raises if the target was freed."""
+        parts, self.parts[rank] = self.parts[rank], ()
+        _follow(self.ready, cargo.target)
+        _write(cargo, parts)
+        if cargo.target.is_cuda:
+            for part in parts:
+                # The parts were allocated on the last poster's stream and are read on this one.
+                part.record_stream(torch.cuda.current_stream(cargo.target.device))
+
+
+def stage_all_gather(cargoes: Sequence[Cargo], *, late: bool) -> Staged:
+    """Every rank gets every rank's source."""
+    _follow_all(cargoes)
+    with torch.no_grad():
+        sources = tuple(cargo.source.detach() for cargo in cargoes)
+        parts = tuple(source.clone() for source in sources) if late else sources
+    return _staged(cargoes, [parts] * len(cargoes), late=late)
+
+
+def stage_reduction(cargoes: Sequence[Cargo], op: ReduceOp, *, scatter: bool, late: bool) -> Staged:
+    """Every rank gets its slice of the reduction (`scatter`), or all of it."""
+    _follow_all(cargoes)
+    sources = [cargo.source.detach() for cargo in cargoes]
+    pieces = len(cargoes) if scatter else 1
+    with torch.no_grad():
+        # Piece by piece, so that a rank that has its own keeps no other alive.
+        reduced = [
+            _reduce(
+                [source.view(-1).chunk(pieces)[piece] if source.numel() else source for source in sources], op
+            )
+            for piece in range(pieces)
+        ]
+    return _staged(cargoes, [(reduced[rank if scatter else 0],) for rank in range(len(cargoes))], late=late)
+
+
+def stage_broadcast(cargoes: Sequence[Cargo], root: int, *, late: bool) -> Staged:
+    """Every rank but the root gets the root's source."""
+    _follow_all(cargoes)
+    with torch.no_grad():
+        value = cargoes[root].source.detach()
+        parts: tuple[Tensor, ...] = (value.clone() if late else value,)
+    return _staged(cargoes, [() if rank == root else parts for rank in range(len(cargoes))], late=late)
+
+
+def _staged(cargoes: Sequence[Cargo], parts: list[tuple[Tensor, ...]], *, late: bool) -> Staged:
+    """The parts, delivered by each rank's wait (`late`), or here and now."""
+    if not late:
+        for cargo, mine in zip(cargoes, parts, strict=True):
+            _write(cargo, mine)
+        parts = [()] * len(cargoes)
+    return Staged(parts, _mark(cargoes[0].source))
+
+
+def _reduce(values: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """((x0 + x1) + x2) + ..., in the values' own dtype."""
+    total = values[0].clone()
+    for value in values[1:]:
+        if op is ReduceOp.SUM:
+            total += value
+        elif op is ReduceOp.MAX:
+            torch.maximum(total, value, out=total)
+        else:
+            torch.minimum(total, value, out=total)
+    return total
+
+
+def _write(cargo: Cargo, parts: Sequence[Tensor]) -> None:
+    """Lay the parts end to end into the target."""
+    if not parts:
+        return
+    _check_held(cargo.site, "output", cargo.target)
+    flat = cargo.target.detach().view(-1)
+    start = 0
+    with torch.no_grad():
+        for part in parts:
+            stop = start + part.numel()
+            piece = flat[start:stop]
+            if piece.data_ptr() != part.data_ptr():
+                piece.copy_(part.view(-1))
+            start = stop
+
+
+def _check_held(site: Site, name: str, tensor: Tensor) -> None:
+    """Raise CollectiveError when the storage under the tensor was freed: the next access would be to no memory."""
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if tensor.numel() and held < needed:
+        raise CollectiveError(
+            site.rank,
+            site.op,
+            site.label,
+            f"expected the {name}'s storage to hold {needed} bytes until wait(), found {held}; "
+            "it was freed while the collective was under way: wait before you free it",
+        )
+
+
+def _mark(tensor: Tensor) -> Any:
+    """An event at this point of the current stream of a CUDA tensor's device; None for other devices."""
+    if not tensor.is_cuda:
+        return None
+    event = CUDA.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def _follow(event: Any, tensor: Tensor) -> None:
+    """Order the current stream of the tensor's device after the event."""
+    if event is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(event)
+
+
+def _follow_all(cargoes: Sequence[Cargo]) -> None:
+    """Order the current stream after every rank's post."""
+    for cargo in cargoes:
+        _check_held(cargo.site, "input", cargo.source)
+        _follow(cargo.posted, cargo.source)

@@ -1,0 +1,23 @@
+"""Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
+
+from flatparam_state.codec import fragments_of, gather, shard_of
+from flatparam_state.model import clean_keys, full_state_shown, hidden, load_full, model_state_dict
+from flatparam_state.optim import load_optimizer_state, optimizer_state_dict
+from flatparam_state.places import Place, places_in
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Place",
+    "clean_keys",
+    "fragments_of",
+    "full_state_shown",
+    "gather",
+    "hidden",
+    "load_full",
+    "load_optimizer_state",
+    "model_state_dict",
+    "optimizer_state_dict",
+    "places_in",
+    "shard_of",
+]

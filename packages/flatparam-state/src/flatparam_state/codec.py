@@ -1,0 +1,60 @@
+"""Between shards and full tensors, for anything that is shaped like the parameters: weights, moments, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from flatparam_runtime import full_views, gather_full, memory_view
+
+from flatparam_state.places import Place
+
+__all__ = ["fragments_of", "gather", "shard_of"]
+
+
+def gather(place: Place, shard: torch.Tensor, *, device: torch.device | None, keep: bool = True) -> list[torch.Tensor]:
+    """The full tensors of which every rank holds a shard; every rank calls it.
+
+    Args:
+        shard: this rank's part, 1-D, ``layout.shard_numel`` elements, any dtype.
+        device: where the full tensors go; ``None`` leaves them where the shard is.
+        keep: this rank wants them; otherwise it only takes part.
+
+    Returns:
+        One tensor per parameter, in its shape, each with memory of its own; empty where ``keep`` is false. Extra memory:
+        the flat parameter, once.
+    """
+    full = gather_full(place.unit, place.handle, shard)
+    if not keep:
+        return []
+    return [_own(view, device) for view in full_views(place.handle, full)]
+
+
+def _own(view: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    copy = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device or view.device)
+    return copy.copy_(view)
+
+
+def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """This rank's part of each full tensor (shape of its parameter), 1-D in memory order, as a view where possible."""
+    layout = place.handle.layout
+    for fragment, tensor in zip(layout.fragments(place.handle.rank), tensors):
+        if tensor is None:
+            yield None
+        else:
+            yield memory_view(tensor, layout.slots[fragment.index].spec)[fragment.in_param.as_slice()]
+
+
+def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+    """Lay this rank's ``parts`` (from :func:`fragments_of`) out as a shard; zero where a part is missing.
+
+    Returns:
+        1-D, ``layout.shard_numel`` elements, dtype of the parts, on the device of ``like``.
+    """
+    layout = place.handle.layout
+    dtype = next((part.dtype for part in parts if part is not None), like.dtype)
+    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=like.device)
+    for fragment, part in zip(layout.fragments(place.handle.rank), parts):
+        if part is not None:
+            shard[fragment.in_shard.as_slice()].copy_(part)
+    return shard

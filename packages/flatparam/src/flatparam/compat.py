@@ -1,0 +1,48 @@
+"""Recognise torch's own FSDP enums and configuration objects where a caller passes them.
+
+This is the one module that may know of ``torch.distributed.fsdp``; it does not even import it: an object is recognised by
+its class's name and the names of its members or fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, TypeVar
+
+__all__ = ["as_config", "as_enum"]
+
+E = TypeVar("E", bound=enum.Enum)
+C = TypeVar("C")
+
+
+def as_enum(kind: type[E], value: Any, argument: str) -> E:
+    """``value`` as a member of ``kind``; a member of torch's enum of the same name is translated.
+
+    Raises:
+        TypeError: naming the argument, for anything else.
+    """
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__ and value.name in kind.__members__:
+        return kind[value.name]
+    raise TypeError(f"{argument}: expected a {kind.__name__}, found {value!r}")
+
+
+def as_config(kind: type[C], value: Any, argument: str) -> C:
+    """``value`` as an instance of ``kind`` (a dataclass); torch's dataclass of the same name is translated.
+
+    Raises:
+        TypeError: naming the argument, for anything else.
+    """
+    if isinstance(value, kind):
+        return value
+    for candidate in (kind, *_subclasses(kind)):
+        if type(value).__name__ == candidate.__name__ and dataclasses.is_dataclass(value):
+            fields = {field.name for field in dataclasses.fields(candidate)}  # type: ignore[arg-type]  # a dataclass
+            return candidate(**{name: item for name, item in vars(value).items() if name in fields})
+    raise TypeError(f"{argument}: expected a {kind.__name__}, found {value!r}")
+
+
+def _subclasses(kind: type[C]) -> list[type[C]]:
+    return [kind for child in kind.__subclasses__() for kind in (child, *_subclasses(child))]
