@@ -115,7 +115,9 @@ def run_processes(
 def _start(plan: ChildPlan) -> _Child:
     context = multiprocessing.get_context("forkserver")
     # Only the first call in a process has a say: the server runs from then on.
-    context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)])
+    context.set_forkserver_preload(
+        [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
+    )
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_child, args=(plan, theirs), name=f"rank-{plan.rank}")
     process.start()

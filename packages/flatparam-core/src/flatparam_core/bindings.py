@@ -43,7 +43,9 @@ class ParamInfo:
         """
         module = self._module()
         if module is None:
-            raise FlatParamError(f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more")
+            raise FlatParamError(
+                f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more"
+            )
         return module
 
     @property

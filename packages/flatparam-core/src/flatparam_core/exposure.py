@@ -74,7 +74,7 @@ class _Sites:
         Raises:
             FlatParamError: where somebody else has put another parameter there since, naming it.
         """
-        for infos, value, before in zip(self.infos, values, self.shown):
+        for infos, value, before in zip(self.infos, values, self.shown, strict=True):
             for info in infos:
                 module = info.module
                 if module._parameters.get(info.param_name) is not before:
@@ -106,7 +106,9 @@ class FlatExposure:
     _views: tuple[torch.Tensor, ...]
 
     @classmethod
-    def attach(cls, owner: nn.Module, attribute: str, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
+    def attach(
+        cls, owner: nn.Module, attribute: str, flat_param: FlatParameter, bound: Sequence[BoundParameter]
+    ) -> Self:
         """Register ``flat_param`` in ``owner`` and take the original parameters out of their modules."""
         views = tuple(
             flat_param.detach()[fragment.in_shard.as_slice()]
@@ -118,31 +120,37 @@ class FlatExposure:
         return exposure
 
     def parameters(self) -> Sequence[nn.Parameter]:
+        """See :meth:`Exposure.parameters`."""
         return (self.flat_param,)
 
     def requires_grad(self) -> Sequence[bool]:
+        """See :meth:`Exposure.requires_grad`."""
         return (self.flat_param.requires_grad,) * len(self._views)
 
     def show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+        """See :meth:`Exposure.show`."""
         self._sites.put(tensors)
         for infos in self._sites.infos:
             for info in infos:
                 info.module.__dict__.pop(info.param_name, None)
 
     def show_shard(self) -> None:
+        """See :meth:`Exposure.show_shard`."""
         # The registered entry becomes None, which parameters() passes over and which keeps its place in the order; the
         # plain view in the instance dict is what the attribute then reads: right dtype and device, and safe to touch.
         self._sites.put((None,) * len(self._views))
-        for infos, view in zip(self._sites.infos, self._views):
+        for infos, view in zip(self._sites.infos, self._views, strict=True):
             for info in infos:
                 info.module.__dict__[info.param_name] = view
 
     def list_flat_parameter(self, listed: bool) -> None:
+        """See :meth:`Exposure.list_flat_parameter`."""
         owner = self.owner()
         if owner is not None:
             owner._parameters[self.attribute] = self.flat_param if listed else None
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
+        """See :meth:`Exposure.add_gradient`."""
         if not any(arrived):
             return
         if self.flat_param.grad is None:
@@ -165,27 +173,32 @@ class OriginalExposure:
     def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
         """Turn the original parameters into views of the shard, once; optimizers that hold them go on working."""
         layout, rank = flat_param.flat_layout, flat_param.rank
-        for parameter, fragment in zip(bound, layout.fragments(rank)):
+        for parameter, fragment in zip(bound, layout.fragments(rank), strict=True):
             parameter.parameter.data = flat_param.data[fragment.in_shard.as_slice()]
         return cls(layout, rank, tuple(b.parameter for b in bound), _Sites.of(bound))
 
     def parameters(self) -> Sequence[nn.Parameter]:
+        """See :meth:`Exposure.parameters`."""
         return self.originals
 
     def requires_grad(self) -> Sequence[bool]:
+        """See :meth:`Exposure.requires_grad`."""
         return [parameter.requires_grad for parameter in self.originals]
 
     def show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+        """See :meth:`Exposure.show`."""
         self._sites.put(tensors)
 
     def show_shard(self) -> None:
+        """See :meth:`Exposure.show_shard`."""
         self._sites.put(self.originals)
 
     def list_flat_parameter(self, listed: bool) -> None:
         """Nothing: it is never listed."""
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
-        for parameter, fragment in zip(self.originals, self.layout.fragments(self.rank)):
+        """See :meth:`Exposure.add_gradient`."""
+        for parameter, fragment in zip(self.originals, self.layout.fragments(self.rank), strict=True):
             if not (arrived[fragment.index] and parameter.requires_grad):
                 continue
             part = reduced[fragment.in_shard.as_slice()]

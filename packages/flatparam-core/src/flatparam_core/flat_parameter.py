@@ -25,6 +25,7 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True
 
     def __new__(cls, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> FlatParameter:
+        """See ``__init__``."""
         parameter: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         parameter.flat_layout = layout
         parameter.rank = rank
@@ -33,11 +34,11 @@ class FlatParameter(nn.Parameter):
     def __init__(self, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> None:
         """Take ``data`` (1-D, ``flat_layout.shard_numel`` elements) as the shard of ``rank``; it is not copied."""
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes a private keyword
         names = ", ".join(self.flat_layout.fqns[:3]) + (", ..." if len(self.flat_layout.fqns) > 3 else "")
         return (
-            f"FlatParameter(rank {self.rank} of {self.flat_layout.world_size}, {self.numel()} of {self.flat_layout.numel} "
-            f"elements, {self.dtype}, {self.device}: {names})"
+            f"FlatParameter(rank {self.rank} of {self.flat_layout.world_size}, "
+            f"{self.numel()} of {self.flat_layout.numel} elements, {self.dtype}, {self.device}: {names})"
         )
 
     @property

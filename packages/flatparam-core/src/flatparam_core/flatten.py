@@ -95,5 +95,3 @@ def _common_device(bound: Sequence[BoundParameter]) -> torch.device:
                 f"{first.parameter.device}; move the module to one device, or say which with device="
             )
     return first.parameter.device
-
-

@@ -53,7 +53,9 @@ class GradientLedger:
         self.open()
         slot = self._slots[index]
         gradient = gradient.detach()
-        if divisor != 1.0:  # divided in the wider dtype: a half-precision gradient must not underflow before its cast
+        if (
+            divisor != 1.0
+        ):  # divided in the wider dtype: a half-precision gradient must not underflow before its cast
             gradient = gradient.to(torch.promote_types(gradient.dtype, slot.dtype))
         if self.deposited[index]:
             slot.add_(gradient if divisor == 1.0 else gradient / divisor)

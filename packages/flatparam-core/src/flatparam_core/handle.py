@@ -134,7 +134,9 @@ class FlatParamHandle:
         return self.residency is Residency.UNSHARDED
 
     def _move(self, target: Residency) -> None:
-        self.residency = RESIDENCY.move(self.residency, target, who=f"flat parameter {self.name} on rank {self.rank}")
+        self.residency = RESIDENCY.move(
+            self.residency, target, who=f"flat parameter {self.name} on rank {self.rank}"
+        )
 
     # Parameters
 
@@ -159,7 +161,7 @@ class FlatParamHandle:
         self._move(Residency.UNSHARDED)
         if not self._leaves:
             self._leaves = self._make_leaves()
-        for leaf, wanted in zip(self._leaves, self.exposure.requires_grad()):
+        for leaf, wanted in zip(self._leaves, self.exposure.requires_grad(), strict=True):
             if leaf.requires_grad != wanted:
                 leaf.requires_grad_(wanted)
         self.exposure.show(self._leaves)
@@ -178,14 +180,16 @@ class FlatParamHandle:
             IllegalStepError: where the full parameters are not complete in memory.
         """
         if not self.is_unsharded:
-            raise IllegalStepError(f"{self!r}: there are no full parameters to write back; finish an unshard first")
+            raise IllegalStepError(
+                f"{self!r}: there are no full parameters to write back; finish an unshard first"
+            )
         self.flat_param.detach().copy_(self.buffer.shard(self.rank))
 
     def _make_leaves(self) -> tuple[nn.Parameter, ...]:
         leaves = []
         with torch.inference_mode(False):  # or leaves made in inference mode could never be trained
             for view, attributes, wanted in zip(
-                self.buffer.views(), self._attributes, self.exposure.requires_grad()
+                self.buffer.views(), self._attributes, self.exposure.requires_grad(), strict=False
             ):
                 leaf = nn.Parameter(view, requires_grad=wanted)
                 vars(leaf).update(attributes)  # what users and libraries noted on the parameter they made
@@ -215,8 +219,8 @@ class FlatParamHandle:
     ) -> None:
         """Free the flat gradient and add the reduced shard, divided by ``divisor``, to ``.grad``.
 
-        The two halves are :meth:`settle_reduce` and :meth:`accumulate`, for a runtime that learns later than it can free
-        memory which parameters have a gradient.
+        The two halves are :meth:`settle_reduce` and :meth:`accumulate`, for a runtime that learns later than
+        it can free memory which parameters have a gradient.
 
         Args:
             reduced: the ``output`` of :meth:`begin_reduce`.

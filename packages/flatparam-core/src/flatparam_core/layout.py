@@ -80,7 +80,9 @@ class FlatLayout:
         names: set[str] = set()
         for slot in self.slots:
             if slot.span.start < end:
-                raise LayoutError(f"parameter {slot.spec.fqn!r} overlaps the one before it in the flat parameter")
+                raise LayoutError(
+                    f"parameter {slot.spec.fqn!r} overlaps the one before it in the flat parameter"
+                )
             if slot.spec.dtype != self.slots[0].spec.dtype:
                 raise LayoutError(
                     f"parameter {slot.spec.fqn!r} has dtype {slot.spec.dtype}, the flat parameter {self.dtype}"
@@ -90,7 +92,9 @@ class FlatLayout:
             names.add(slot.spec.fqn)
             end = slot.span.stop
         if end > self.numel:
-            raise LayoutError(f"the slots end at {end}, behind the {self.numel} elements of the flat parameter")
+            raise LayoutError(
+                f"the slots end at {end}, behind the {self.numel} elements of the flat parameter"
+            )
 
     @classmethod
     def plan(cls, specs: Sequence[ParamSpec], *, world_size: int, alignment_nbytes: int = 0) -> Self:
@@ -134,7 +138,9 @@ class FlatLayout:
         """The padding: every element of ``[0, numel)`` that is in no slot, as maximal spans."""
         gaps: list[Span] = []
         end = 0
-        for slot in filter(lambda slot: slot.span, self.slots):  # an empty slot within a gap does not split it
+        for slot in filter(
+            lambda slot: slot.span, self.slots
+        ):  # an empty slot within a gap does not split it
             if slot.span.start > end:
                 gaps.append(Span(end, slot.span.start))
             end = slot.span.stop
@@ -176,7 +182,10 @@ def plan_layouts(
     groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault((not spec.requires_grad, spec.dtype), []).append(spec)
-    ordered = sorted(groups.items(), key=lambda item: item[0][0])  # stable: dtypes stay in order of appearance
+    ordered = sorted(
+        groups.items(), key=lambda item: item[0][0]
+    )  # stable: dtypes stay in order of appearance
     return tuple(
-        FlatLayout.plan(group, world_size=world_size, alignment_nbytes=alignment_nbytes) for _, group in ordered
+        FlatLayout.plan(group, world_size=world_size, alignment_nbytes=alignment_nbytes)
+        for _, group in ordered
     )

@@ -14,7 +14,8 @@ __all__ = ["Precision"]
 class Precision:
     """The compute and the reduction dtype of a unit; ``None`` leaves the dtype as it is.
 
-    Only floating-point parameters are cast. At rest (the shard, the optimizer, a checkpoint) a parameter has its own dtype.
+    Only floating-point parameters are cast. At rest (the shard, the optimizer, a checkpoint) a parameter has
+    its own dtype.
     """
 
     param_dtype: torch.dtype | None = None

@@ -41,8 +41,8 @@ class Move:
 def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iterator[Move]:
     """Yield the copies that turn the shards of ``sources`` into the shards of ``targets``.
 
-    Every element of every target parameter is moved exactly once. The layouts may differ in world size, order, grouping,
-    alignment and dtype.
+    Every element of every target parameter is moved exactly once. The layouts may differ in world size, order,
+    grouping, alignment and dtype.
 
     Raises:
         LayoutError: where a target parameter is missing in the sources or has another shape or memory order there.

@@ -27,7 +27,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the strides visit ``prod(shape)`` adjacent elements once each, in any order of the dimensions."""
     expected = 1
-    for step, size in sorted((t, n) for n, t in zip(shape, stride) if n != 1):
+    for step, size in sorted((t, n) for n, t in zip(shape, stride, strict=True) if n != 1):
         if step != expected:
             return False
         expected *= size

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flatparam_core.handle import FlatParamHandle, Residency
+from flatparam_core.handle import FlatParamHandle, Residency, pack_shard
 from flatparam_core.layout import FlatLayout
-from flatparam_core.handle import pack_shard
 
 __all__ = ["check_invariants", "shards_of"]
 
@@ -23,7 +22,9 @@ def check_invariants(handle: FlatParamHandle) -> None:
     assert handle.buffer.is_allocated != sharded or handle.buffer.nbytes == 0, (
         f"{handle}: the full buffer is allocated exactly while the flat parameter is not sharded"
     )
-    assert handle.flat_param.numel() == handle.layout.shard_numel, f"{handle}: the shard has the layout's length"
+    assert handle.flat_param.numel() == handle.layout.shard_numel, (
+        f"{handle}: the shard has the layout's length"
+    )
     assert handle.flat_param.untyped_storage().size() > 0 or handle.layout.shard_numel == 0, (
         f"{handle}: the shard always has its memory"
     )

@@ -1,7 +1,6 @@
 """When things happen: units, hooks, passes, prefetch, accumulation. Shards a module by hooks, without a wrapper."""
 
 from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, clean_fqn, memory_view
-
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.clip import clip_grad_norm_
 from flatparam_runtime.events import Event, EventKind, EventLog, Instrument

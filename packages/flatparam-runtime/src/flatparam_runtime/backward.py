@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
-from flatparam_comm import Collectives, FlatParamHandle, ReduceOp
 from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import Self, final
 
+from flatparam_comm import Collectives, FlatParamHandle, ReduceOp
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.order import next_backward
 from flatparam_runtime.phases import Phase
@@ -28,7 +28,7 @@ MAX_REDUCTIONS_IN_FLIGHT = 1
 @final
 @attrs.define(eq=False)
 class UnitBackward:
-    """What a unit waits for in this backward pass: the leaves and the inputs whose gradients the engine will compute."""
+    """What a unit waits for: the leaves and the inputs whose gradients the engine is going to compute."""
 
     leaves: set[tuple[int, int]]
     inputs: set[object]
@@ -54,9 +54,9 @@ class _EndOfBackward:
 class BackwardPass:
     """What is true during one backward pass of a tree.
 
-    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback. A unit is
-    complete as soon as the engine has computed every gradient of its parameters and inputs that it is going to compute,
-    which the engine itself says beforehand.
+    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback.
+    A unit is complete as soon as the engine has computed every gradient of its parameters and inputs that it
+    is going to compute, which the engine itself says beforehand.
     """
 
     units: Sequence[Unit]
@@ -103,7 +103,10 @@ class BackwardPass:
         state = self.active.get(unit) or self._activate(unit)
         before, _ = gradient_divisors(unit.plan.topology.data_parallel_size)
         unit.handles[number].deposit(index, divisor=before)
-        if (number, index) in state.leaves:  # else it comes from a nested run (reentrant checkpointing): more may follow
+        if (
+            number,
+            index,
+        ) in state.leaves:  # else it comes from a nested run (reentrant checkpointing): more may follow
             state.leaves.discard((number, index))
             if state.is_complete:
                 self._complete(unit)
@@ -172,7 +175,7 @@ class BackwardPass:
     def _settle(self, reduction: Reduction) -> None:
         for handle, gradient, arrived in reduction.settle():
             known = self.given.get(handle, bytes(len(arrived)))
-            self.given[handle] = bytes(a | b for a, b in zip(known, arrived))
+            self.given[handle] = bytes(a | b for a, b in zip(known, arrived, strict=True))
             if all(arrived):
                 handle.accumulate(gradient, arrived)
             else:
@@ -217,7 +220,7 @@ class BackwardPass:
 
 def _will_run(node: Node) -> bool:
     """Whether the backward pass under way is going to compute what arrives at ``node``."""
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]  # no public name for it
+    return bool(torch._C._will_engine_execute_node(node))  # it has no public name
 
 
 def _agree(

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from flatparam_comm import Collectives, ReduceOp
 from torch import Tensor, nn
 
+from flatparam_comm import Collectives, ReduceOp
 from flatparam_runtime.tree import units_in
 
 __all__ = ["clip_grad_norm_"]
@@ -31,12 +31,13 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():
         parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
-    total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in everything:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     dtypes = [g.dtype for g in everything]
-    return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
+    dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
+    return total.to(dtype)
 
 
 def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
@@ -57,8 +58,11 @@ def _device(module: nn.Module) -> torch.device:
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
-    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = [
+        torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients
+    ]
+    together: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return together
 
 
 def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:

@@ -20,8 +20,9 @@ class Event:
     """Something that a unit did.
 
     ``unshard``: memory for the full parameters was taken and their gather started. ``use``: the bytes are there and the
-    module shows the full parameters. ``reshard``: that memory was given back. ``reduce``: the reduction of the gradients
-    started. ``finish``: it is over and the memory of the unsharded gradients was given back. ``nbytes`` is that memory.
+    module shows the full parameters. ``reshard``: that memory was given back. ``reduce``: the reduction of the
+    gradients started. ``finish``: it is over and the memory of the unsharded gradients was given back.
+    ``nbytes`` is that memory.
     """
 
     kind: EventKind

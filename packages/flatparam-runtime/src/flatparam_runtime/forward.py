@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 import torch
-from flatparam_comm import Residency
 from torch import nn
 from torch.autograd.graph import Node
 from typing_extensions import final
 
+from flatparam_comm import Residency
 from flatparam_runtime.order import ForwardOrder, next_forward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.unit import Unit

@@ -63,14 +63,14 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
             token = object()
             call.inputs[token] = get_gradient_edge(tensor).node
             # The hook holds only the token: the node owns its hooks, so a hook that held the node would never be freed.
-            tensor.register_hook(functools.partial(_input_arrived, weakref.ref(unit), token))
+            tensor.register_hook(functools.partial(_input_arrived, weakref.ref(unit), token))  # type: ignore[no-untyped-call]
 
 
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     watched = False
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(functools.partial(_before_backward, unit, call))
+            tensor.register_hook(functools.partial(_before_backward, unit, call))  # type: ignore[no-untyped-call]
             watched = True
     return watched
 
@@ -83,7 +83,8 @@ def _watch_leaves(unit: Unit) -> None:
                 continue
             wanted = leaf.requires_grad
             leaf.requires_grad_(True)  # a frozen one may be trained later, and takes a hook only so
-            leaf.register_post_accumulate_grad_hook(functools.partial(_gradient_arrived, reference, number, index))
+            hook = functools.partial(_gradient_arrived, reference, number, index)
+            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             leaf.requires_grad_(wanted)
 
 
@@ -91,9 +92,7 @@ def _before_backward(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
     tree_of(unit).begin_backward().enter(unit, call.inputs)
 
 
-def _gradient_arrived(
-    reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor
-) -> None:
+def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:
     unit = reference()
     if unit is not None:
         tree_of(unit).begin_backward().gradient_arrived(unit, number, index)

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from flatparam_comm import FlatParamHandle
 from torch import nn
 
+from flatparam_comm import FlatParamHandle
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.tree import tree_of, units_in
 from flatparam_runtime.unit import Unit
@@ -87,14 +87,17 @@ def summon_full_params(module: nn.Module, *, recurse: bool = True, writeback: bo
 def _summoned(unit: Unit, writeback: bool) -> Iterator[None]:
     with inspecting(unit):
         gathered = [gather_full(unit, handle, handle.flat_param.detach()) for handle in unit.handles]
-        with shown(unit, [_parameters(handle, full) for handle, full in zip(unit.handles, gathered)]):
+        with shown(
+            unit, [_parameters(handle, full) for handle, full in zip(unit.handles, gathered, strict=True)]
+        ):
             yield
         if writeback:
-            for handle, full in zip(unit.handles, gathered):
+            for handle, full in zip(unit.handles, gathered, strict=True):
                 own = full[handle.layout.shard_span(handle.rank).as_slice()]
                 handle.flat_param.detach().copy_(own)
 
 
 def _parameters(handle: FlatParamHandle, full: torch.Tensor) -> list[nn.Parameter | None]:
     wanted = handle.exposure.requires_grad()
-    return [nn.Parameter(view, requires_grad=needs) for view, needs in zip(full_views(handle, full), wanted)]
+    views = full_views(handle, full)
+    return [nn.Parameter(view, requires_grad=needs) for view, needs in zip(views, wanted, strict=True)]

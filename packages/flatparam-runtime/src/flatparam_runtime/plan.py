@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 
 import attrs
-from flatparam_comm import Precision, Topology
 from typing_extensions import final
+
+from flatparam_comm import Precision, Topology
 
 __all__ = ["BackwardOrder", "PrefetchPlan", "UnitPlan"]
 
@@ -47,5 +48,5 @@ class UnitPlan:
     free_after_forward: bool = True
     free_after_unsynced_backward: bool = True
     prefetch: PrefetchPlan = PrefetchPlan()
-    precision: Precision = Precision()
+    precision: Precision = attrs.field(factory=Precision)
     use_orig_params: bool = False

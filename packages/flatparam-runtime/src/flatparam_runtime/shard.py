@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Collection, Iterator
 
 import torch
-from flatparam_comm import FlatParamError, discover, flatten_module
 from torch import nn
 
+from flatparam_comm import FlatParamError, discover, flatten_module
 from flatparam_runtime.events import Instrument
 from flatparam_runtime.hooks import attach
 from flatparam_runtime.plan import UnitPlan
@@ -66,7 +66,7 @@ def shard_module(
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Collect gradients without reducing them, for every unit of ``module``; the next backward pass outside reduces the sum.
+    """Collect gradients without reducing them, in every unit of ``module``; the next backward outside reduces the sum.
 
     The sum is kept unsharded, in the reduction dtype.
     """

@@ -49,7 +49,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(items, value)):
+        if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
@@ -58,7 +58,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return value
         return type(value)(pairs)  # type: ignore[call-arg]  # a Mapping type that takes a dict, as torch expects too
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        fields = {
+            f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
+        }
         if all(new is getattr(value, name) for name, new in fields.items()):
             return value
         return dataclasses.replace(value, **fields)

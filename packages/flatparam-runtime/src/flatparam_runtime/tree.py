@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import attrs
-from flatparam_comm import clean_fqn
 from torch import nn
 from typing_extensions import Self, final
 
+from flatparam_comm import clean_fqn
 from flatparam_runtime.backward import BackwardPass
 from flatparam_runtime.forward import ForwardPass
 from flatparam_runtime.phases import Phase

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
-from flatparam_comm import FlatParamHandle, Pending, Residency
 from torch import Tensor, nn
 from typing_extensions import final
 
+from flatparam_comm import FlatParamHandle, Pending, Residency
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.events import Event, EventKind, Instrument
 from flatparam_runtime.phases import PHASES, Phase
@@ -34,7 +34,7 @@ class Reduction:
     """For each flat parameter, the shard of the sum that is being made, and what to wait for."""
 
     def settle(self) -> list[tuple[FlatParamHandle, Tensor, bytes]]:
-        """Wait, free the unsharded gradients, and return each flat parameter's mean and which parameters this rank gave."""
+        """Wait, free the unsharded gradients, and return each handle's mean and which parameters this rank gave."""
         _, after = gradient_divisors(self.unit.plan.topology.data_parallel_size)
         settled = []
         for handle, output, pending in self.parts:
@@ -51,8 +51,8 @@ class Reduction:
 class Unit:
     """One module's flat parameters and what is happening to them on this rank.
 
-    Invariants: all handles have the same residency between two calls; ``phase`` is FORWARD exactly while ``calls`` holds
-    a call that is not a recomputation.
+    Invariants: all handles have the same residency between two calls; ``phase`` is FORWARD exactly while
+    ``calls`` holds a call that is not a recomputation.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Unit:
 
     def show(self, values: Sequence[Sequence[nn.Parameter | None]]) -> None:
         """Show ``values`` (for each handle, one per parameter) instead of the sharded form, and list them alone."""
-        for handle, parameters in zip(self.handles, values):
+        for handle, parameters in zip(self.handles, values, strict=True):
             handle.exposure.show(parameters)
             handle.exposure.list_flat_parameter(False)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from flatparam_runtime import full_views, gather_full, memory_view
 
+from flatparam_runtime import full_views, gather_full, memory_view
 from flatparam_state.places import Place
 
 __all__ = ["fragments_of", "gather", "shard_of"]
 
 
-def gather(place: Place, shard: torch.Tensor, *, device: torch.device | None, keep: bool = True) -> list[torch.Tensor]:
+def gather(
+    place: Place, shard: torch.Tensor, *, device: torch.device | None, keep: bool = True
+) -> list[torch.Tensor]:
     """The full tensors of which every rank holds a shard; every rank calls it.
 
     Args:
@@ -21,8 +23,8 @@ def gather(place: Place, shard: torch.Tensor, *, device: torch.device | None, ke
         keep: this rank wants them; otherwise it only takes part.
 
     Returns:
-        One tensor per parameter, in its shape, each with memory of its own; empty where ``keep`` is false. Extra memory:
-        the flat parameter, once.
+        One tensor per parameter, in its shape, each with memory of its own; empty where ``keep`` is false.
+        Extra memory: the flat parameter, once.
     """
     full = gather_full(place.unit, place.handle, shard)
     if not keep:
@@ -38,7 +40,7 @@ def _own(view: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
     """This rank's part of each full tensor (shape of its parameter), 1-D in memory order, as a view where possible."""
     layout = place.handle.layout
-    for fragment, tensor in zip(layout.fragments(place.handle.rank), tensors):
+    for fragment, tensor in zip(layout.fragments(place.handle.rank), tensors, strict=True):
         if tensor is None:
             yield None
         else:
@@ -54,7 +56,7 @@ def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Ten
     layout = place.handle.layout
     dtype = next((part.dtype for part in parts if part is not None), like.dtype)
     shard = torch.zeros(layout.shard_numel, dtype=dtype, device=like.device)
-    for fragment, part in zip(layout.fragments(place.handle.rank), parts):
+    for fragment, part in zip(layout.fragments(place.handle.rank), parts, strict=True):
         if part is not None:
             shard[fragment.in_shard.as_slice()].copy_(part)
     return shard

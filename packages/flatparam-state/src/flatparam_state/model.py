@@ -7,9 +7,9 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from flatparam_runtime import Phase, clean_fqn, inspecting, shown, units_in
 from torch import nn
 
+from flatparam_runtime import Phase, clean_fqn, inspecting, shown, units_in
 from flatparam_state.codec import fragments_of, gather
 from flatparam_state.places import Place, places_in
 
@@ -17,7 +17,9 @@ __all__ = ["clean_keys", "full_state_shown", "hidden", "load_full", "model_state
 
 
 @contextlib.contextmanager
-def full_state_shown(model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False) -> Iterator[None]:
+def full_state_shown(
+    model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
+) -> Iterator[None]:
     """Have ``model.state_dict()`` find full parameters, in the parameters' own dtype; every rank enters it.
 
     The units are gathered one after the other: the extra memory is the full state itself and one unit. What is inside
@@ -40,13 +42,17 @@ def full_state_shown(model: nn.Module, *, offload_to_cpu: bool = False, rank0_on
             values: list[list[nn.Parameter | None]] = []
             for place in places.get(id(unit), []):
                 full = gather(place, place.handle.flat_param.detach(), device=device, keep=keep)
-                parameters: list[nn.Parameter | None] = [nn.Parameter(tensor, requires_grad=False) for tensor in full]
+                parameters: list[nn.Parameter | None] = [
+                    nn.Parameter(tensor, requires_grad=False) for tensor in full
+                ]
                 values.append(parameters or [None] * len(place.fqns))
             stack.enter_context(shown(unit, values))
         yield
 
 
-def model_state_dict(model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False) -> dict[str, Any]:
+def model_state_dict(
+    model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
+) -> dict[str, Any]:
     """The full state of ``model`` under clean names; every rank calls it. See :func:`full_state_shown`."""
     with full_state_shown(model, offload_to_cpu=offload_to_cpu, rank0_only=rank0_only):
         state = model.state_dict()
@@ -81,7 +87,11 @@ def hidden(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def load_full(
-    places: Sequence[Place], state: MutableMapping[str, Any], prefix: str, missing: list[str], errors: list[str]
+    places: Sequence[Place],
+    state: MutableMapping[str, Any],
+    prefix: str,
+    missing: list[str],
+    errors: list[str],
 ) -> None:
     """Take the parameters of ``places`` out of ``state`` and copy this rank's part of each to its shard.
 
@@ -96,7 +106,9 @@ def load_full(
         return
     for place, tensors in found:
         layout, shard = place.handle.layout, place.handle.flat_param.detach()
-        for fragment, part in zip(layout.fragments(place.handle.rank), fragments_of(place, tensors)):
+        for fragment, part in zip(
+            layout.fragments(place.handle.rank), fragments_of(place, tensors), strict=True
+        ):
             if part is not None:
                 shard[fragment.in_shard.as_slice()].copy_(part)
 
@@ -105,7 +117,7 @@ def _take(
     place: Place, state: MutableMapping[str, Any], prefix: str, missing: list[str], errors: list[str]
 ) -> list[torch.Tensor | None]:
     tensors: list[torch.Tensor | None] = []
-    for names, slot in zip(place.all_fqns, place.handle.layout.slots):
+    for names, slot in zip(place.all_fqns, place.handle.layout.slots, strict=True):
         entries = [state.pop(prefix + name) for name in names if prefix + name in state]
         if not entries:
             missing.extend(prefix + name for name in names)
@@ -114,7 +126,8 @@ def _take(
             errors.append(f"parameter {names[0]!r}: expected a tensor, found {type(value).__name__}")
         elif value is not None and tuple(value.shape) != slot.spec.shape:
             errors.append(
-                f"parameter {names[0]!r}: expected shape {slot.spec.shape}, found {tuple(value.shape)} in the state dict"
+                f"parameter {names[0]!r}: expected shape {slot.spec.shape}, "
+                f"found {tuple(value.shape)} in the state dict"
             )
         tensors.append(value)
     return tensors

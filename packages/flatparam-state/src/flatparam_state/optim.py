@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 import torch
-from flatparam_runtime import FlatParamError, clean_fqn
 from torch import nn
 from typing_extensions import final
 
+from flatparam_runtime import FlatParamError, clean_fqn
 from flatparam_state.codec import fragments_of, gather, shard_of
 from flatparam_state.places import Place, places_in
 
@@ -28,12 +28,16 @@ class _Held:
 
 
 def optimizer_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, offload_to_cpu: bool = True, rank0_only: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    offload_to_cpu: bool = True,
+    rank0_only: bool = False,
 ) -> dict[str, Any]:
     """The state as ``{"state": {fqn: {name: value}}, "param_groups": [...]}``; every rank calls it.
 
-    A tensor shaped like its parameter is gathered to the full shape, one flat parameter at a time; any other value is kept
-    as it is. The groups list names in ``"params"``.
+    A tensor shaped like its parameter is gathered to the full shape, one flat parameter at a time; any other
+    value is kept as it is. The groups list names in ``"params"``.
 
     Args:
         offload_to_cpu: put the gathered tensors on the CPU.
@@ -77,7 +81,12 @@ def load_optimizer_state(
     held = _held_parameters(model)
     full: Mapping[str, Mapping[str, Any]] = state_dict["state"]
     # A 0-d value is a step count, or the moment of a 0-d parameter: the same name elsewhere tells.
-    shaped = {name for values in full.values() for name, v in values.items() if isinstance(v, torch.Tensor) and v.dim()}
+    shaped = {
+        name
+        for values in full.values()
+        for name, v in values.items()
+        if isinstance(v, torch.Tensor) and v.dim()
+    }
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -101,7 +110,7 @@ def _held_parameters(model: nn.Module) -> dict[int, _Held]:
         if len(parameters) == 1 and parameters[0] is place.handle.flat_param:
             held[id(parameters[0])] = _Held(place, place.fqns, tuple(range(len(place.fqns))))
         else:
-            for index, (parameter, fqn) in enumerate(zip(parameters, place.fqns)):
+            for index, (parameter, fqn) in enumerate(zip(parameters, place.fqns, strict=True)):
                 held[id(parameter)] = _Held(place, (fqn,), (index,))
     for name, parameter in model.named_parameters():
         held.setdefault(id(parameter), _Held(None, (clean_fqn(name),)))
@@ -116,7 +125,7 @@ def _known_states(
         for number, parameter in enumerate(group["params"]):
             if id(parameter) not in held:
                 raise FlatParamError(
-                    f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is not a parameter of the model; "
+                    f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is none of the model's; "
                     "create the optimizer from model.parameters() after sharding, or use use_orig_params=True"
                 )
             if parameter in optimizer.state:
@@ -140,7 +149,10 @@ def _local_states(place: Place, known: Sequence[tuple[_Held, dict[str, Any]]]) -
     for item, values in known:
         if item.place is None or item.place.handle is not place.handle:
             continue
-        whole = len(item.indices) == len(layout.slots) and place.handle.exposure.parameters()[0] is place.handle.flat_param
+        whole = (
+            len(item.indices) == len(layout.slots)
+            and place.handle.exposure.parameters()[0] is place.handle.flat_param
+        )
         for name, value in values.items():
             local = found.setdefault(name, _Local())
             for index in item.indices:
@@ -158,7 +170,8 @@ def _gathered(
     # The ranks agree on names and dtypes first: a rank may hold no element of a parameter, and so no state of it.
     group = place.unit.plan.topology.shard
     facts = [
-        (name, {i: part.dtype for i, part in item.parts.items()}, item.plain) for name, item in sorted(local.items())
+        (name, {i: part.dtype for i, part in item.parts.items()}, item.plain)
+        for name, item in sorted(local.items())
     ]
     everywhere = group.exchange(facts, label=f"optimizer state of {place.unit.name}")
     names = sorted({name for facts in everywhere for name, _, _ in facts})
@@ -197,7 +210,7 @@ def _shard_entries(item: _Held, name: str, entries: Sequence[Any], parameter: to
     assert item.place is not None, "called for sharded parameters only"
     slots = item.place.handle.layout.slots
     tensors: list[torch.Tensor | None] = [None] * len(slots)
-    for fqn, index, value in zip(item.fqns, item.indices, entries):
+    for fqn, index, value in zip(item.fqns, item.indices, entries, strict=True):
         if value is not None and tuple(value.shape) != slots[index].spec.shape:
             raise FlatParamError(
                 f"optimizer state {name!r} of {fqn!r}: expected shape {slots[index].spec.shape}, "

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import attrs
-from flatparam_runtime import FlatParamHandle, Unit, clean_fqn, unit_of
 from torch import nn
 from typing_extensions import final
+
+from flatparam_runtime import FlatParamHandle, Unit, clean_fqn, unit_of
 
 __all__ = ["Place", "places_in"]
 

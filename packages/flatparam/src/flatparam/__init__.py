@@ -1,7 +1,5 @@
 """flatparam: a drop-in successor of ``torch.distributed.fsdp.FullyShardedDataParallel``."""
 
-from flatparam_core import FlatParameter
-
 from flatparam.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -21,6 +19,7 @@ from flatparam.api import (
 )
 from flatparam.errors import NotYetSupportedError
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+from flatparam_core import FlatParameter
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
 """Recognise torch's own FSDP enums and configuration objects where a caller passes them.
 
-This is the one module that may know of ``torch.distributed.fsdp``; it does not even import it: an object is recognised by
-its class's name and the names of its members or fields.
+This is the one module that may know of ``torch.distributed.fsdp``; it does not even import it: an object is
+recognised by its class's name and the names of its members or fields.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
     """
     if isinstance(value, kind):
         return value
-    if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__ and value.name in kind.__members__:
+    if (
+        isinstance(value, enum.Enum)
+        and type(value).__name__ == kind.__name__
+        and value.name in kind.__members__
+    ):
         return kind[value.name]
     raise TypeError(f"{argument}: expected a {kind.__name__}, found {value!r}")
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+
+from flatparam import placement, resolve, state_dicts
+from flatparam.api import BackwardPrefetch, ShardingStrategy, StateDictSettings
+from flatparam.errors import NotYetSupportedError
+from flatparam.wrap import apply_policy
 from flatparam_comm import ProcessGroupCollectives
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn
 from flatparam_runtime import (
@@ -19,12 +25,6 @@ from flatparam_runtime import (
     tree_of,
 )
 from flatparam_state import load_optimizer_state, optimizer_state_dict
-from torch import Tensor, nn
-
-from flatparam import placement, resolve, state_dicts
-from flatparam.api import BackwardPrefetch, ShardingStrategy, StateDictSettings
-from flatparam.errors import NotYetSupportedError
-from flatparam.wrap import apply_policy
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -32,15 +32,16 @@ __all__ = ["FullyShardedDataParallel"]
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
-    A drop-in successor of ``torch.distributed.fsdp.FullyShardedDataParallel``: the arguments are FSDP1's and mean the same.
-    Every rank wraps an equal module; the parameters of the module that no unit inside it holds become one unit.
+    A drop-in successor of ``torch.distributed.fsdp.FullyShardedDataParallel``: the arguments are FSDP1's and
+    mean the same. Every rank wraps an equal module; the parameters of the module that no unit inside it holds
+    become one unit.
 
     Args:
         module: wrapped in place.
-        process_group: the ranks to shard over: a ``ProcessGroup``, a ``Collectives`` of ``flatparam_comm``, or ``None`` for
-            the default group (in a world of threads: for that world).
-        sharding_strategy: ``FULL_SHARD`` (default) frees full parameters between forward and backward, ``SHARD_GRAD_OP``
-            after the backward only.
+        process_group: the ranks to shard over: a ``ProcessGroup``, a ``Collectives`` of ``flatparam_comm``, or
+            ``None`` for the default group (in a world of threads: for that world).
+        sharding_strategy: ``FULL_SHARD`` (default) frees full parameters between forward and backward,
+            ``SHARD_GRAD_OP`` after the backward only.
         auto_wrap_policy: which submodules become units of their own; see :mod:`flatparam.wrap`.
         backward_prefetch: when the next unit is gathered in the backward pass.
         ignored_modules: left whole, with all below them.
@@ -76,6 +77,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Any = None,
         device_mesh: Any = None,
     ) -> None:
+        """See the class."""
         super().__init__()
         resolve.check_unsupported(cpu_offload, mixed_precision, param_init_fn)
         self.sharding_strategy = resolve.resolve_strategy(sharding_strategy)
@@ -113,13 +115,17 @@ class FullyShardedDataParallel(nn.Module):
         if sync_module_states:
             placement.synchronise(module, plan.topology.shard, ignored)
         self._unit = shard_module(
-            module, plan, ignored_modules=ignored.modules, ignored_parameters=ignored.parameters, device=device
+            module,
+            plan,
+            ignored_modules=ignored.modules,
+            ignored_parameters=ignored.parameters,
+            device=device,
         )
         self._settings = state_dicts.default_settings()
         self._modules[FSDP_WRAPPED_MODULE] = module
         loading = state_dicts.Loading()
-        self.register_load_state_dict_pre_hook(loading.before)
-        self.register_load_state_dict_post_hook(loading.after)
+        self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]
 
     # The wrapped module
 
@@ -196,7 +202,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in ``module``, itself included, depth first, each once; with ``root_only`` the outermost ones."""
+        """The wrappers in ``module``, itself included, depth first, each once; ``root_only``: the outermost ones."""
         found: list[FullyShardedDataParallel] = []
         seen: set[nn.Module] = set()
         stack = [module]
@@ -278,7 +284,7 @@ class FullyShardedDataParallel(nn.Module):
                     f"{type(self.module).__name__} to be moved or cast to {changed.dtype} on {changed.device}",
                     "move and cast the module before it is wrapped",
                 )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # State
 
@@ -305,7 +311,9 @@ class FullyShardedDataParallel(nn.Module):
             AssertionError: where they differ.
         """
         settings = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
-        assert all(s == settings[0] for s in settings), "the wrappers in this module have different state dict types"
+        assert all(s == settings[0] for s in settings), (
+            "the wrappers in this module have different state dict types"
+        )
         return settings[0] if settings else state_dicts.default_settings()
 
     @staticmethod
@@ -325,10 +333,12 @@ class FullyShardedDataParallel(nn.Module):
         try:
             yield
         finally:
-            for wrapper, settings in zip(wrappers, before):
+            for wrapper, settings in zip(wrappers, before, strict=True):
                 wrapper._settings = settings
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """The state of the module as if it were not wrapped, in the form that was chosen; every rank calls it."""
         if args:  # torch's own state_dict still takes these three by position
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[: len(args)] + (
@@ -336,8 +346,8 @@ class FullyShardedDataParallel(nn.Module):
             )
         state = destination
         if state is None:
-            state = OrderedDict()
-            state._metadata = OrderedDict()
+            state = cast(Any, OrderedDict())
+            state._metadata = OrderedDict()  # where torch notes versions
         with state_dicts.saving(self, self._settings, state, prefix):
             super().state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
         return state
@@ -364,9 +374,11 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """This rank's part of a full optimizer state, for ``optim.load_state_dict``; the full state is needed on every rank."""
+        """This rank's part of a full optimizer state (which every rank passes), for ``optim.load_state_dict``."""
         if is_named_optimizer or group is not None:
-            raise NotYetSupportedError("is_named_optimizer or group", is_named_optimizer or group, "leave it out")
+            raise NotYetSupportedError(
+                "is_named_optimizer or group", is_named_optimizer or group, "leave it out"
+            )
         state = load_optimizer_state(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from flatparam_comm import Collectives, broadcast_tensors
-from flatparam_runtime import unit_of
 from torch import nn
 
 from flatparam.errors import NotYetSupportedError
 from flatparam.resolve import Ignored
+from flatparam_comm import Collectives, broadcast_tensors
+from flatparam_runtime import unit_of
 
 __all__ = ["move", "resolve_device", "synchronise"]
 
@@ -37,7 +37,9 @@ def resolve_device(device_id: Any, module: nn.Module, ignored: Ignored) -> torch
         return torch.device("cpu")  # the CPU has no index that means anything
     if device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-        warnings.warn(f"device_id={device_id!r} has no index: using the current device, {device}", stacklevel=3)
+        warnings.warn(
+            f"device_id={device_id!r} has no index: using the current device, {device}", stacklevel=3
+        )
     return device
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
-from flatparam_comm import Topology, resolve_topology
-from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan
 from torch import nn
 from typing_extensions import final
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.compat import as_config, as_enum
 from flatparam.errors import NotYetSupportedError
+from flatparam_comm import Topology, resolve_topology
+from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan
 
 __all__ = ["Ignored", "check_unsupported", "resolve_ignored", "resolve_plan", "resolve_strategy"]
 
@@ -86,7 +86,9 @@ def check_unsupported(cpu_offload: Any, mixed_precision: Any, param_init_fn: Any
         NotYetSupportedError: naming the argument.
     """
     if cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params:
-        raise NotYetSupportedError("cpu_offload", cpu_offload, "pass None or CPUOffload(offload_params=False)")
+        raise NotYetSupportedError(
+            "cpu_offload", cpu_offload, "pass None or CPUOffload(offload_params=False)"
+        )
     if mixed_precision is not None:
         asked = as_config(MixedPrecision, mixed_precision, "mixed_precision")
         if (asked.param_dtype, asked.reduce_dtype, asked.buffer_dtype) != (None, None, None) or (
@@ -94,7 +96,9 @@ def check_unsupported(cpu_offload: Any, mixed_precision: Any, param_init_fn: Any
         ):
             raise NotYetSupportedError("mixed_precision", mixed_precision, "pass None, or use torch.autocast")
     if param_init_fn is not None:
-        raise NotYetSupportedError("param_init_fn", param_init_fn, "initialise the module on a real device first")
+        raise NotYetSupportedError(
+            "param_init_fn", param_init_fn, "initialise the module on a real device first"
+        )
 
 
 @final

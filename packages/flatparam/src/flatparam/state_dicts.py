@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_state import clean_keys, full_state_shown, hidden, load_full
 from torch import nn
 from typing_extensions import final
 
@@ -22,6 +20,8 @@ from flatparam.api import (
 )
 from flatparam.compat import as_config, as_enum
 from flatparam.errors import NotYetSupportedError
+from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
+from flatparam_state import clean_keys, full_state_shown, hidden, load_full
 
 __all__ = ["Loading", "default_settings", "resolve_settings", "saving"]
 
@@ -48,7 +48,9 @@ def resolve_settings(
     settings = default_settings()
     try:
         if state_dict_config is not None:
-            settings.state_dict_config = as_config(FullStateDictConfig, state_dict_config, "state_dict_config")
+            settings.state_dict_config = as_config(
+                FullStateDictConfig, state_dict_config, "state_dict_config"
+            )
         if optim_state_dict_config is not None:
             settings.optim_state_dict_config = as_config(
                 FullOptimStateDictConfig, optim_state_dict_config, "optim_state_dict_config"
@@ -64,7 +66,9 @@ def wants(config: StateDictConfig | OptimStateDictConfig) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def saving(wrapper: nn.Module, settings: StateDictSettings, state: dict[str, Any], prefix: str) -> Iterator[None]:
+def saving(
+    wrapper: nn.Module, settings: StateDictSettings, state: dict[str, Any], prefix: str
+) -> Iterator[None]:
     """While torch collects ``wrapper``'s state in ``state``, show full parameters; then clean the names it wrote."""
     config = settings.state_dict_config
     with full_state_shown(wrapper, **wants(config)):
@@ -79,7 +83,7 @@ def saving(wrapper: nn.Module, settings: StateDictSettings, state: dict[str, Any
 @final
 @attrs.define(eq=False)
 class Loading:
-    """The pair of hooks around torch's loading of one wrapper: what is sharded is taken out before, names are cleaned after."""
+    """The hooks around torch's loading of one wrapper: what is sharded is taken out; later, names are cleaned."""
 
     _open: list[contextlib.ExitStack] = attrs.field(factory=list)
 

@@ -61,7 +61,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Ask a function for each module: ``True`` wraps it, ``False`` does not, a dict wraps it with these arguments changed."""
+    """Ask a function for each module: ``True`` wraps it, ``False`` does not, a dict wraps it with other arguments."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         """Take the function to ask."""
@@ -98,7 +98,10 @@ def lambda_auto_wrap_policy(
 
 
 def transformer_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Collection[type[nn.Module]],
 ) -> bool:
     """Wrap the instances of ``transformer_layer_cls``."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
@@ -107,9 +110,13 @@ def transformer_auto_wrap_policy(
 _module_wrap_policy = transformer_auto_wrap_policy
 
 
-def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]) -> bool:
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]
+) -> bool:
     """Wrap what any of ``policies`` wraps."""
-    return any([policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies])
+    return any(
+        [policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies]
+    )
 
 
 def size_based_auto_wrap_policy(
@@ -213,7 +220,7 @@ _CONTEXT = threading.local()
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have :func:`wrap` wrap with ``wrapper_cls`` and these arguments inside the context; an inner context adds to them."""
+    """Have :func:`wrap` wrap with ``wrapper_cls`` and these arguments inside the context."""
     before = getattr(_CONTEXT, "wrapper", None)
     _CONTEXT.wrapper = functools.partial(wrapper_cls, **wrapper_kwargs)
     try:
