@@ -27,8 +27,9 @@ __all__ = ["run_threads"]
 
 T = TypeVar("T")
 
-#: How long a stopped world gets to unwind before its threads are left to themselves (they are daemons).
-_UNWIND_SECONDS = 5.0
+#: How long a stopped world gets to unwind. A rank in a long computation cannot be stopped, and the others cannot run
+#: while it does; then the threads are left to themselves (they are daemons).
+_UNWIND_SECONDS = 1.0
 
 
 @attrs.define(eq=False)
@@ -148,8 +149,7 @@ def _stop(world: ThreadWorld, threads: Sequence[threading.Thread], reason: str) 
     world.baton.fail(lambda rank, op, label: CollectiveError(rank, op, label, reason))
     deadline = time.monotonic() + _UNWIND_SECONDS
     for thread in threads:
-        # A rank that is in a long computation or sleep cannot be stopped; do not wait for the others behind it.
-        thread.join(max(0.0, min(1.0, deadline - time.monotonic())))
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _whereabouts(world: ThreadWorld, rank: int, thread: threading.Thread) -> str:

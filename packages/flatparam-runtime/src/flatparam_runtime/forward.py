@@ -1,4 +1,4 @@
-"""One forward pass, and the handlers of the forward hooks."""
+"""What happens when a unit's forward call begins and when it ends."""
 
 from __future__ import annotations
 
@@ -6,45 +6,17 @@ import sys
 from types import FrameType
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
-from torch.autograd.graph import Node
-from typing_extensions import final
 
 from flatparam_comm import Residency
-from flatparam_runtime.order import ForwardOrder, next_forward
+from flatparam_runtime.calls import ForwardCall
+from flatparam_runtime.order import ForwardPass, next_forward
 from flatparam_runtime.phases import Phase
+from flatparam_runtime.tree import UnitTree
 from flatparam_runtime.unit import Unit
 
-__all__ = ["ForwardCall", "ForwardPass", "enter_forward", "in_backward", "leave_forward"]
-
-
-@final
-@attrs.define(eq=False)
-class ForwardPass:
-    """What is true while the outermost unit's forward call runs."""
-
-    top: Unit
-    order: ForwardOrder = attrs.field(factory=ForwardOrder)
-
-
-@final
-@attrs.define(eq=False)
-class ForwardCall:
-    """One call of a unit's module.
-
-    Attributes:
-        outer_error: the exception that was being handled when the call began; another one at its end is the call's own.
-        is_recomputation: activation checkpointing runs the forward again inside the unit's own backward.
-        is_top: the call is the outermost of its pass.
-        inputs: for each input tensor with a gradient, the graph node that will compute it, and its token.
-    """
-
-    outer_error: BaseException | None
-    is_recomputation: bool = False
-    is_top: bool = False
-    inputs: dict[object, Node] = attrs.field(factory=dict)
+__all__ = ["enter_forward", "in_backward", "leave_forward", "result_of_exception"]
 
 
 def in_backward() -> bool:
@@ -52,10 +24,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def enter_forward(unit: Unit) -> ForwardCall:
+def enter_forward(tree: UnitTree, unit: Unit) -> ForwardCall:
     """Have the unit's full parameters in place for a forward call that begins now."""
-    tree = unit.tree
-    assert tree is not None, "hooks grow the tree first"
     backward = tree.backward  # clears away a pass that died
     call = ForwardCall(sys.exc_info()[1])
     if unit.phase is Phase.BACKWARD and backward is not None:
@@ -65,7 +35,7 @@ def enter_forward(unit: Unit) -> ForwardCall:
     if unit.calls and _running_calls(unit.module) < len(unit.calls) + 1:
         tree.recover()  # an interrupt ended a pass without a word
     if tree.forward is None and not in_backward():
-        tree.begin_forward(unit)
+        tree.begin_forward()
         call.is_top = True
     unit.calls.append(call)
     if unit.phase is not Phase.FORWARD:
@@ -74,24 +44,23 @@ def enter_forward(unit: Unit) -> ForwardCall:
         unit.move(Phase.FORWARD)
     unit.begin_unshard()
     if tree.forward is not None and not in_backward():
-        _prefetch(unit)
+        _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()
     return call
 
 
-def _prefetch(unit: Unit) -> None:
-    tree = unit.tree
-    if tree is None or tree.forward is None:
-        return
-    tree.forward.order.began.append(unit)
+def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
+    current.began.append(unit)
     depth = unit.plan.prefetch.forward
     if depth and tree.last_forward is not None:
-        for ahead in next_forward(tree.last_forward.order.began, tree.forward.order.began, depth):
+        for ahead in next_forward(tree.last_forward.began, current.began, depth):
             if ahead.phase is Phase.IDLE:
                 ahead.begin_unshard()
 
 
-def leave_forward(unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool) -> None:
+def leave_forward(
+    tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
+) -> None:
     """Free the unit's full parameters where its plan says so.
 
     Args:
@@ -99,8 +68,6 @@ def leave_forward(unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool
         recorded: autograd was recording.
         watched: an output was found whose gradient will announce the unit's backward.
     """
-    tree = unit.tree
-    assert tree is not None, "a call that was entered has a tree"
     if call.is_recomputation:
         return
     if not unit.calls:
@@ -108,12 +75,12 @@ def leave_forward(unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool
         if failed or not _keeps_full_parameters(unit, call, recorded, watched):
             unit.reshard()
     if tree.forward is not None and not in_backward():
-        tree.forward.order.ended.append(unit)
+        tree.forward.ended.append(unit)
     if call.is_top:
         if failed:
             tree.recover()
         else:
-            _drop_unused_prefetches(unit)
+            _drop_unused_prefetches(tree)
             tree.end_forward()
 
 
@@ -127,9 +94,8 @@ def _keeps_full_parameters(unit: Unit, call: ForwardCall, recorded: bool, watche
     return call.is_top or not unit.plan.free_after_forward
 
 
-def _drop_unused_prefetches(top: Unit) -> None:
-    assert top.tree is not None
-    for unit in top.tree.units:
+def _drop_unused_prefetches(tree: UnitTree) -> None:
+    for unit in tree.units:
         if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE:
             unit.reshard()
 

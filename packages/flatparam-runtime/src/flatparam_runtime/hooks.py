@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatparam_runtime.forward import ForwardCall, enter_forward, leave_forward, result_of_exception
+from flatparam_runtime.calls import ForwardCall
+from flatparam_runtime.forward import enter_forward, leave_forward, result_of_exception
 from flatparam_runtime.traverse import tensors_in
 from flatparam_runtime.tree import tree_of
 from flatparam_runtime.unit import Unit
@@ -38,9 +39,8 @@ def attach(unit: Unit) -> None:
 
 
 def _before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tree_of(unit)
     first_time = not all(handle.leaves for handle in unit.handles)
-    call = enter_forward(unit)
+    call = enter_forward(tree_of(unit), unit)
     if first_time:
         _watch_leaves(unit)
     if torch.is_grad_enabled() and not call.is_recomputation:
@@ -54,7 +54,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     failed = result_of_exception(call, output)
     recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
     watched = recorded and _watch_outputs(unit, call, output)
-    leave_forward(unit, call, failed=failed, recorded=recorded, watched=watched)
+    leave_forward(tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched)
 
 
 def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
@@ -100,5 +100,6 @@ def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index
 
 def _input_arrived(reference: weakref.ReferenceType[Unit], token: object, gradient: Tensor) -> None:
     unit = reference()
-    if unit is not None and unit.tree is not None and unit.tree.backward is not None:
-        unit.tree.backward.input_arrived(unit, token)
+    current = None if unit is None else tree_of(unit).backward
+    if unit is not None and current is not None:
+        current.input_arrived(unit, token)

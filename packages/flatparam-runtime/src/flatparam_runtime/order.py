@@ -9,12 +9,12 @@ from typing_extensions import final
 
 from flatparam_runtime.unit import Unit
 
-__all__ = ["ForwardOrder", "next_backward", "next_forward"]
+__all__ = ["ForwardPass", "next_backward", "next_forward"]
 
 
 @final
 @attrs.define(eq=False)
-class ForwardOrder:
+class ForwardPass:
     """The units of one forward pass: in the order in which they began, and in which they ended."""
 
     began: list[Unit] = attrs.field(factory=list)

@@ -8,7 +8,7 @@ from typing_extensions import Self, final
 
 from flatparam_comm import clean_fqn
 from flatparam_runtime.backward import BackwardPass
-from flatparam_runtime.forward import ForwardPass
+from flatparam_runtime.order import ForwardPass
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.unit import Unit
 
@@ -17,11 +17,13 @@ __all__ = ["ROOT_NAME", "UnitTree", "tree_of", "unit_of", "units_in"]
 ROOT_NAME = "(root)"
 """How the root unit is called in labels, events and messages."""
 
+# Both are kept by the module, so that they live exactly as long.
 _UNIT = "_flatparam_unit"
+_TREE = "_flatparam_tree"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of which ``module`` is the module, or ``None``."""
+    """The unit that ``module`` is, or ``None``."""
     unit: Unit | None = module.__dict__.get(_UNIT)
     return unit
 
@@ -64,7 +66,7 @@ class UnitTree:
                 units.append(unit)
         tree = cls(root, tuple(units))
         for unit in units:
-            unit.tree = tree
+            unit.module.__dict__[_TREE] = tree
         return tree
 
     @property
@@ -86,12 +88,11 @@ class UnitTree:
         self._backward = None
         self.keeps_unsharded = not synced
 
-    def begin_forward(self, top: Unit) -> ForwardPass:
-        """A new forward pass that ``top`` is the outermost unit of; what an earlier one left is cleared away."""
+    def begin_forward(self) -> None:
+        """A unit's forward call begins outside of any other's; what an earlier pass left is cleared away."""
         if self.backward is None:
             self._settle_leftovers()
-        self.forward = ForwardPass(top)
-        return self.forward
+        self.forward = ForwardPass()
 
     def end_forward(self) -> None:
         """The outermost unit's forward call is over."""
@@ -100,7 +101,7 @@ class UnitTree:
     def forward_ended(self) -> list[Unit]:
         """The units of the forward pass that the next backward pass belongs to, in the order in which they ended."""
         current = self.forward or self.last_forward
-        return current.order.ended if current else []
+        return current.ended if current else []
 
     def _settle_leftovers(self) -> None:
         for unit in self.units:
@@ -122,4 +123,5 @@ class UnitTree:
 
 def tree_of(unit: Unit) -> UnitTree:
     """The tree that ``unit`` belongs to; one is grown from it where it has none yet."""
-    return unit.tree if unit.tree is not None else UnitTree.grow(unit)
+    tree: UnitTree | None = unit.module.__dict__.get(_TREE)
+    return UnitTree.grow(unit) if tree is None else tree

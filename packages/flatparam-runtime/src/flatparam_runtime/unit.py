@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 from torch import Tensor, nn
@@ -13,13 +12,10 @@ from typing_extensions import final
 
 from flatparam_comm import FlatParamHandle, Pending, Residency
 from flatparam_runtime.averaging import gradient_divisors
+from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.events import Event, EventKind, Instrument
 from flatparam_runtime.phases import PHASES, Phase
 from flatparam_runtime.plan import UnitPlan
-
-if TYPE_CHECKING:
-    from flatparam_runtime.forward import ForwardCall
-    from flatparam_runtime.tree import UnitTree
 
 __all__ = ["Reduction", "Unit"]
 
@@ -66,7 +62,6 @@ class Unit:
     calls: list[ForwardCall] = attrs.field(factory=list)
     """The module's forward calls under way, the innermost last."""
     instruments: list[Instrument] = attrs.field(factory=list)
-    tree: UnitTree | None = None
     _gathers: list[Pending] = attrs.field(factory=list)
 
     def __repr__(self) -> str:
