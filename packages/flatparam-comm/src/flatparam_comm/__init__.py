@@ -1,21 +1,5 @@
 """Moving bytes between ranks: engines behind one protocol, decorators over any of them, an exact ledger of bytes."""
 
-from flatparam_core import (
-    FSDP_WRAPPED_MODULE,
-    FlatLayout,
-    FlatParamError,
-    FlatParamHandle,
-    FlatParameter,
-    ParamSpec,
-    Precision,
-    Residency,
-    Transitions,
-    clean_fqn,
-    discover,
-    flatten_module,
-    memory_view,
-)
-
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
@@ -42,6 +26,21 @@ from flatparam_comm.silent import SilentCollectives
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads import run_threads
 from flatparam_comm.topology import Topology, resolve_topology
+from flatparam_core import (
+    FSDP_WRAPPED_MODULE,
+    FlatLayout,
+    FlatParamError,
+    FlatParameter,
+    FlatParamHandle,
+    ParamSpec,
+    Precision,
+    Residency,
+    Transitions,
+    clean_fqn,
+    discover,
+    flatten_module,
+    memory_view,
+)
 
 __version__ = "0.1.0"
 

@@ -49,7 +49,7 @@ class HookedCollectives(ForwardingCollectives):
         if self._all_gather is None:
             return self.inner.all_gather(output, shard, label=label)
         checks.check_all_gather(self._site("all_gather", label), output, shard)
-        return self._all_gather(self.inner, output, shard, label) or COMPLETED
+        return _started(self._all_gather(self.inner, output, shard, label))
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
@@ -58,14 +58,14 @@ class HookedCollectives(ForwardingCollectives):
         if self._reduce_scatter is None or op is not ReduceOp.SUM:
             return self.inner.reduce_scatter(output, full, op=op, label=label)
         checks.check_reduce_scatter(self._site("reduce_scatter", label), output, full, op)
-        return self._reduce_scatter(self.inner, output, full, label) or COMPLETED
+        return _started(self._reduce_scatter(self.inner, output, full, label))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
         if self._all_reduce is None or op is not ReduceOp.SUM:
             return self.inner.all_reduce(tensor, op=op, label=label)
         checks.check_all_reduce(self._site("all_reduce", label), tensor, op)
-        return self._all_reduce(self.inner, tensor, tensor, label) or COMPLETED
+        return _started(self._all_reduce(self.inner, tensor, tensor, label))
 
     def _decorate(self, inner: Collectives) -> Collectives:
         return HookedCollectives(
@@ -77,3 +77,8 @@ class HookedCollectives(ForwardingCollectives):
 
     def _site(self, op: str, label: str) -> Site:
         return Site(rank=self.rank, size=self.size, op=op, label=label)
+
+
+def _started(pending: Pending | None) -> Pending:
+    """What a hook returned, with None for what is over already."""
+    return COMPLETED if pending is None else pending

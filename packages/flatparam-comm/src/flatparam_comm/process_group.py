@@ -53,6 +53,13 @@ class ProcessGroupCollectives:
     def __repr__(self) -> str:
         return f"ProcessGroupCollectives(rank={self.rank}, size={self.size}, backend={self._group.name()!r})"
 
+    def __eq__(self, other: object) -> bool:
+        """Two objects over one process group are the same ranks: what is done once for a group is done once."""
+        return isinstance(other, ProcessGroupCollectives) and other._group is self._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
     @property
     def group(self) -> ProcessGroup:
         """The process group underneath."""

@@ -86,7 +86,7 @@ def run_processes(
 
     Raises RankError with the remote traceback of the lowest rank that failed by itself, RankDied (a RankError) when a
     process died without a word, WorldTimeout, with each unfinished rank's stack, after `timeout` seconds. No process
-    outlives the call.
+    outlives the call. It needs an operating system that forks.
     """
     if world_size < 1:
         raise ValueError(

@@ -84,14 +84,10 @@ class Baton:
         self._turns = [_Turn(rank, states) for rank in range(size)]
         self._on_stuck = on_stuck
         self._failure: ErrorFactory | None = None
+        # Seconds of pauses that have passed. They take no time: when nobody else can run, the clock is moved.
         self._clock = 0.0
         #: Set when every rank has finished.
         self.finished = threading.Event()
-
-    @property
-    def clock(self) -> float:
-        """Seconds of pauses that have passed. They pass in no time, and only when every rank waits or pauses."""
-        return self._clock
 
     @property
     def failed(self) -> bool:
@@ -146,9 +142,13 @@ class Baton:
         assert self._failure is not None
         return self._failure(rank, op, label)
 
+    def belongs_here(self, rank: int) -> bool:
+        """Whether the caller is the thread of `rank`."""
+        return threading.get_ident() == self._turns[rank].thread
+
     def check_thread(self, rank: int, op: str, label: str) -> None:
         """Raise CollectiveError unless the caller is the thread of `rank`: only that one can hold its baton."""
-        if threading.get_ident() != self._turns[rank].thread:
+        if not self.belongs_here(rank):
             raise CollectiveError(
                 rank,
                 op,

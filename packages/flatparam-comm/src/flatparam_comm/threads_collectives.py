@@ -234,7 +234,7 @@ class ThreadPending:
 
     def done(self) -> bool:
         """See `Pending.done`; a rank that asks in vain lets the others have a turn."""
-        if not self._over():
+        if not self._over() and self.baton.belongs_here(self.world_rank):
             self.baton.poll(self.world_rank)
         return self._over()
 

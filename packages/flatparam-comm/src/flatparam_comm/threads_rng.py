@@ -1,7 +1,8 @@
 """Random numbers as processes have them: each rank of a world of threads has default generators of its own.
 
 torch's default generators belong to the process. With all ranks in one process, `torch.manual_seed(rank)` on one rank
-would change what the others draw; so the states are exchanged whenever the baton changes hands.
+would change what the others draw; so the states are exchanged whenever the baton changes hands. (CUDA's from the moment
+that CUDA is in use: initialise it before the world, if the ranks are to draw there.)
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ hook                 on                              handler                 pha
 ===================  ==============================  ======================  ==========================
 forward pre-hook     the unit's module               `_before_forward`       IDLE -> FORWARD
 forward hook         the unit's module (always)      `_after_forward`        FORWARD -> IDLE
-tensor hook          outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
+node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
 post-accumulate      each leaf, once for ever        `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
 tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
@@ -67,12 +67,26 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
 
 
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
-    watched = False
+    watched = set()
     for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(functools.partial(_before_backward, unit, call))  # type: ignore[no-untyped-call]
-            watched = True
-    return watched
+        if not tensor.requires_grad:
+            continue
+        if tensor.grad_fn is None:  # a leaf that the module passed on; its hook must not outlive this graph
+            _watch_leaf_output(unit, call, tensor)
+        elif tensor.grad_fn not in watched:
+            # A node's hooks run after those of its output tensors. So where this output is also another unit's
+            # input, that unit is complete, and its memory free, before this one gathers ahead.
+            tensor.grad_fn.register_prehook(functools.partial(_before_backward, unit, call))
+        watched.add(tensor.grad_fn)
+    return bool(watched)
+
+
+def _watch_leaf_output(unit: Unit, call: ForwardCall, tensor: Tensor) -> None:
+    def before_backward(gradient: Tensor) -> None:
+        registered.remove()
+        _before_backward(unit, call, (gradient,))
+
+    registered = tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
 
 
 def _watch_leaves(unit: Unit) -> None:
@@ -88,7 +102,7 @@ def _watch_leaves(unit: Unit) -> None:
             leaf.requires_grad_(wanted)
 
 
-def _before_backward(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
+def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
     tree_of(unit).begin_backward().enter(unit, call.inputs)
 
 
