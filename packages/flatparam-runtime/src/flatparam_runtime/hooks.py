@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.forward import enter_forward, leave_forward, result_of_exception
-from flatparam_runtime.traverse import tensors_in
+from flatparam_runtime.traverse import map_tensors, tensors_in
 from flatparam_runtime.tree import tree_of
 from flatparam_runtime.unit import Unit
 
@@ -38,13 +38,25 @@ def attach(unit: Unit) -> None:
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
 
 
-def _before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     first_time = not all(handle.leaves for handle in unit.handles)
     call = enter_forward(tree_of(unit), unit)
     if first_time:
         _watch_leaves(unit)
+    moved = _on_device(unit, (args, kwargs)) if call.is_top else (args, kwargs)
     if torch.is_grad_enabled() and not call.is_recomputation:
-        _watch_inputs(unit, call, (args, kwargs))
+        _watch_inputs(unit, call, moved)
+    return moved
+
+
+def _on_device(unit: Unit, inputs: Any) -> Any:
+    """The outermost unit's inputs, where its parameters are."""
+    if not unit.handles:
+        return inputs
+    device = unit.handles[0].flat_param.device
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
 
 
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

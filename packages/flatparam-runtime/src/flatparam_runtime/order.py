@@ -29,7 +29,7 @@ def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Seq
         now: those of this pass so far.
     """
     place = len(now) - 1
-    if depth and place < len(before) and before[place] is now[place]:
+    if depth and 0 <= place < len(before) and before[place] is now[place]:
         return before[place + 1 : place + 1 + depth]
     return ()
 

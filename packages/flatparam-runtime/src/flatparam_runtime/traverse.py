@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, (list, tuple, set, frozenset)):
+        elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
             stack.extend(reversed(list(item)))
         elif isinstance(item, Mapping):
             stack.extend(reversed(list(item.values())))
@@ -33,10 +37,10 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def _attributes(item: object) -> list[object]:
     values = list(vars(item).values()) if hasattr(item, "__dict__") else []
     for kind in type(item).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(item, name):
-                values.append(getattr(item, name))
+        for descriptor in kind.__dict__.values():
+            if isinstance(descriptor, types.MemberDescriptorType):  # a slot, under whatever name
+                with contextlib.suppress(AttributeError):  # one that was never set
+                    values.append(descriptor.__get__(item))
     return values
 
 
@@ -56,7 +60,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         pairs = {key: map_tensors(function, item) for key, item in value.items()}
         if all(pairs[key] is value[key] for key in pairs):
             return value
-        return type(value)(pairs)  # type: ignore[call-arg]  # a Mapping type that takes a dict, as torch expects too
+        if not isinstance(value, MutableMapping):
+            return type(value)(pairs)  # type: ignore[call-arg]  # a Mapping that is made from a dict
+        changed = copy.copy(value)  # keeps what a dict does not have, as a defaultdict's factory
+        changed.update(pairs)
+        return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
