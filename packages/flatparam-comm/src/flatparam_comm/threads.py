@@ -109,6 +109,9 @@ def _run_rank(
     """One rank's thread, from its first turn to its last."""
     baton = world.baton
     baton.begin(rank)
+    torch.set_num_threads(
+        torch.get_num_threads()
+    )  # OpenMP counts for each thread: take over what the caller has set
     try:
         engine = world.collectives(rank)
         collectives: Collectives = FaultyCollectives(engine, faults, sleep=engine.sleep) if faults else engine

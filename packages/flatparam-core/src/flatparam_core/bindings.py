@@ -57,16 +57,20 @@ class ParamInfo:
 @final
 @attrs.frozen(eq=False)
 class BoundParameter:
-    """A parameter and its bindings: one, or several where it is tied. The first gives it its name."""
+    """A parameter and its bindings: one, or several where modules share it.
+
+    ``names`` are all the dotted names by which the searched module reaches it, its own first: more than there are
+    bindings where a module itself is reached by several paths.
+    """
 
     parameter: nn.Parameter
     infos: tuple[ParamInfo, ...]
+    names: tuple[str, ...]
 
     @property
     def spec(self) -> ParamSpec:
-        """The parameter's geometry, under the name of its first binding."""
-        first, *others = self.infos
-        return ParamSpec.of(first.fqn, self.parameter, [info.fqn for info in others])
+        """The parameter's geometry, under its first name."""
+        return ParamSpec.of(self.names[0], self.parameter, self.names[1:])
 
 
 def discover(
@@ -83,28 +87,29 @@ def discover(
         skip_module: a submodule for which this is true is left out with everything below it (``root`` never is).
     """
     ignored = {id(parameter) for parameter in ignored_parameters}
-    found: dict[int, tuple[nn.Parameter, list[ParamInfo]]] = {}
-    for module_name, module in _walk(root, skip_module):
+    found: dict[int, tuple[nn.Parameter, list[ParamInfo], list[str]]] = {}
+    seen: set[nn.Module] = set()
+    for module_name, module in _walk("", root, skip_module):
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored:
                 continue
             info = ParamInfo.of(name, module, module_name)
-            found.setdefault(id(parameter), (parameter, []))[1].append(info)
-    return tuple(BoundParameter(parameter, tuple(infos)) for parameter, infos in found.values())
-
-
-def _walk(root: nn.Module, skip_module: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Depth first, each module once, by the first path that leads to it."""
-    seen: set[nn.Module] = set()
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+            _, infos, names = found.setdefault(id(parameter), (parameter, [], []))
+            names.append(info.fqn)
+            if module not in seen:
+                infos.append(info)
         seen.add(module)
-        yield name, module
-        for child_name, child in module._modules.items():
-            if child is not None and child not in seen and not skip_module(child):
-                yield from visit(f"{name}.{child_name}" if name else child_name, child)
+    return tuple(BoundParameter(p, tuple(infos), tuple(names)) for p, infos, names in found.values())
 
-    return visit("", root)
+
+def _walk(
+    name: str, module: nn.Module, skip_module: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Depth first, every path; a module that is reached twice comes twice."""
+    yield name, module
+    for child_name, child in module._modules.items():
+        if child is not None and not skip_module(child):
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip_module)
 
 
 def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:

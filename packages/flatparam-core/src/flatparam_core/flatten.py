@@ -53,7 +53,7 @@ def flatten_module(
         return ()
     _check_unclaimed(bound)
     home = device or _common_device(bound)
-    by_name = {b.infos[0].fqn: b for b in bound}
+    by_name = {b.names[0]: b for b in bound}
     layouts = plan_layouts(
         [b.spec for b in bound],
         world_size=world_size,
@@ -81,7 +81,7 @@ def _check_unclaimed(bound: Sequence[BoundParameter]) -> None:
     for b in bound:
         if getattr(b.parameter, "_fsdp_flattened", False):
             raise FlatParamError(
-                f"parameter {b.infos[0].fqn!r} already belongs to another unit; a parameter that modules share must be "
+                f"parameter {b.names[0]!r} already belongs to another unit; a parameter that modules share must be "
                 "flattened by one unit that contains all of them"
             )
 
@@ -91,7 +91,7 @@ def _common_device(bound: Sequence[BoundParameter]) -> torch.device:
     for b in bound:
         if b.parameter.device != first.parameter.device:
             raise FlatParamError(
-                f"parameter {b.infos[0].fqn!r} is on {b.parameter.device}, {first.infos[0].fqn!r} on "
+                f"parameter {b.names[0]!r} is on {b.parameter.device}, {first.names[0]!r} on "
                 f"{first.parameter.device}; move the module to one device, or say which with device="
             )
     return first.parameter.device

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -14,7 +15,7 @@ from typing_extensions import Self, final
 
 from flatparam_comm import Collectives, FlatParamHandle, ReduceOp
 from flatparam_runtime.averaging import gradient_divisors
-from flatparam_runtime.order import next_backward
+from flatparam_runtime.order import ForwardPass, next_backward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder
 from flatparam_runtime.unit import Reduction, Unit
@@ -25,12 +26,16 @@ MAX_REDUCTIONS_IN_FLIGHT = 1
 """While one unit's gradients are reduced, the next unit's are collected: two buffers at most."""
 
 
+LeafKey: TypeAlias = tuple[int, int]
+"""A leaf of a unit: the number of its handle, and its index there."""
+
+
 @final
 @attrs.define(eq=False)
 class UnitBackward:
     """What a unit waits for: the leaves and the inputs whose gradients the engine is going to compute."""
 
-    leaves: set[tuple[int, int]]
+    leaves: set[LeafKey]
     inputs: set[object]
 
     @property
@@ -54,18 +59,25 @@ class _EndOfBackward:
 class BackwardPass:
     """What is true during one backward pass of a tree.
 
-    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback.
-    A unit is complete as soon as the engine has computed every gradient of its parameters and inputs that it
-    is going to compute, which the engine itself says beforehand.
+    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback. A
+    unit is complete as soon as the engine has computed every gradient of its parameters and inputs that it is going
+    to compute, which the engine itself says beforehand. Its full parameters are freed then; its reduction starts when
+    the units that began after it in the forward pass are complete too. So the order of reductions is the same on
+    every rank, also where ranks use different parameters of a unit.
     """
 
     units: Sequence[Unit]
-    ended: Sequence[Unit]
-    """The units of the forward pass, in the order in which they ended."""
+    forward: ForwardPass
+    """The forward pass that is differentiated."""
     on_end: Callable[[bool], None]
+    expected: dict[Unit, set[LeafKey]]
+    """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
     active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
+    entered: set[Unit] = attrs.field(factory=set)
+    ready: list[Unit] = attrs.field(factory=list)
+    """Complete, and waiting for their turn to be reduced."""
     reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
-    unsettled: list[tuple[Unit, FlatParamHandle, torch.Tensor, bytes]] = attrs.field(factory=list)
+    unsettled: list[tuple[FlatParamHandle, torch.Tensor, bytes]] = attrs.field(factory=list)
     """Reduced gradients of which this rank cannot tell alone which parameters got any."""
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
@@ -73,9 +85,14 @@ class BackwardPass:
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
 
     @classmethod
-    def begin(cls, units: Sequence[Unit], on_end: Callable[[bool], None], ended: Sequence[Unit]) -> Self:
+    def begin(cls, units: Sequence[Unit], forward: ForwardPass, on_end: Callable[[bool], None]) -> Self:
         """A pass for the autograd run that this thread is in."""
-        current = cls(units, ended, on_end)
+        expected = {}
+        for unit in sorted(units, key=forward.place, reverse=True):
+            leaves = _leaves_to_come(unit)
+            if leaves:
+                expected[unit] = leaves
+        current = cls(units, forward, on_end, expected)
         callback = _EndOfBackward(current.finish)
         current._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -93,6 +110,7 @@ class BackwardPass:
         state = self.active.get(unit)
         if state is None:
             state = self._activate(unit)
+            self.entered.add(unit)
             unit.begin_unshard()
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()
@@ -128,38 +146,38 @@ class BackwardPass:
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
             )
         unit.move(Phase.BACKWARD)
-        leaves = {
-            (number, index)
-            for number, handle in enumerate(unit.handles)
-            for index, leaf in enumerate(handle.leaves)
-            if leaf.requires_grad and _will_run(get_gradient_edge(leaf).node)
-        }
+        leaves = self.expected[unit] if unit in self.expected else _leaves_to_come(unit)
         state = self.active[unit] = UnitBackward(leaves, set())
         return state
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
         if unit.plan.prefetch.backward is not when:
             return
-        for ahead in next_backward(self.ended, unit):
-            if ahead.phase is Phase.IDLE:
+        for ahead in next_backward(self.forward.ended, unit):
+            if ahead not in self.entered:
                 ahead.begin_unshard()
                 return
 
     def _complete(self, unit: Unit) -> None:
         del self.active[unit]
-        if not unit.sync_gradients:
-            if unit.plan.free_after_unsynced_backward:
-                unit.reshard()
-                self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
-            unit.move(Phase.IDLE)
-            return
-        unit.reshard()
-        self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
-        handles = unit.trainable
-        if handles:
-            self._reduce(unit, handles)
-        else:
-            unit.move(Phase.IDLE)
+        self.expected.pop(unit, None)
+        if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
+            unit.reshard()
+        unit.move(Phase.IDLE)
+        self.ready.append(unit)
+        self._reduce_ready()
+
+    def _reduce_ready(self, *, all_of_them: bool = False) -> None:
+        """Start the reductions whose turn it is: of the complete units, the last to begin first."""
+        awaited = (
+            -1 if all_of_them else self.forward.place(next(iter(self.expected))) if self.expected else -1
+        )
+        self.ready.sort(key=self.forward.place)
+        while self.ready and self.forward.place(self.ready[-1]) >= awaited:
+            unit = self.ready.pop()
+            self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
+            if unit.sync_gradients and unit.trainable:
+                self._reduce(unit, unit.trainable)
 
     def _reduce(self, unit: Unit, handles: Sequence[FlatParamHandle]) -> None:
         while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
@@ -179,13 +197,13 @@ class BackwardPass:
             if all(arrived):
                 handle.accumulate(gradient, arrived)
             else:
-                self.unsettled.append((reduction.unit, handle, gradient, arrived))
+                self.unsettled.append((handle, gradient, arrived))
 
     def finish(self) -> None:
         """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
         for unit in list(self.active):
-            if unit in self.active:
-                self._complete(unit)
+            self._complete(unit)
+        self._reduce_ready(all_of_them=True)
         for unit in self.units:
             if unit.sync_gradients and unit.phase is Phase.IDLE:
                 left = [handle for handle in unit.handles if not handle.gradients.is_empty]
@@ -203,7 +221,7 @@ class BackwardPass:
     def _accumulate_unsettled(self) -> None:
         """Learn from the other ranks which parameters got a gradient anywhere; the others' stays ``None``."""
         arrived_anywhere = _agree(self.units, self.given, needed=bool(self.unsettled))
-        for _, handle, gradient, _ in self.unsettled:
+        for handle, gradient, _ in self.unsettled:
             handle.accumulate(gradient, arrived_anywhere[handle])
         self.unsettled.clear()
 
@@ -215,7 +233,17 @@ class BackwardPass:
                     pending.wait()
         self.reducing.clear()
         self.active.clear()
+        self.ready.clear()
         self.unsettled.clear()
+
+
+def _leaves_to_come(unit: Unit) -> set[LeafKey]:
+    return {
+        (number, index)
+        for number, handle in enumerate(unit.handles)
+        for index, leaf in enumerate(handle.leaves)
+        if leaf.requires_grad and _will_run(get_gradient_edge(leaf).node)
+    }
 
 
 def _will_run(node: Node) -> bool:

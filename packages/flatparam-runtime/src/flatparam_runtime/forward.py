@@ -50,7 +50,7 @@ def enter_forward(tree: UnitTree, unit: Unit) -> ForwardCall:
 
 
 def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
-    current.began.append(unit)
+    current.begin(unit)
     depth = unit.plan.prefetch.forward
     if depth and tree.last_forward is not None:
         for ahead in next_forward(tree.last_forward.began, current.began, depth):

@@ -41,9 +41,8 @@ def attach(unit: Unit) -> None:
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    first_time = not all(handle.leaves for handle in unit.handles)
     call = enter_forward(tree_of(unit), unit)
-    if first_time:
+    if not unit.watches_leaves:
         _watch_leaves(unit)
     moved = _on_device(unit, (args, kwargs)) if call.is_top else (args, kwargs)
     if torch.is_grad_enabled() and not call.is_recomputation:
@@ -112,6 +111,7 @@ def _watch_leaves(unit: Unit) -> None:
             hook = functools.partial(_gradient_arrived, reference, number, index)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             leaf.requires_grad_(wanted)
+    unit.watches_leaves = True
 
 
 def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:

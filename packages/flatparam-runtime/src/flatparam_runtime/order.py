@@ -19,6 +19,16 @@ class ForwardPass:
 
     began: list[Unit] = attrs.field(factory=list)
     ended: list[Unit] = attrs.field(factory=list)
+    _places: dict[Unit, int] = attrs.field(factory=dict)
+
+    def begin(self, unit: Unit) -> None:
+        """A call of ``unit`` begins."""
+        self._places.setdefault(unit, len(self._places))
+        self.began.append(unit)
+
+    def place(self, unit: Unit) -> int:
+        """How many units began before ``unit`` did first; -1 where it did not run."""
+        return self._places.get(unit, -1)
 
 
 def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:

@@ -80,7 +80,9 @@ class UnitTree:
         """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
         current = self.backward
         if current is None:
-            current = self._backward = BackwardPass.begin(self.units, self.end_backward, self.forward_ended())
+            current = self._backward = BackwardPass.begin(
+                self.units, self._differentiated(), self.end_backward
+            )
         return current
 
     def end_backward(self, synced: bool) -> None:
@@ -98,10 +100,8 @@ class UnitTree:
         """The outermost unit's forward call is over."""
         self.last_forward, self.forward = self.forward, None
 
-    def forward_ended(self) -> list[Unit]:
-        """The units of the forward pass that the next backward pass belongs to, in the order in which they ended."""
-        current = self.forward or self.last_forward
-        return current.ended if current else []
+    def _differentiated(self) -> ForwardPass:
+        return self.forward or self.last_forward or ForwardPass()
 
     def _settle_leftovers(self) -> None:
         for unit in self.units:

@@ -62,6 +62,8 @@ class Unit:
     calls: list[ForwardCall] = attrs.field(factory=list)
     """The module's forward calls under way, the innermost last."""
     instruments: list[Instrument] = attrs.field(factory=list)
+    watches_leaves: bool = False
+    """Whether the hooks on the handles' leaves are there; leaves come to be when they are first shown."""
     _gathers: list[Pending] = attrs.field(factory=list)
 
     def __repr__(self) -> str:

@@ -123,10 +123,10 @@ def _take(
             missing.extend(prefix + name for name in names)
         value = entries[0] if entries else None
         if value is not None and not isinstance(value, torch.Tensor):
-            errors.append(f"parameter {names[0]!r}: expected a tensor, found {type(value).__name__}")
+            errors.append(f"parameter {prefix + names[0]!r}: expected a tensor, found {type(value).__name__}")
         elif value is not None and tuple(value.shape) != slot.spec.shape:
             errors.append(
-                f"parameter {names[0]!r}: expected shape {slot.spec.shape}, "
+                f"parameter {prefix + names[0]!r}: expected shape {slot.spec.shape}, "
                 f"found {tuple(value.shape)} in the state dict"
             )
         tensors.append(value)

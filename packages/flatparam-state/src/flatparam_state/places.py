@@ -16,31 +16,38 @@ __all__ = ["Place", "places_in"]
 @final
 @attrs.frozen(eq=False)
 class Place:
-    """A flat parameter of a model: the unit that holds it, and the unit's clean name there with a dot (or nothing)."""
+    """A flat parameter of a model, the unit that holds it, and the names of that unit there.
 
-    prefix: str
+    ``prefixes`` are clean and end with a dot (or are empty): one, or several where the model reaches the unit by
+    several paths.
+    """
+
+    prefixes: tuple[str, ...]
     unit: Unit
     handle: FlatParamHandle
 
     @property
     def fqns(self) -> tuple[str, ...]:
         """The names of its parameters in the model, in the order of the slots."""
-        return tuple(self.prefix + fqn for fqn in self.handle.layout.fqns)
+        return tuple(self.prefixes[0] + fqn for fqn in self.handle.layout.fqns)
 
     @property
     def all_fqns(self) -> tuple[tuple[str, ...], ...]:
         """For each parameter, all the names under which the model reaches it; the first is its own."""
         return tuple(
-            tuple(self.prefix + name for name in (slot.spec.fqn, *slot.spec.aliases))
+            tuple(prefix + name for prefix in self.prefixes for name in (slot.spec.fqn, *slot.spec.aliases))
             for slot in self.handle.layout.slots
         )
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
     """The flat parameters of ``model``, in the order of its modules."""
-    for name, module in model.named_modules():
+    prefixes: dict[Unit, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
         if unit is not None:
             prefix = clean_fqn(name)
-            for handle in unit.handles:
-                yield Place(f"{prefix}." if prefix else "", unit, handle)
+            prefixes.setdefault(unit, []).append(f"{prefix}." if prefix else "")
+    for unit, names in prefixes.items():
+        for handle in unit.handles:
+            yield Place(tuple(names), unit, handle)

@@ -1,0 +1,207 @@
+"""tools/check_layers.py finds each kind of broken wall: every test breaks one thing in a small sound house."""
+
+from pathlib import Path
+
+import check_layers
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class House:
+    """A checkout in a temporary folder, with five small packages that keep all rules."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        lower: tuple[str, ...]
+        for name, lower in check_layers.BENEATH.items():
+            module = name.replace("-", "_")
+            imports = "".join(f"from {other.replace('-', '_')} import public\n" for other in lower)
+            self.write(name, "__init__.py", f"import torch\n{imports}\n__all__ = ['public']\npublic = 1\n")
+            self.write(name, "_hidden.py", "secret = 1\n")
+            self.write(name, "testing.py", "__all__ = ['check_it']\ncheck_it = 1\n")
+            self.write(name, "py.typed", "")
+            package = root / "packages" / name
+            (package / "tests").mkdir()
+            for file in ("README.md", "CHANGELOG.md"):
+                (package / file).write_text(f"# {module}\n")
+            self.declare(name, "torch>=2.11,<2.14", *(f"{other}>=0.1,<0.2" for other in lower))
+
+    def source(self, package: str, file: str) -> Path:
+        return self.root / "packages" / package / "src" / package.replace("-", "_") / file
+
+    def write(self, package: str, file: str, text: str) -> None:
+        path = self.source(package, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def declare(self, package: str, *dependencies: str) -> None:
+        text = f'[project]\nname = "{package}"\ndependencies = {list(dependencies)}\n'
+        (self.root / "packages" / package / "pyproject.toml").write_text(text)
+
+    def problems(self) -> list[str]:
+        return check_layers.problems(self.root)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+def test_a_sound_house_has_no_problems(house: House) -> None:
+    """The house that the other tests break is sound, and the command says so."""
+    assert house.problems() == []
+    assert check_layers.main([str(house.root)]) == 0
+
+
+def test_this_checkout_is_sound() -> None:
+    """The rules hold for the repository itself."""
+    assert check_layers.problems(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "complaint"),
+    [
+        ("flatparam-core", "from flatparam_comm import public", "may import no other layer"),
+        ("flatparam-comm", "import flatparam_runtime", "flatparam-comm imports flatparam-runtime"),
+        (
+            "flatparam-runtime",
+            "from flatparam_core import public",
+            "flatparam-runtime imports flatparam-core",
+        ),
+        ("flatparam-state", "def f():\n    import flatparam_comm", "flatparam-state imports flatparam-comm"),
+    ],
+)
+def test_only_the_layer_directly_beneath(house: House, package: str, code: str, complaint: str) -> None:
+    """Neither a layer above nor one further down can be imported, not even inside a function."""
+    house.write(package, "broken.py", code + "\n")
+    (problem,) = [problem for problem in house.problems() if "does not declare" not in problem]
+    assert complaint in problem
+    assert "broken.py:" in problem
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("from flatparam_core._hidden import secret", "flatparam_core._hidden is a private module"),
+        ("import flatparam_core._hidden", "flatparam_core._hidden is a private module"),
+        ("from flatparam_core import secret", "secret is not a public name of flatparam_core"),
+        ("import flatparam_core as fc\nx = fc.secret", "secret is not a public name of flatparam_core"),
+        ("from flatparam_core.testing import other", "other is not a public name of flatparam_core.testing"),
+        ("from flatparam_core import *", "not *"),
+    ],
+)
+def test_only_public_names(house: House, code: str, complaint: str) -> None:
+    """A name of the layer beneath must be in its `__all__`; of its modules, only `testing` is open."""
+    house.write("flatparam-comm", "broken.py", code + "\n")
+    (problem,) = house.problems()
+    assert complaint in problem
+
+
+def test_testing_is_public(house: House) -> None:
+    """What a layer ships for tests can be used by the one above, in every way of importing it."""
+    code = "from flatparam_core import public, testing\nfrom flatparam_core.testing import check_it\n"
+    house.write(
+        "flatparam-comm", "sound.py", code + "import flatparam_core\nx = flatparam_core.testing.check_it\n"
+    )
+    assert house.problems() == []
+
+
+def test_a_layer_without_a_list_of_public_names(house: House) -> None:
+    """Without `__all__` nothing is public."""
+    house.write("flatparam-core", "__init__.py", "import torch\npublic = 1\n")
+    assert any("flatparam_core has no __all__" in problem for problem in house.problems())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "import torch\ntorch.distributed.barrier()",
+        "import importlib\nimportlib.import_module('torch.distributed')",
+    ],
+)
+def test_core_is_free_of_torch_distributed(house: House, code: str) -> None:
+    """Every way for the core to reach `torch.distributed` is found."""
+    house.write("flatparam-core", "broken.py", code + "\n")
+    assert any("must not know ranks" in problem for problem in house.problems())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.distributed.fsdp import ShardingStrategy",
+        "from torch.distributed import fsdp",
+        "import torch.distributed as dist\nx = dist.fsdp.FullyShardedDataParallel",
+    ],
+)
+@pytest.mark.parametrize(("package", "file"), [("flatparam-comm", "compat.py"), ("flatparam", "wrapper.py")])
+def test_torch_fsdp_only_in_the_compatibility_module(
+    house: House, code: str, package: str, file: str
+) -> None:
+    """torch's FSDP is known in `flatparam/compat.py` and nowhere else, whatever the file is called."""
+    house.write("flatparam", "compat.py", code + "\n")
+    assert house.problems() == []
+    house.write(package, file, code + "\n")
+    assert any(
+        "only packages/flatparam/src/flatparam/compat.py may" in problem for problem in house.problems()
+    )
+
+
+def test_an_import_must_be_declared(house: House) -> None:
+    """A distribution that is imported and not declared is found; the standard library is not one."""
+    house.write("flatparam-comm", "broken.py", "import json\nimport attr\nfrom attrs import frozen\n")
+    (problem,) = house.problems()
+    assert "imports attrs, which packages/flatparam-comm/pyproject.toml does not declare" in problem
+
+
+def test_a_declaration_must_be_used(house: House) -> None:
+    """A dependency that nothing imports is found."""
+    house.declare("flatparam-core", "torch>=2.11,<2.14", "typing-extensions>=4.9")
+    (problem,) = house.problems()
+    assert "declares typing-extensions, which nothing in src imports" in problem
+
+
+def test_neighbours_are_ranges(house: House) -> None:
+    """A pin, or an open end, on a neighbour is found."""
+    house.declare("flatparam-comm", "torch>=2.11,<2.14", "flatparam-core==0.1.0")
+    (problem,) = house.problems()
+    assert "must be a range" in problem
+
+
+def test_a_package_holds_five_things(house: House) -> None:
+    """Something beside the five, and one of the five missing, are found."""
+    package = house.root / "packages" / "flatparam-core"
+    (package / "setup.py").write_text("")
+    (package / "CHANGELOG.md").unlink()
+    (package / "__pycache__").mkdir()
+    found = house.problems()
+    assert any("holds setup.py" in problem for problem in found)
+    assert any("lacks CHANGELOG.md" in problem for problem in found)
+    assert len(found) == 2
+
+
+def test_a_package_is_typed_and_is_one(house: House) -> None:
+    """`py.typed` is there, and src holds the import package alone."""
+    house.source("flatparam-core", "py.typed").unlink()
+    (house.root / "packages" / "flatparam-core" / "src" / "other").mkdir()
+    found = house.problems()
+    assert any("lacks py.typed" in problem for problem in found)
+    assert any("must hold flatparam_core and nothing else" in problem for problem in found)
+
+
+def test_there_are_five_packages(house: House) -> None:
+    """A sixth package is found."""
+    (house.root / "packages" / "flatparam-extra").mkdir()
+    (house.root / "packages" / "flatparam-extra" / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    assert any("flatparam-extra is not one of the layers" in problem for problem in house.problems())
+
+
+def test_the_command_prints_and_fails(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints one line per problem, with file and line, and exits with 1."""
+    house.write("flatparam-core", "broken.py", "\nimport torch.distributed\n")
+    assert check_layers.main([str(house.root)]) == 1
+    assert capsys.readouterr().out.startswith("packages/flatparam-core/src/flatparam_core/broken.py:2: ")

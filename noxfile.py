@@ -1,0 +1,244 @@
+"""Every check there is, and the main job: `nox -l` lists them, `nox -s NAME` runs one, plain `nox` runs all.
+
+All of it happens in one environment, .venv, which tools/run.py makes on first use (torch is large, so once is enough).
+Our own packages come into it as wheels built from this checkout, by `alone` one layer after the other, and by every
+other session all at once whenever the sources have changed since. So what is tested is what would be released.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+DIST = ROOT / "dist"
+
+# From the lowest layer to the highest.
+LADDER = ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam")
+WORKERS = str(min(os.cpu_count() or 1, 4))
+
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "none"
+
+
+# The sessions
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """The main job: train a GPT on two ranks over real text (`nox -s train -- --help`)."""
+    install_all_layers(session)
+    # Ctrl-C reaches the ranks directly; they are given the time to finish a checkpoint.
+    python(session, "tools/train.py", *session.posargs, interrupt_timeout=120, terminate_timeout=30)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every check below, in order, with the time each took at the end: what CI runs."""
+    checks = {
+        "lint": lint,
+        "layers": layers,
+        "alone": alone,
+        "types": types,
+        "integration": integration,
+        "docs": docs,
+        "wheels": wheels,
+        "gpu": gpu,
+    }
+    outcomes: dict[str, str] = {}
+    failed: list[str] = []
+    for number, (name, check) in enumerate(checks.items(), start=1):
+        session.log(f"{number}/{len(checks)} {name}: {(check.__doc__ or '').splitlines()[0]}")
+        started = time.monotonic()
+        try:
+            check(session)
+        except Exception as error:  # nox's own; the next check runs all the same
+            session.warn(f"{name} failed: {error}")
+            failed.append(name)
+        outcomes[name] = f"{'FAILED' if name in failed else 'ok':<7} {time.monotonic() - started:6.1f} s"
+    for name, outcome in outcomes.items():
+        session.log(f"{name:<12} {outcome}")
+    if failed:
+        session.error(f"Not green: {', '.join(failed)}. To repeat: nox -s {' '.join(failed)}")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style: ruff's rules and ruff's format over the whole repository."""
+    prepare(session)
+    python(session, "-m", "ruff", "check", ".")
+    python(session, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """The walls: who imports whom and by which names, declared dependencies, the shape of each package."""
+    prepare(session)
+    python(session, "tools/check_layers.py")
+    sources = os.pathsep.join(str(source_root(name)) for name in LADDER)
+    session.run(str(PYTHON.parent / "lint-imports"), "--no-cache", env={"PYTHONPATH": sources}, external=True)
+
+
+@nox.session
+def alone(session: nox.Session) -> None:
+    """Each layer alone: install core, test it, add comm, test it, ... (`-- flatparam-comm -k x`: up to comm)."""
+    prepare(session)
+    stop, extra = split_rung(session.posargs)
+    build_wheels(session)
+    uninstall_all_layers(session)
+    for rung, name in enumerate(LADDER):
+        python(session, "-m", "pip", "install", "--quiet", *FROM_DIST, name)
+        for above in LADDER[rung + 1 :]:
+            assert_absent(session, above)
+        if stop is None or name == stop:
+            session.log(f"Testing {name} with nothing above it")
+            pytest(session, "-m", "not gpu", f"packages/{name}/tests", *extra)
+        if name == stop:
+            return
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types: mypy, strict, over the sources of every package, the tools and this file."""
+    install_all_layers(session)
+    sources = [str(source_root(name).relative_to(ROOT)) for name in LADDER]
+    python(session, "-m", "mypy", *sources, "tools", "noxfile.py")
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Several layers, or several ranks, at once: integration_tests on CPU (arguments go to pytest)."""
+    install_all_layers(session)
+    pytest(session, "-m", "not gpu", "integration_tests", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Documentation: execute every Python block of the docs and the READMEs."""
+    install_all_layers(session)
+    pytest(session, "docs", *session.posargs)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Releases: build each sdist and wheel, and check that what must be in them is."""
+    prepare(session)
+    build_wheels(session)
+    python(session, "tools/check_wheels.py", str(DIST))
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need CUDA: NCCL with a rank per GPU, a world of threads on one; says what it skips."""
+    prepare(session)
+    count = "import torch; print(torch.cuda.device_count())"
+    found = session.run(str(PYTHON), "-W", "ignore", "-c", count, silent=True, external=True)
+    devices = int(str(found).strip())
+    if devices == 0:
+        session.warn("There is no CUDA device here, so every test marked `gpu` is skipped.")
+        return
+    if devices == 1:
+        session.warn("There is one GPU, so the tests of NCCL between GPUs are skipped; all others run on it.")
+    install_all_layers(session)
+    where = ["integration_tests", *(f"packages/{name}/tests" for name in LADDER)]
+    # One process: the tests share the GPUs, and measure memory on them.
+    pytest(session, "-m", "gpu", *where, *session.posargs, workers="0")
+
+
+# The environment
+
+
+def prepare(session: nox.Session) -> None:
+    """Let tools/run.py make .venv, or see that it is complete."""
+    there = PYTHON.exists()
+    session.run(str(PYTHON) if there else sys.executable, "tools/run.py", "env", external=True, silent=there)
+
+
+def python(session: nox.Session, *arguments: str, **options: Any) -> None:
+    """Run the environment's Python in the root of the checkout."""
+    session.run(str(PYTHON), *arguments, external=True, **options)
+
+
+def pytest(session: nox.Session, *arguments: str, workers: str = WORKERS) -> None:
+    """Run pytest in `workers` processes, each with one thread for torch."""
+    spread = ["-n", workers, "--dist", "worksteal"] if workers != "0" else []
+    python(session, "-m", "pytest", *spread, *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+# Our own packages in it
+
+FROM_DIST = ("--no-index", "--find-links", str(DIST), "--no-compile", "--disable-pip-version-check")
+
+
+def source_root(name: str) -> Path:
+    """Return the directory that holds the import package of a distribution."""
+    return ROOT / "packages" / name / "src"
+
+
+def fingerprint_of_sources() -> str:
+    """Return a digest of all that goes into the wheels."""
+    digest = hashlib.sha256()
+    for path in sorted([ROOT / "LICENSE", *(ROOT / "packages").rglob("*")]):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def build_wheels(session: nox.Session) -> None:
+    """Build the five sdists, and from each its wheel, into dist/, unless those there are of these sources."""
+    stamp, sources = DIST / ".sources", fingerprint_of_sources()
+    if stamp.exists() and stamp.read_text() == sources:
+        return
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.log("Building the sdist and the wheel of each package into dist/")
+    for name in LADDER:
+        python(
+            session, "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}", silent=True
+        )
+    stamp.write_text(sources)
+
+
+def uninstall_all_layers(session: nox.Session) -> None:
+    """Take all five packages out of the environment, and see that none can be imported."""
+    (VENV / "layers-installed.txt").unlink(missing_ok=True)
+    python(session, "-m", "pip", "uninstall", "-qq", "--yes", *LADDER)
+    for name in LADDER:
+        assert_absent(session, name)
+
+
+def install_all_layers(session: nox.Session) -> None:
+    """Have the five packages of these sources in the environment, with the extras."""
+    prepare(session)
+    stamp, sources = VENV / "layers-installed.txt", fingerprint_of_sources()
+    if stamp.exists() and stamp.read_text() == sources:
+        return
+    build_wheels(session)
+    session.log("Installing the five packages and the extras")
+    pip = ("-m", "pip", "install", "--quiet")
+    python(session, *pip, "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
+    locked = ("--no-compile", "--disable-pip-version-check", "--constraint", str(VENV / "constraints.txt"))
+    python(session, *pip, *locked, "flatparam[train]")
+    stamp.write_text(sources)
+
+
+def assert_absent(session: nox.Session, name: str) -> None:
+    """Fail when the package can be imported."""
+    module = name.replace("-", "_")
+    check = (
+        f"import importlib.util as u, sys; sys.exit(u.find_spec('{module}') and '{module} can be imported')"
+    )
+    python(session, "-I", "-c", check, log=False)
+
+
+def split_rung(posargs: list[str]) -> tuple[str | None, list[str]]:
+    """Split the arguments of `alone` into the rung to stop at, where one is named, and what is for pytest."""
+    if posargs and posargs[0] in LADDER:
+        return posargs[0], posargs[1:]
+    return None, list(posargs)

@@ -1,0 +1,340 @@
+"""Check the walls of the house: `python tools/check_layers.py [ROOT]`.
+
+What import-linter cannot see (it checks the directions): by which *names* a layer uses the one beneath it, which
+submodules of torch it may touch, whether it declares what it imports, and the shape of each package. The rules are the
+functions `check_*` below; each returns its findings as `file:line: sentence`. Reads the sources and imports none of
+them; needs only the standard library (and tomli on Python 3.10).
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Each layer may import, and declare, the one directly beneath it; the wrapper is where all four come together.
+BENEATH: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-core": (),
+    "flatparam-comm": ("flatparam-core",),
+    "flatparam-runtime": ("flatparam-comm",),
+    "flatparam-state": ("flatparam-runtime",),
+    "flatparam": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state"),
+}
+# The public names of a package are the `__all__` of itself and of these modules in it.
+PUBLIC_SUBMODULES: Final = ("testing",)
+CONTENTS: Final = {"CHANGELOG.md", "README.md", "pyproject.toml", "src", "tests"}
+FREE_OF_DISTRIBUTED: Final = "flatparam-core"
+TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+# The one place that may know torch's own FSDP: it recognises torch's enums and config objects.
+COMPATIBILITY: Final = ("flatparam", ("compat.py", "compat"))
+# Import names that are not the distribution's name with underscores.
+DISTRIBUTION_OF: Final = {"attr": "attrs"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One dotted name that a file imports or reaches: `torch.distributed`, `flatparam_core.Span`."""
+
+    name: str
+    line: int
+    module: str = ""  # of an import: the part of the name that must be a module; empty for an attribute
+    level: int = 0  # how many dots a relative import begins with
+    star: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of a package."""
+
+    path: Path
+    shown: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed file."""
+        return ast.parse(self.path.read_text(encoding="utf-8"), filename=self.shown)
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        """Everything that the file imports, wherever in it, and the attributes it takes of that."""
+        return [*_imports(self.tree), *_attributes(self.tree)]
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution under packages/."""
+
+    path: Path
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the distribution."""
+        return self.path.name
+
+    @property
+    def module(self) -> str:
+        """The name that is imported."""
+        return self.name.replace("-", "_")
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The Python files under src/."""
+        files = sorted((self.path / "src").rglob("*.py"))
+        return [Source(path, path.relative_to(self.root).as_posix()) for path in files]
+
+    @cached_property
+    def project(self) -> dict[str, Any]:
+        """The table [project] of pyproject.toml."""
+        text = (self.path / "pyproject.toml").read_text(encoding="utf-8")
+        table: dict[str, Any] = tomllib.loads(text)["project"]
+        return table
+
+    def public_names(self, submodule: str = "") -> set[str] | None:
+        """Return the `__all__` of the package or of one of its modules; None where there is none."""
+        base = self.path / "src" / self.module / submodule
+        for path in (base / "__init__.py", base.with_suffix(".py")):
+            if path.exists():
+                return _dunder_all(ast.parse(path.read_text(encoding="utf-8")))
+        return None
+
+
+# Reading Python
+
+
+def _imports(tree: ast.Module) -> Iterator[Use]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Use(alias.name, node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                base = node.module or ""
+                name = base if alias.name == "*" else f"{base}.{alias.name}".lstrip(".")
+                yield Use(name, node.lineno, base, node.level, star=alias.name == "*")
+        elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield Use(first.value, node.lineno, first.value)
+
+
+def _called_name(call: ast.Call) -> str:
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _attributes(tree: ast.Module) -> Iterator[Use]:
+    meaning = _names_bound_by_imports(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = _dotted(node)
+            first, _, rest = dotted.partition(".")
+            if rest and first in meaning:
+                yield Use(f"{meaning[first]}.{rest}", node.lineno)
+
+
+def _names_bound_by_imports(tree: ast.Module) -> dict[str, str]:
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                bound[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return bound
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def _dunder_all(tree: ast.Module) -> set[str] | None:
+    names: set[str] | None = None
+    for node in tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+            targets = [node.target]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            value = getattr(node, "value", None)
+            strings = [n.value for n in ast.walk(value) if isinstance(n, ast.Constant)] if value else []
+            names = (names or set()) | {text for text in strings if isinstance(text, str)}
+    return names
+
+
+def _is_or_is_under(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+# The rules
+
+
+def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """There are the five packages, and each holds the same five things and one typed import package."""
+    for missing in sorted(BENEATH.keys() - packages.keys()):
+        yield f"packages/{missing} is missing"
+    for strange in sorted(packages.keys() - BENEATH.keys()):
+        yield f"packages/{strange} is not one of the layers {', '.join(BENEATH)}"
+    for package in packages.values():
+        shown = f"packages/{package.name}"
+        found = {
+            path.name for path in package.path.iterdir() if not path.name.startswith((".", "__pycache__"))
+        }
+        for name in sorted(CONTENTS - found):
+            yield f"{shown} lacks {name}"
+        for name in sorted(found - CONTENTS):
+            yield f"{shown} holds {name}, and only {', '.join(sorted(CONTENTS))} belong there"
+        inside = {path.name for path in (package.path / "src").glob("*")} - {"__pycache__"}
+        if inside != {package.module}:
+            yield f"{shown}/src must hold {package.module} and nothing else; it holds {sorted(inside)}"
+        for name in ("__init__.py", "py.typed"):
+            if not (package.path / "src" / package.module / name).exists():
+                yield f"{shown}/src/{package.module} lacks {name}"
+
+
+def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """A layer imports only the layer directly beneath it (the wrapper: all four), and only its public names."""
+    by_module = {package.module: package for package in packages.values()}
+    for package in packages.values():
+        allowed = BENEATH.get(package.name, ())
+        for source in package.sources:
+            for use in source.uses:
+                top, _, rest = use.name.partition(".")
+                other = by_module.get(top)
+                if use.level or other is None or other is package:
+                    continue
+                if other.name not in allowed:
+                    may = f"may import {', '.join(allowed)}" if allowed else "may import no other layer"
+                    yield f"{source.shown}:{use.line}: {package.name} imports {other.name}, and {may}"
+                elif use.star:
+                    yield f"{source.shown}:{use.line}: import the names of {use.name} that are used, not *"
+                elif rest:
+                    yield from _check_public(source, use, other)
+
+
+def _check_public(source: Source, use: Use, other: Package) -> Iterator[str]:
+    open_modules = {f"{other.module}.{submodule}": submodule for submodule in PUBLIC_SUBMODULES}
+    if use.module not in ("", other.module, *open_modules):
+        yield f"{source.shown}:{use.line}: {use.module} is a private module; import from {other.module}"
+        return
+    where = next((module for module in open_modules if _is_or_is_under(use.name, module)), other.module)
+    if use.name == where:
+        return
+    public = other.public_names(open_modules.get(where, ""))
+    name = use.name[len(where) + 1 :].partition(".")[0]
+    if public is None:
+        yield f"{source.shown}:{use.line}: {where} has no __all__, so {name} is not a public name of it"
+    elif name not in public and not (name.startswith("__") and name.endswith("__")):
+        yield f"{source.shown}:{use.line}: {name} is not a public name of {where} (it is not in its __all__)"
+
+
+def check_core_is_free_of_distributed(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """The core never imports or reaches `torch.distributed`."""
+    package = packages.get(FREE_OF_DISTRIBUTED)
+    for source in package.sources if package else ():
+        for use in source.uses:
+            if use.level == 0 and _is_or_is_under(use.name, "torch.distributed"):
+                yield f"{source.shown}:{use.line}: {FREE_OF_DISTRIBUTED} uses {use.name}, and must not know ranks"
+
+
+def check_torch_fsdp_is_known_in_one_place(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """Only the compatibility module of the wrapper imports torch's own FSDP."""
+    owner, places = COMPATIBILITY
+    for package in packages.values():
+        home = package.path / "src" / package.module
+        for source in package.sources:
+            if package.name == owner and source.path.relative_to(home).parts[0] in places:
+                continue
+            for use in source.uses:
+                if use.level == 0 and any(_is_or_is_under(use.name, fsdp) for fsdp in TORCH_FSDP):
+                    yield (
+                        f"{source.shown}:{use.line}: uses {use.name}; "
+                        f"only packages/{owner}/src/{owner.replace('-', '_')}/{places[0]} may"
+                    )
+
+
+def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """A package declares exactly the distributions that it imports; neighbours as ranges."""
+    for package in packages.values():
+        declared = [_distribution(text) for text in package.project.get("dependencies", [])]
+        extras = package.project.get("optional-dependencies", {})
+        optional = {_distribution(text) for texts in extras.values() for text in texts}
+        imported: dict[str, str] = {}
+        for source in package.sources:
+            for use in source.uses:
+                top = use.name.partition(".")[0]
+                if (
+                    use.module
+                    and not use.level
+                    and top != package.module
+                    and top not in sys.stdlib_module_names
+                ):
+                    distribution = DISTRIBUTION_OF.get(top, top.replace("_", "-").lower())
+                    imported.setdefault(distribution, f"{source.shown}:{use.line}")
+        shown = f"packages/{package.name}/pyproject.toml"
+        for name in sorted(imported.keys() - set(declared) - optional):
+            yield f"{imported[name]}: imports {name}, which {shown} does not declare"
+        for name in sorted(set(declared) - imported.keys()):
+            yield f"{shown}: declares {name}, which nothing in src imports"
+        for text in package.project.get("dependencies", []):
+            if _distribution(text) in BENEATH and not (">=" in text and "<" in text):
+                yield f"{shown}: {text!r} must be a range with both ends (>=...,<...)"
+
+
+def _distribution(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return re.sub(r"[-_.]+", "-", found.group(0)).lower() if found else requirement
+
+
+RULES: Final[tuple[Callable[[dict[str, Package], Path], Iterator[str]], ...]] = (
+    check_shape,
+    check_names,
+    check_core_is_free_of_distributed,
+    check_torch_fsdp_is_known_in_one_place,
+    check_dependencies,
+)
+
+
+def read_packages(root: Path) -> dict[str, Package]:
+    """Return the packages of a checkout by the name of their distribution."""
+    folders = sorted(path for path in (root / "packages").iterdir() if path.is_dir())
+    return {path.name: Package(path, root) for path in folders if (path / "pyproject.toml").exists()}
+
+
+def problems(root: Path) -> list[str]:
+    """Return everything that breaks a rule, each once."""
+    packages = read_packages(root)
+    return list(dict.fromkeys(found for rule in RULES for found in rule(packages, root)))
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is wrong, and return the exit code."""
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    found = problems(root.resolve())
+    for problem in found:
+        print(problem)
+    if not found:
+        print(f"{len(RULES)} rules about {len(BENEATH)} layers hold")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

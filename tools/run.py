@@ -1,0 +1,354 @@
+"""Set up everything and run flatparam, from a fresh clone and with nothing but Python 3.10 or newer.
+
+    python3 tools/run.py train [-- ARGS]    train the example model; ARGS go to tools/train.py
+    python3 tools/run.py test [-- ARGS]     run every check; ARGS go to nox instead, e.g. -- -s lint types
+    python3 tools/run.py env                only set up
+
+What it sets up is one environment, .venv in this checkout, with the versions of tools/constraints.txt; a second call
+finds it and goes straight on. Then it hands over to nox (noxfile.py). pip reads its own configuration, so PIP_INDEX_URL
+and the like choose another index, and FLATPARAM_TORCH=2.11.0 another torch. Exit codes: 2 says that this machine lacks
+something, 3 that an installation failed; any other is the one of what was run.
+
+Standard library only, and written so that older Pythons can parse it and be told that they are too old.
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import List, NoReturn, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+VENV = ROOT / ".venv"
+
+OLDEST_PYTHON = (3, 10)
+DISK_NEEDED_GB = 4
+LACKING, FAILED = 2, 3
+
+# What the checks need, beside torch. The extras of the packages come with the packages (noxfile.py).
+TOOLS = [
+    "nox",
+    "attrs",
+    "typing-extensions",
+    "build",
+    "hatchling",
+    "hypothesis",
+    "import-linter",
+    "mypy",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "tomli",
+]
+# Imported once after the installation: it proves that torch works here, and leaves the bytecode of what is used behind
+# (installing with --no-compile and compiling only that is about 20 s faster than compiling all of torch).
+WARM_UP = "import torch, torch.distributed.fsdp, torch.distributed.checkpoint, pytest, hypothesis"
+
+NO_INDEX = (
+    "NewConnectionError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "Failed to establish",
+    "Name or service not known",
+    "Temporary failure in name resolution",
+    "ProxyError",
+    "SSLError",
+    "Connection refused",
+    "Network is unreachable",
+    "Max retries exceeded",
+    "is not a trusted or secure host",
+)
+
+
+class Stop(Exception):
+    """The set-up cannot go on: one sentence for the user, and the exit code."""
+
+    def __init__(self, code: int, sentence: str) -> None:
+        """Stop with `code`, saying `sentence`."""
+        super().__init__(sentence)
+        self.code = code
+
+
+_said = 0
+
+
+def say(what: str) -> None:
+    """Print the next numbered line."""
+    global _said
+    _said += 1
+    print("[%d] %s" % (_said, what), flush=True)
+
+
+# What this machine must have
+
+
+def check_python() -> None:
+    """Stop unless this is Python 3.10 or newer with venv and pip."""
+    found = "Python %d.%d.%d (%s)" % (*sys.version_info[:3], sys.executable)
+    if tuple(sys.version_info[:2]) < OLDEST_PYTHON:
+        raise Stop(
+            LACKING,
+            "flatparam needs Python 3.10 or newer, and this is %s: call this script with a newer one."
+            % found,
+        )
+    for module in ("venv", "ensurepip"):
+        if importlib.util.find_spec(module) is None:
+            raise Stop(
+                LACKING,
+                "%s lacks the standard module %s, which makes environments: install it "
+                "(on Debian and Ubuntu the package is called python3-venv)." % (found, module),
+            )
+    say(found)
+
+
+def check_disk() -> None:
+    """Stop unless the environment fits on the disk."""
+    free = shutil.disk_usage(str(ROOT)).free / 1e9
+    if free < DISK_NEEDED_GB:
+        raise Stop(
+            LACKING,
+            "The environment needs about %d GB on the disk of %s, and only %.1f GB are free: make room."
+            % (DISK_NEEDED_GB, ROOT, free),
+        )
+    say("%.0f GB of disk are free" % free)
+
+
+# The environment
+
+
+def venv_python() -> Path:
+    """Return the path of the environment's Python."""
+    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def marker() -> Path:
+    """Return the path of the file that says who made the environment and what is in it."""
+    return VENV / "made-by-flatparam.txt"
+
+
+def python_line() -> str:
+    """Return the first line of the marker: what an environment cannot change once it is made."""
+    return "Python %s in %s" % (platform.python_version(), VENV)
+
+
+def constraints() -> str:
+    """Return the locked versions, with torch's replaced where FLATPARAM_TORCH asks for another."""
+    text = CONSTRAINTS.read_text(encoding="utf-8")
+    wanted = os.environ.get("FLATPARAM_TORCH", "")
+    if not wanted:
+        return text
+    if not re.match(r"\d+\.\d+(\.\d+)?([+.]?\w+)*$", wanted):
+        raise Stop(LACKING, "FLATPARAM_TORCH must be a version such as 2.11.0, and it is %r." % wanted)
+    return re.sub(r"(?m)^torch==.*$", "torch==" + wanted, text)
+
+
+def torch_requirement(locked: str) -> str:
+    """Return the line `torch==...` of the locked versions."""
+    match = re.search(r"(?m)^torch==\S+", locked)
+    if match is None:
+        raise Stop(LACKING, "%s names no torch version: a line `torch==...` must be there." % CONSTRAINTS)
+    return match.group(0)
+
+
+def stamp(locked: str) -> str:
+    """Return what the marker says once everything is installed."""
+    digest = hashlib.sha256("\n".join([locked, *TOOLS]).encode()).hexdigest()[:16]
+    return "%s\ncomplete, versions %s, %s\n" % (python_line(), digest, torch_requirement(locked))
+
+
+def make_venv() -> None:
+    """Make the environment, or keep the one that this script made with this Python earlier."""
+    if marker().exists():
+        same = marker().read_text(encoding="utf-8").splitlines()[:1] == [python_line()]
+        if same and venv_python().exists():
+            say("Bringing the environment .venv up to date")
+            marker().write_text(python_line() + "\n", encoding="utf-8")
+            return
+    elif VENV.exists() and any(VENV.iterdir()):
+        raise Stop(LACKING, "%s exists, and this script did not make it: move it away, or delete it." % VENV)
+    say("Making the environment .venv")
+    if VENV.exists():
+        shutil.rmtree(str(VENV))
+    VENV.mkdir()
+    marker().write_text(python_line() + "\n", encoding="utf-8")
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", str(VENV)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+    )
+    if made.returncode != 0:
+        raise Stop(
+            LACKING, "Python could not make an environment in %s: %s" % (VENV, telling_line(made.stdout))
+        )
+
+
+def pip_install(arguments: List[str]) -> Tuple[int, str]:
+    """Install with pip, echo what is downloaded, and return the exit code and all that pip said."""
+    command = [str(venv_python()), "-m", "pip", "install"]
+    command += ["--no-compile", "--no-input", "--progress-bar", "off", "--disable-pip-version-check"]
+    command += arguments
+    process = subprocess.Popen(
+        command,
+        cwd=str(ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        errors="replace",
+    )
+    said = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if line.lstrip().startswith("Downloading"):
+            print("      " + line.strip(), flush=True)
+    with (VENV / "pip.log").open("a", encoding="utf-8") as log:
+        log.writelines(["$ " + " ".join(command) + "\n", *said])
+    return process.wait(), "".join(said)
+
+
+def telling_line(text: str) -> str:
+    """Return the line that tells most of a failed command: its first error, or its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return errors[0] if errors else lines[-1] if lines else "it said nothing"
+
+
+def stop_installing(what: str, output: str) -> NoReturn:
+    """Stop after pip failed to install `what`, telling the network, the disk and the rest apart."""
+    if "No space left on device" in output:
+        raise Stop(
+            FAILED, "The disk of %s became full while installing %s: make room and call again." % (ROOT, what)
+        )
+    if any(clue in output for clue in NO_INDEX):
+        raise Stop(
+            FAILED,
+            "pip cannot reach its package index to install %s: check the network, or pip's own configuration "
+            "(PIP_INDEX_URL, PIP_PROXY, PIP_CERT); what pip said is in %s." % (what, VENV / "pip.log"),
+        )
+    hint = ""
+    if what.startswith("torch=="):
+        hint = " (FLATPARAM_TORCH chooses another version; flatparam needs torch >=2.11,<2.14)"
+    raise Stop(
+        FAILED,
+        "%s could not be installed for Python %s on %s %s%s: %s"
+        % (
+            what,
+            platform.python_version(),
+            platform.system(),
+            platform.machine(),
+            hint,
+            telling_line(output),
+        ),
+    )
+
+
+def install(locked: str) -> None:
+    """Install the tools and torch into the environment, and see torch work."""
+    constraints_file = VENV / "constraints.txt"
+    constraints_file.write_text(locked, encoding="utf-8")
+    torch = torch_requirement(locked)
+    say("Installing nox and the tools of the checks")
+    code, output = pip_install(["--constraint", str(constraints_file), *TOOLS])
+    if code != 0:
+        stop_installing("the tools", output)
+    say("Installing %s (the longest step)" % torch)
+    code, output = pip_install([torch])
+    if code != 0:
+        stop_installing(torch, output)
+    say("Importing torch once")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    tried = subprocess.run(
+        [str(venv_python()), "-W", "ignore", "-c", WARM_UP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        env=environment,
+    )
+    if tried.returncode != 0:
+        raise Stop(
+            FAILED, "%s was installed, but importing it fails here: %s" % (torch, telling_line(tried.stdout))
+        )
+
+
+def set_up() -> None:
+    """Make .venv hold the locked versions, doing nothing where it does already."""
+    check_python()
+    locked = constraints()
+    done = stamp(locked)
+    if marker().exists() and marker().read_text(encoding="utf-8") == done and venv_python().exists():
+        say("The environment .venv is ready")
+        return
+    check_disk()
+    make_venv()
+    install(locked)
+    marker().write_text(done, encoding="utf-8")
+    say("The environment .venv is ready")
+
+
+# The commands
+
+
+def nox(arguments: List[str]) -> int:
+    """Run nox in the environment and return its exit code; Ctrl-C is for nox to answer."""
+    command = [str(venv_python()), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), *arguments]
+    say("Handing over to nox: nox " + " ".join(arguments))
+    process = subprocess.Popen(command, cwd=str(ROOT))
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # the terminal told nox too, and it may have a checkpoint to write
+
+
+def train(arguments: List[str]) -> int:
+    """Train the example model."""
+    return nox(["-s", "train", "--", *arguments])
+
+
+def test(arguments: List[str]) -> int:
+    """Run every check, or what `arguments` tell nox to run."""
+    started = time.monotonic()
+    code = nox(arguments or ["-s", "tests"])
+    minutes, seconds = divmod(int(time.monotonic() - started), 60)
+    say("%s after %d min %02d s" % ("All green" if code == 0 else "Not green", minutes, seconds))
+    return code
+
+
+def env(arguments: List[str]) -> int:
+    """Nothing more: the environment is set up before any command runs."""
+    return 0
+
+
+COMMANDS = {"train": train, "test": test, "env": env}
+
+
+def main(arguments: List[str]) -> int:
+    """Run one command and return the exit code."""
+    if not arguments or arguments[0] not in COMMANDS:
+        print(__doc__)
+        return 0 if arguments[:1] in (["-h"], ["--help"], ["help"]) else LACKING
+    command, rest = COMMANDS[arguments[0]], arguments[1:]
+    if rest[:1] == ["--"]:
+        rest = rest[1:]
+    try:
+        set_up()
+    except Stop as stop:
+        print(stop, file=sys.stderr, flush=True)
+        return stop.code
+    except KeyboardInterrupt:
+        print("Interrupted: call again, and the set-up goes on.", file=sys.stderr)
+        return 130
+    return command(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
