@@ -1,4 +1,4 @@
-"""Flat parameters: geometry, storage, views and gradients, on one rank. Never imports ``torch.distributed``."""
+"""Flat parameters: geometry, storage, views and gradients, on one rank. Never imports `torch.distributed`."""
 
 from flatparam_core.bindings import BoundParameter, ParamInfo, discover, memory_view
 from flatparam_core.buffer import FlatBuffer

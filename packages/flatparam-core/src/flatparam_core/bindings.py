@@ -20,9 +20,9 @@ __all__ = ["BoundParameter", "ParamInfo", "discover", "memory_view"]
 @final
 @attrs.frozen(eq=False)
 class ParamInfo:
-    """One attribute that holds a parameter: ``getattr(module, param_name)``.
+    """One attribute that holds a parameter: `getattr(module, param_name)`.
 
-    ``module_name`` is the module's clean path below the module that was searched (empty for that module itself).
+    `module_name` is the module's clean path below the module that was searched (empty for that module itself).
     """
 
     param_name: str
@@ -31,7 +31,7 @@ class ParamInfo:
 
     @classmethod
     def of(cls, param_name: str, module: nn.Module, module_name: str) -> Self:
-        """The binding of ``param_name`` in ``module``, which is held weakly."""
+        """The binding of `param_name` in `module`, which is held weakly."""
         return cls(param_name, clean_fqn(module_name), weakref.ref(module))
 
     @property
@@ -59,7 +59,7 @@ class ParamInfo:
 class BoundParameter:
     """A parameter and its bindings: one, or several where modules share it.
 
-    ``names`` are all the dotted names by which the searched module reaches it, its own first: more than there are
+    `names` are all the dotted names by which the searched module reaches it, its own first: more than there are
     bindings where a module itself is reached by several paths.
     """
 
@@ -79,12 +79,12 @@ def discover(
     ignored_parameters: Collection[nn.Parameter] = (),
     skip_module: Callable[[nn.Module], bool] = lambda module: False,
 ) -> tuple[BoundParameter, ...]:
-    """Find the parameters of ``root`` and its submodules in the order of ``root.named_parameters()``.
+    """Find the parameters of `root` and its submodules in the order of `root.named_parameters()`.
 
     Args:
         root: searched with all its submodules.
         ignored_parameters: left out, compared by identity.
-        skip_module: a submodule for which this is true is left out with everything below it (``root`` never is).
+        skip_module: a submodule for which this is true is left out with everything below it (`root` never is).
     """
     ignored = {id(parameter) for parameter in ignored_parameters}
     found: dict[int, tuple[nn.Parameter, list[ParamInfo], list[str]]] = {}
@@ -103,17 +103,21 @@ def discover(
 
 
 def _walk(
-    name: str, module: nn.Module, skip_module: Callable[[nn.Module], bool]
+    name: str,
+    module: nn.Module,
+    skip_module: Callable[[nn.Module], bool],
+    above: tuple[nn.Module, ...] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Depth first, every path; a module that is reached twice comes twice."""
+    """Depth first, every path that is no circle; a module that is reached twice comes twice."""
     yield name, module
+    path = (*above, module)
     for child_name, child in module._modules.items():
-        if child is not None and not skip_module(child):
-            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip_module)
+        if child is not None and child not in path and not skip_module(child):
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip_module, path)
 
 
 def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-    """The elements of ``tensor`` (shape ``spec.shape``) as a 1-D tensor in the memory order of ``spec``.
+    """The elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
 
     A view where the tensor already has that order, else a copy.
     """

@@ -14,7 +14,7 @@ __all__ = ["FlatBuffer"]
 @final
 @attrs.define(eq=False)
 class FlatBuffer:
-    """A 1-D tensor of ``layout.numel`` elements that is allocated and freed by resizing its storage.
+    """A 1-D tensor of `layout.numel` elements that is allocated and freed by resizing its storage.
 
     Autograd's saved tensors alias that storage, so what was saved in the forward pass is right again in the backward
     pass once the storage is allocated and filled again. While it is free, nothing may read a view of it.
@@ -22,11 +22,11 @@ class FlatBuffer:
 
     layout: FlatLayout
     tensor: torch.Tensor
-    """The whole buffer; ``tensor.data`` aliases share its storage but not its version counter."""
+    """The whole buffer; `tensor.data` aliases share its storage but not its version counter."""
 
     @classmethod
     def create(cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device) -> Self:
-        """A buffer for the unsharded ``layout``, free at first."""
+        """A buffer for the unsharded `layout`, free at first."""
         buffer = cls(layout, torch.empty(layout.numel, dtype=dtype, device=device))
         buffer.free()
         return buffer
@@ -54,11 +54,11 @@ class FlatBuffer:
             storage.resize_(0)
 
     def shard(self, rank: int) -> torch.Tensor:
-        """This rank's slice of the allocated buffer, 1-D, ``layout.shard_numel`` elements, a view."""
+        """This rank's slice of the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
         return self.tensor[self.layout.shard_span(rank).as_slice()]
 
     def view(self, index: int) -> torch.Tensor:
-        """Parameter ``index`` in its shape and memory order, as a view with a version counter of its own.
+        """Parameter `index` in its shape and memory order, as a view with a version counter of its own.
 
         Make it while the buffer is allocated; it then outlives every free and allocate. Writing the whole buffer does
         not count as an in-place change of the view, so autograd accepts it where the bytes come back as they were.
@@ -67,7 +67,7 @@ class FlatBuffer:
         return self.tensor.data.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start)
 
     def views(self) -> tuple[torch.Tensor, ...]:
-        """All parameters, in the order of the slots; see :meth:`view`."""
+        """All parameters, in the order of the slots; see `view`."""
         return tuple(self.view(index) for index in range(len(self.layout.slots)))
 
     def zero_gaps(self) -> None:

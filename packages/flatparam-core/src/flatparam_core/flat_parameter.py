@@ -13,7 +13,7 @@ __all__ = ["FlatParameter"]
 
 @final
 class FlatParameter(nn.Parameter):
-    """This rank's shard, a 1-D leaf of ``flat_layout.shard_numel`` elements; an optimizer may hold it for ever.
+    """This rank's shard, a 1-D leaf of `flat_layout.shard_numel` elements; an optimizer may hold it for ever.
 
     Its memory is never swapped: gathering fills another buffer. The names with a leading underscore are those of
     FSDP1's flat parameter, which checkpoint code reads.
@@ -25,14 +25,23 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True
 
     def __new__(cls, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> FlatParameter:
-        """See ``__init__``."""
+        """See `__init__`."""
         parameter: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         parameter.flat_layout = layout
         parameter.rank = rank
         return parameter
 
     def __init__(self, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> None:
-        """Take ``data`` (1-D, ``flat_layout.shard_numel`` elements) as the shard of ``rank``; it is not copied."""
+        """Take `data` (1-D, `flat_layout.shard_numel` elements) as the shard of `rank`; it is not copied."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FlatParameter:
+        """A shard of the same layout with memory of its own."""
+        data = self.detach().clone()
+        copied = type(self)(data, self.flat_layout, self.rank, self.requires_grad)
+        if self.grad is not None:
+            copied.grad = self.grad.clone()
+        memo[id(self)] = copied
+        return copied
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes a private keyword
         names = ", ".join(self.flat_layout.fqns[:3]) + (", ..." if len(self.flat_layout.fqns) > 3 else "")

@@ -16,7 +16,7 @@ from flatparam_core.precision import Precision
 __all__ = ["FLAT_PARAM", "ORIGINAL_ALIGNMENT_NBYTES", "flatten_module"]
 
 FLAT_PARAM = "_flat_param"
-"""The name under which a module registers its flat parameter; a second one gets ``_1`` behind it, and so on."""
+"""The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
 
 ORIGINAL_ALIGNMENT_NBYTES = 16
 """Where the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""
@@ -32,15 +32,15 @@ def flatten_module(
     device: torch.device | None = None,
     parameters: Sequence[BoundParameter] | None = None,
 ) -> tuple[FlatParamHandle, ...]:
-    """Shard the parameters of ``module`` in place; every rank calls it with equal modules.
+    """Shard the parameters of `module` in place; every rank calls it with equal modules.
 
     Args:
         module: afterwards shows its sharded form until a handle is unsharded.
-        rank: this rank's place among the ``world_size`` ranks that share the parameters.
-        use_orig_params: whether ``module.parameters()`` lists the original objects, or flat parameters.
+        rank: this rank's place among the `world_size` ranks that share the parameters.
+        use_orig_params: whether `module.parameters()` lists the original objects, or flat parameters.
         precision: compute and reduction dtypes; by default every parameter's own.
         device: where the shards and full parameters live; by default where the parameters are.
-        parameters: what to flatten, by default all that :func:`discover` finds.
+        parameters: what to flatten, by default all that `discover` finds.
 
     Returns:
         One handle per dtype and per trainable or frozen, trainable ones first; empty where there is no parameter.
@@ -65,24 +65,25 @@ def flatten_module(
             [by_name[fqn] for fqn in layout.fqns],
             layout,
             rank=rank,
-            attribute=None if use_orig_params else _attribute(number),
+            attribute=None if use_orig_params else _free_attribute(module),
             precision=precision or Precision(),
             device=home,
         )
-        for number, layout in enumerate(layouts)
+        for layout in layouts
     )
 
 
-def _attribute(number: int) -> str:
-    return FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}"
+def _free_attribute(owner: nn.Module) -> str:
+    taken = sum(name.startswith(FLAT_PARAM) for name in owner._parameters)
+    return f"{FLAT_PARAM}_{taken}" if taken else FLAT_PARAM
 
 
 def _check_unclaimed(bound: Sequence[BoundParameter]) -> None:
     for b in bound:
         if getattr(b.parameter, "_fsdp_flattened", False):
             raise FlatParamError(
-                f"parameter {b.names[0]!r} already belongs to another unit; a parameter that modules share must be "
-                "flattened by one unit that contains all of them"
+                f"parameter {b.names[0]!r} already belongs to another unit (names are below the module that is "
+                "sharded now); make one unit of a module that contains everything that shares the parameter"
             )
 
 

@@ -43,7 +43,7 @@ class GradientLedger:
         return not any(self.deposited)
 
     def deposit(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
-        """Add ``gradient / divisor`` to the slot of parameter ``index``.
+        """Add `gradient / divisor` to the slot of parameter `index`.
 
         Args:
             index: the parameter's place in the layout.
@@ -74,9 +74,9 @@ class GradientLedger:
             self._slots = self.buffer.views()
 
     def complete(self) -> torch.Tensor:
-        """The flat gradient, 1-D, ``layout.numel`` elements, ready to reduce: what nothing was deposited in is zero.
+        """The flat gradient, 1-D, `layout.numel` elements, ready to reduce: what nothing was deposited in is zero.
 
-        The memory stays with the ledger until :meth:`release`.
+        The memory stays with the ledger until `release`.
         """
         self.open()
         for index, arrived in enumerate(self.deposited):
@@ -91,7 +91,7 @@ class GradientLedger:
         self.buffer.free()
 
     def slot(self, index: int) -> torch.Tensor:
-        """The accumulated gradient of parameter ``index``, in its shape.
+        """The accumulated gradient of parameter `index`, in its shape.
 
         Raises:
             FlatParamError: where none has arrived.

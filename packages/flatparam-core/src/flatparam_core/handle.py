@@ -58,7 +58,7 @@ RESIDENCY: Final = Transitions(
 @final
 @attrs.define(eq=False)
 class FlatParamHandle:
-    """A flat parameter on one rank. Make it with :func:`flatparam_core.flatten_module`."""
+    """A flat parameter on one rank. Make it with `flatparam_core.flatten_module`."""
 
     layout: FlatLayout
     rank: int
@@ -85,10 +85,10 @@ class FlatParamHandle:
         precision: Precision,
         device: torch.device,
     ) -> Self:
-        """Pack the parameters in ``bound`` (the slots of ``layout``, in order) and take them over.
+        """Pack the parameters in `bound` (the slots of `layout`, in order) and take them over.
 
         Args:
-            attribute: the name under which ``owner`` registers the flat parameter; ``None`` keeps the original
+            attribute: the name under which `owner` registers the flat parameter; `None` keeps the original
                 parameters, as views of the shard.
         """
         attributes = tuple(dict(vars(b.parameter)) for b in bound)
@@ -133,19 +133,25 @@ class FlatParamHandle:
         """Whether the module shows the full parameters."""
         return self.residency is Residency.UNSHARDED
 
+    @property
+    def _who(self) -> str:
+        return f"flat parameter {self.name} on rank {self.rank}"
+
     def _move(self, target: Residency) -> None:
-        self.residency = RESIDENCY.move(
-            self.residency, target, who=f"flat parameter {self.name} on rank {self.rank}"
-        )
+        self.residency = RESIDENCY.move(self.residency, target, who=self._who)
 
     # Parameters
 
-    def begin_unshard(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate the full buffer and say what to gather: ``(output, input)``.
+    def stamp(self) -> int:
+        """A number that grows with every in-place change of the shard, or of the originals that are views of it."""
+        return self.flat_param._version + sum(p._version for p in self.exposure.parameters())
 
-        ``output`` is 1-D, ``layout.numel`` elements in the compute dtype, rank after rank; ``input`` is this rank's
-        part, ``layout.shard_numel`` elements. Where the compute dtype is another than the shard's, ``input`` is the
-        rank's own slice of ``output`` and is already there.
+    def begin_unshard(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate the full buffer and say what to gather: `(output, input)`.
+
+        `output` is 1-D, `layout.numel` elements in the compute dtype, rank after rank; `input` is this rank's
+        part, `layout.shard_numel` elements. Where the compute dtype is another than the shard's, `input` is the
+        rank's own slice of `output` and is already there.
         """
         self._move(Residency.UNSHARDING)
         self.buffer.allocate()
@@ -158,13 +164,14 @@ class FlatParamHandle:
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
-        self._move(Residency.UNSHARDED)
+        RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self._who)
         if not self._leaves:
             self._leaves = self._make_leaves()
         for leaf, wanted in zip(self._leaves, self.exposure.requires_grad(), strict=True):
             if leaf.requires_grad != wanted:
                 leaf.requires_grad_(wanted)
         self.exposure.show(self._leaves)
+        self._move(Residency.UNSHARDED)  # last: where showing is refused, the buffer can still be given back
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, also one that is still being filled."""
@@ -192,23 +199,24 @@ class FlatParamHandle:
                 self.buffer.views(), self._attributes, self.exposure.requires_grad(), strict=False
             ):
                 leaf = nn.Parameter(view, requires_grad=wanted)
-                vars(leaf).update(attributes)  # what users and libraries noted on the parameter they made
+                # What users and libraries noted on the parameter they made, and that it has its flat parameter.
+                vars(leaf).update(attributes, _fsdp_flattened=True)
                 leaves.append(leaf)
         return tuple(leaves)
 
     # Gradients
 
     def deposit(self, index: int, *, divisor: float = 1.0) -> None:
-        """Move the finished gradient of leaf ``index``, divided by ``divisor``, to its slot; ``None`` moves nothing."""
+        """Move the finished gradient of leaf `index`, divided by `divisor`, to its slot; `None` moves nothing."""
         leaf = self._leaves[index]
         if leaf.grad is not None:
             self.gradients.deposit(index, leaf.grad, divisor=divisor)
             leaf.grad = None
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Say what to reduce-scatter: ``(output, input)``.
+        """Say what to reduce-scatter: `(output, input)`.
 
-        ``output`` is new, 1-D, ``layout.shard_numel`` elements; ``input`` is the flat gradient, ``layout.numel``
+        `output` is new, 1-D, `layout.shard_numel` elements; `input` is the flat gradient, `layout.numel`
         elements, both in the reduction dtype.
         """
         full = self.gradients.complete()
@@ -217,13 +225,13 @@ class FlatParamHandle:
     def finish_reduce(
         self, reduced: torch.Tensor, *, arrived: Sequence[int] | None = None, divisor: float = 1.0
     ) -> None:
-        """Free the flat gradient and add the reduced shard, divided by ``divisor``, to ``.grad``.
+        """Free the flat gradient and add the reduced shard, divided by `divisor`, to `.grad`.
 
-        The two halves are :meth:`settle_reduce` and :meth:`accumulate`, for a runtime that learns later than
+        The two halves are `settle_reduce` and `accumulate`, for a runtime that learns later than
         it can free memory which parameters have a gradient.
 
         Args:
-            reduced: the ``output`` of :meth:`begin_reduce`.
+            reduced: the `output` of `begin_reduce`.
             arrived: for each parameter, non-zero where any rank had a gradient; by default where this rank had one.
             divisor: the averaging factor after the reduction.
         """
@@ -239,14 +247,14 @@ class FlatParamHandle:
         return reduced.to(self.flat_param.dtype)
 
     def accumulate(self, gradient: torch.Tensor, arrived: Sequence[int]) -> None:
-        """Add the shard's gradient to ``.grad``; see :meth:`Exposure.add_gradient`."""
+        """Add the shard's gradient to `.grad`; see `Exposure.add_gradient`."""
         self.exposure.add_gradient(gradient, arrived)
 
 
 def pack_shard(
     tensors: Sequence[torch.Tensor], layout: FlatLayout, *, rank: int, device: torch.device
 ) -> torch.Tensor:
-    """This rank's shard of the flat parameter that ``tensors`` (one per slot) make, 1-D; padding is zero.
+    """This rank's shard of the flat parameter that `tensors` (one per slot) make, 1-D; padding is zero.
 
     Only the rank's own part is copied: no flat buffer of the whole unit is made.
     """

@@ -23,7 +23,7 @@ __all__ = ["FlatLayout", "Fragment", "Slot", "plan_layouts"]
 @final
 @attrs.frozen
 class Slot:
-    """A parameter's interval ``span`` (in elements) in the unsharded flat parameter."""
+    """A parameter's interval `span` (in elements) in the unsharded flat parameter."""
 
     spec: ParamSpec
     span: Span
@@ -40,8 +40,8 @@ class Slot:
 class Fragment:
     """The part of one parameter that one rank owns.
 
-    ``in_param`` counts elements of the parameter in its memory order; ``in_shard`` counts elements of the rank's
-    shard. Both have the same length. ``index`` is the slot's place in the layout.
+    `in_param` counts elements of the parameter in its memory order; `in_shard` counts elements of the rank's
+    shard. Both have the same length. `index` is the slot's place in the layout.
     """
 
     index: int
@@ -56,10 +56,10 @@ class Fragment:
 @final
 @attrs.frozen(slots=False)  # a dict, for the cached properties
 class FlatLayout:
-    """One flat parameter: its slots in order, and its even split over ``world_size`` ranks.
+    """One flat parameter: its slots in order, and its even split over `world_size` ranks.
 
-    All slots have one dtype. ``numel`` counts the elements of the unsharded flat parameter with all padding; it is
-    ``world_size`` times ``shard_numel``. Rank ``r`` owns ``[r * shard_numel, (r + 1) * shard_numel)``.
+    All slots have one dtype. `numel` counts the elements of the unsharded flat parameter with all padding; it is
+    `world_size` times `shard_numel`. Rank `r` owns `[r * shard_numel, (r + 1) * shard_numel)`.
     """
 
     slots: tuple[Slot, ...]
@@ -87,9 +87,10 @@ class FlatLayout:
                 raise LayoutError(
                     f"parameter {slot.spec.fqn!r} has dtype {slot.spec.dtype}, the flat parameter {self.dtype}"
                 )
-            if slot.spec.fqn in names:
-                raise LayoutError(f"two parameters have the name {slot.spec.fqn!r}")
-            names.add(slot.spec.fqn)
+            for name in (slot.spec.fqn, *slot.spec.aliases):
+                if name in names:
+                    raise LayoutError(f"two parameters have the name {name!r}")
+                names.add(name)
             end = slot.span.stop
         if end > self.numel:
             raise LayoutError(
@@ -135,7 +136,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """The padding: every element of ``[0, numel)`` that is in no slot, as maximal spans."""
+        """The padding: every element of `[0, numel)` that is in no slot, as maximal spans."""
         gaps: list[Span] = []
         end = 0
         for slot in filter(
@@ -149,17 +150,17 @@ class FlatLayout:
         return tuple(gaps)
 
     def shard_span(self, rank: int) -> Span:
-        """What ``rank`` owns of the flat parameter.
+        """What `rank` owns of the flat parameter.
 
         Raises:
-            LayoutError: where ``rank`` is not in ``[0, world_size)``.
+            LayoutError: where `rank` is not in `[0, world_size)`.
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def fragment(self, index: int, rank: int) -> Fragment:
-        """The part of parameter ``index`` that ``rank`` owns; its spans are empty where it owns nothing."""
+        """The part of parameter `index` that `rank` owns; its spans are empty where it owns nothing."""
         slot, shard = self.slots[index].span, self.shard_span(rank)
         common = slot.overlap(shard)
         if not common:
@@ -167,7 +168,7 @@ class FlatLayout:
         return Fragment(index, common.relative_to(slot.start), common.relative_to(shard.start))
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
-        """The fragments of every parameter on ``rank``, in slot order, empty ones included."""
+        """The fragments of every parameter on `rank`, in slot order, empty ones included."""
         return (self.fragment(index, rank) for index in range(len(self.slots)))
 
 
@@ -177,7 +178,7 @@ def plan_layouts(
     """Plan as few flat parameters as the parameters of a unit need.
 
     One flat parameter holds one dtype, and either trainable or frozen parameters: so frozen parameters cost no
-    gradient memory and no reduced bytes. Trainable layouts come first; within each the order of ``specs`` is kept.
+    gradient memory and no reduced bytes. Trainable layouts come first; within each the order of `specs` is kept.
     """
     groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:

@@ -15,7 +15,7 @@ __all__ = ["FlatParamShardMetadata", "shard_metadata"]
 class FlatParamShardMetadata:
     """The parameters of which a shard holds any element, in order.
 
-    ``param_offsets`` are half-open ``[start, stop)`` intervals in elements of each parameter, in its memory order.
+    `param_offsets` are half-open `[start, stop)` intervals in elements of each parameter, in its memory order.
     """
 
     param_names: tuple[str, ...]
@@ -26,7 +26,7 @@ class FlatParamShardMetadata:
 
 
 def shard_metadata(layout: FlatLayout, rank: int) -> FlatParamShardMetadata:
-    """Describe the shard that ``rank`` holds of ``layout``."""
+    """Describe the shard that `rank` holds of `layout`."""
     held = [fragment for fragment in layout.fragments(rank) if fragment.in_param]
     specs = [layout.slots[fragment.index].spec for fragment in held]
     return FlatParamShardMetadata(

@@ -12,7 +12,7 @@ __all__ = ["Precision"]
 @final
 @attrs.frozen
 class Precision:
-    """The compute and the reduction dtype of a unit; ``None`` leaves the dtype as it is.
+    """The compute and the reduction dtype of a unit; `None` leaves the dtype as it is.
 
     Only floating-point parameters are cast. At rest (the shard, the optimizer, a checkpoint) a parameter has
     its own dtype.
@@ -22,7 +22,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def compute(self, storage: torch.dtype) -> torch.dtype:
-        """The dtype of the unsharded parameters of a flat parameter that is stored as ``storage``."""
+        """The dtype of the unsharded parameters of a flat parameter that is stored as `storage`."""
         return self.param_dtype if self.param_dtype and storage.is_floating_point else storage
 
     def reduce(self, storage: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ Loading at another world size, under another wrapping, or from an old checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 from typing_extensions import final
@@ -20,7 +20,7 @@ __all__ = ["Move", "Place", "replan"]
 @final
 @attrs.frozen
 class Place:
-    """Elements ``span`` of the shard that ``rank`` holds of flat parameter ``layout`` (its index in its list)."""
+    """Elements `span` of the shard that `rank` holds of flat parameter `layout` (its index in its list)."""
 
     layout: int
     rank: int
@@ -30,7 +30,7 @@ class Place:
 @final
 @attrs.frozen
 class Move:
-    """The same elements of one parameter (``in_param``, in its memory order) in two sets of layouts."""
+    """The same elements of one parameter (`in_param`, in its memory order) in two sets of layouts."""
 
     fqn: str
     in_param: Span
@@ -39,7 +39,7 @@ class Move:
 
 
 def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iterator[Move]:
-    """Yield the copies that turn the shards of ``sources`` into the shards of ``targets``.
+    """Yield the copies that turn the shards of `sources` into the shards of `targets`.
 
     Every element of every target parameter is moved exactly once. The layouts may differ in world size, order,
     grouping, alignment and dtype.
@@ -54,6 +54,7 @@ def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iter
         for index, slot in enumerate(layout.slots)
         for name in (slot.spec.fqn, *slot.spec.aliases)
     }
+    matched = []
     for number, target in enumerate(targets):
         for index, slot in enumerate(target.slots):
             spec = slot.spec
@@ -61,13 +62,22 @@ def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iter
                 raise LayoutError(f"parameter {spec.fqn!r} is not in the source layouts")
             home, home_index = homes[spec.fqn]
             found = sources[home].slots[home_index].spec
-            if (found.shape, found.stride) != (spec.shape, spec.stride):
+            if (found.shape, found.memory_order) != (spec.shape, spec.memory_order):
                 raise LayoutError(
                     f"parameter {spec.fqn!r}: expected shape {spec.shape} with strides {spec.stride}, "
                     f"found {found.shape} with {found.stride}"
                 )
-            for piece, source, place in _meet(sources[home], home_index, target, index):
-                yield Move(spec.fqn, piece, Place(home, *source), Place(number, *place))
+            matched.append((home, home_index, number, target, index))
+    return _moves(sources, matched)  # refused above, at the call, or not at all
+
+
+def _moves(
+    sources: Sequence[FlatLayout], matched: Iterable[tuple[int, int, int, FlatLayout, int]]
+) -> Iterator[Move]:
+    for home, home_index, number, target, index in matched:
+        for piece, source, place in _meet(sources[home], home_index, target, index):
+            fqn = target.slots[index].spec.fqn
+            yield Move(fqn, piece, Place(home, *source), Place(number, *place))
 
 
 def _meet(

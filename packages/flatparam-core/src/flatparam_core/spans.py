@@ -13,7 +13,7 @@ __all__ = ["Span"]
 @final
 @attrs.frozen(order=True)
 class Span:
-    """The integers ``start <= i < stop``; empty where ``start == stop``. Units: elements."""
+    """The integers `start <= i < stop`; empty where `start == stop`. Units: elements."""
 
     start: int
     stop: int
@@ -36,15 +36,15 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def relative_to(self, origin: int) -> Self:
-        """The same integers counted from ``origin`` (which must not lie behind ``start``)."""
+        """The same integers counted from `origin` (which must not lie behind `start`)."""
         return type(self)(self.start - origin, self.stop - origin)
 
     def shifted(self, offset: int) -> Self:
-        """The span moved ``offset`` to the right."""
+        """The span moved `offset` to the right."""
         return type(self)(self.start + offset, self.stop + offset)
 
     def contains(self, other: Span) -> bool:
-        """Whether every integer of ``other`` lies in this span (an empty one must lie within the ends)."""
+        """Whether every integer of `other` lies in this span (an empty one must lie within the ends)."""
         return self.start <= other.start and other.stop <= self.stop
 
     def as_slice(self) -> slice:

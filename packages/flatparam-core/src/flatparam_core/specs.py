@@ -15,7 +15,7 @@ __all__ = ["ParamSpec"]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The row-major strides of ``shape``, in elements."""
+    """The row-major strides of `shape`, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -25,7 +25,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the strides visit ``prod(shape)`` adjacent elements once each, in any order of the dimensions."""
+    """Whether the strides visit `prod(shape)` adjacent elements once each, in any order of the dimensions."""
     expected = 1
     for step, size in sorted((t, n) for n, t in zip(shape, stride, strict=True) if n != 1):
         if step != expected:
@@ -39,8 +39,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 class ParamSpec:
     """One parameter as the layout sees it: name, shape, memory order and dtype.
 
-    ``stride`` (in elements) is dense: a channels_last weight keeps its order in the flat parameter, and any other
-    gapped or overlapping tensor is laid out row-major. ``aliases`` are the further names of a tied parameter.
+    `stride` (in elements) is dense: a channels_last weight keeps its order in the flat parameter, and any other
+    gapped or overlapping tensor is laid out row-major. `aliases` are the further names of a tied parameter.
     """
 
     fqn: str
@@ -64,12 +64,19 @@ class ParamSpec:
 
     @classmethod
     def of(cls, fqn: str, tensor: torch.Tensor, aliases: Sequence[str] = ()) -> Self:
-        """The spec of ``tensor`` (any shape, 0-d too); its strides are kept where they are dense."""
+        """The spec of `tensor` (any shape, 0-d too); its strides are kept where they are dense."""
         shape = tuple(tensor.shape)
         stride = tuple(tensor.stride())
         if tensor.numel() == 0 or not is_dense(shape, stride):
             stride = contiguous_stride(shape)
         return cls(fqn, shape, tensor.dtype, tensor.requires_grad, stride, tuple(aliases))
+
+    @property
+    def memory_order(self) -> tuple[int, ...]:
+        """The strides that order elements: those of dimensions longer than 1, and none of an empty parameter."""
+        if not self.numel:
+            return ()
+        return tuple(step for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
 
     @property
     def numel(self) -> int:

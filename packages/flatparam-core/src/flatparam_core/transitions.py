@@ -25,7 +25,7 @@ class Transitions(Generic[S]):
     steps: Mapping[S, frozenset[S]]
 
     def move(self, current: S, target: S, *, who: str) -> S:
-        """Return ``target`` where the step from ``current`` is legal.
+        """Return `target` where the step from `current` is legal.
 
         Raises:
             IllegalStepError: naming both ends, the object and what would have been legal.

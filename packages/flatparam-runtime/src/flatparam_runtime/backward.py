@@ -13,8 +13,9 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import Self, final
 
-from flatparam_comm import Collectives, FlatParamHandle, ReduceOp
+from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, ReduceOp
 from flatparam_runtime.averaging import gradient_divisors
+from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.order import ForwardPass, next_backward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder
@@ -37,6 +38,8 @@ class UnitBackward:
 
     leaves: set[LeafKey]
     inputs: set[object]
+    keeps_parameters: bool = False
+    """Whether the full parameters stay until the end of the pass."""
 
     @property
     def is_complete(self) -> bool:
@@ -105,19 +108,26 @@ class BackwardPass:
 
     # What hooks report
 
-    def enter(self, unit: Unit, inputs: Mapping[object, Node]) -> None:
-        """A gradient has reached an output of ``unit``, of the forward call that took ``inputs``."""
+    def enter(self, unit: Unit, call: ForwardCall) -> None:
+        """A gradient has reached an output of `call`, a forward call of `unit`.
+
+        Raises:
+            FlatParamError: where the parameters have changed since.
+        """
         state = self.active.get(unit)
         if state is None:
+            _check_unchanged(unit, call)
             state = self._activate(unit)
             self.entered.add(unit)
             unit.begin_unshard()
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()
-        state.inputs.update(token for token, node in inputs.items() if _will_run(node))
+        state.inputs.update(token for token, node in call.inputs.items() if _will_run(node))
+        # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last.
+        state.keeps_parameters = state.keeps_parameters or (call.is_top and not call.inputs)
 
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
-        """The gradient of parameter ``index`` of the unit's flat parameter ``number`` is finished."""
+        """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
         state = self.active.get(unit) or self._activate(unit)
         before, _ = gradient_divisors(unit.plan.topology.data_parallel_size)
         unit.handles[number].deposit(index, divisor=before)
@@ -130,7 +140,7 @@ class BackwardPass:
                 self._complete(unit)
 
     def input_arrived(self, unit: Unit, token: object) -> None:
-        """The gradient of an input of ``unit`` is finished."""
+        """The gradient of an input of `unit` is finished."""
         state = self.active.get(unit)
         if state is not None and token in state.inputs:
             state.inputs.discard(token)
@@ -159,11 +169,13 @@ class BackwardPass:
                 return
 
     def _complete(self, unit: Unit) -> None:
-        del self.active[unit]
+        state = self.active.pop(unit)
         self.expected.pop(unit, None)
-        if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
+        if not state.keeps_parameters and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
             unit.reshard()
         unit.move(Phase.IDLE)
+        if not unit.sync_gradients:
+            unit.unsynced.update(unit.trainable)
         self.ready.append(unit)
         self._reduce_ready()
 
@@ -175,18 +187,19 @@ class BackwardPass:
         self.ready.sort(key=self.forward.place)
         while self.ready and self.forward.place(self.ready[-1]) >= awaited:
             unit = self.ready.pop()
-            self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
-            if unit.sync_gradients and unit.trainable:
-                self._reduce(unit, unit.trainable)
+            if not all_of_them:
+                self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
+            if unit.sync_gradients and unit.to_reduce:
+                self._reduce(unit)
 
-    def _reduce(self, unit: Unit, handles: Sequence[FlatParamHandle]) -> None:
+    def _reduce(self, unit: Unit) -> None:
         while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._settle(self.reducing.popleft())
-        self.reducing.append(unit.begin_reduce(handles))
+        self.reducing.append(unit.begin_reduce(unit.to_reduce))
         self.reduced = True
 
     def settle_until(self, unit: Unit) -> None:
-        """Finish the reductions under way up to the one of ``unit``, where there is one."""
+        """Finish the reductions under way up to the one of `unit`, where there is one."""
         while unit.phase is Phase.REDUCING and self.reducing:
             self._settle(self.reducing.popleft())
 
@@ -201,25 +214,30 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
+        try:
+            self._finish()
+        except BaseException:
+            self._callback = None  # its traceback keeps the callback, but this pass is over
+            raise
+
+    def _finish(self) -> None:
         for unit in list(self.active):
             self._complete(unit)
+        for unit in self.units:
+            if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
+                unit.reshard()  # kept for the whole pass, prefetched for nothing, or used in the forward pass alone
         self._reduce_ready(all_of_them=True)
         for unit in self.units:
-            if unit.sync_gradients and unit.phase is Phase.IDLE:
-                left = [handle for handle in unit.handles if not handle.gradients.is_empty]
-                if left:  # collected without synchronisation, and not used in this pass
-                    self._reduce(unit, left)
+            if unit.sync_gradients and unit.unsynced and unit.phase is Phase.IDLE:
+                self._reduce(unit)  # collected before, and not reached by this pass
         while self.reducing:
             self._settle(self.reducing.popleft())
         if self.reduced:
             self._accumulate_unsettled()
-        for unit in self.units:
-            if unit.phase is Phase.IDLE and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
-                unit.reshard()  # prefetched for nothing, or used in the forward pass alone
         self.on_end(self.reduced)
 
     def _accumulate_unsettled(self) -> None:
-        """Learn from the other ranks which parameters got a gradient anywhere; the others' stays ``None``."""
+        """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
         arrived_anywhere = _agree(self.units, self.given, needed=bool(self.unsettled))
         for handle, gradient, _ in self.unsettled:
             handle.accumulate(gradient, arrived_anywhere[handle])
@@ -237,6 +255,15 @@ class BackwardPass:
         self.unsettled.clear()
 
 
+def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
+    if call.stamp != unit.stamp():
+        raise FlatParamError(
+            f"unit {unit.name!r} on rank {unit.plan.topology.shard.rank}: its parameters were changed (by "
+            "an optimizer step, "
+            "by loading, or in place) between its forward pass and the backward pass through it; run backward first"
+        )
+
+
 def _leaves_to_come(unit: Unit) -> set[LeafKey]:
     return {
         (number, index)
@@ -247,8 +274,11 @@ def _leaves_to_come(unit: Unit) -> set[LeafKey]:
 
 
 def _will_run(node: Node) -> bool:
-    """Whether the backward pass under way is going to compute what arrives at ``node``."""
-    return bool(torch._C._will_engine_execute_node(node))  # it has no public name
+    """Whether the backward pass under way is going to compute what arrives at `node`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # it has no public name
+    except RuntimeError:  # a leaf that autograd.grad() was asked for: it is computed, and its hooks run
+        return True
 
 
 def _agree(
@@ -261,7 +291,8 @@ def _agree(
     """
     by_group: dict[Collectives, list[FlatParamHandle]] = {}
     for unit in units:
-        by_group.setdefault(unit.plan.topology.shard, []).extend(unit.trainable)
+        taking_part = {*unit.trainable, *(handle for handle in unit.handles if handle in given)}
+        by_group.setdefault(unit.plan.topology.shard, []).extend(h for h in unit.handles if h in taking_part)
     known: dict[FlatParamHandle, bytes] = {}
     for group, handles in by_group.items():
         if not handles:

@@ -15,7 +15,7 @@ __all__ = ["clip_grad_norm_"]
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients of ``module`` down to a total norm of at most ``max_norm``; every rank calls it.
+    """Scale the gradients of `module` down to a total norm of at most `max_norm`; every rank calls it.
 
     A sharded gradient counts with the parts of all ranks, any other once. The local norms are computed in fp32.
 
@@ -56,13 +56,16 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
     norms = [
-        torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients
+        torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+        if g.numel()  # an empty one has no norm of every type
     ]
-    together: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return together
+    if not norms:
+        return torch.zeros((), device=device)
+    together = torch.stack([norm.to(device, torch.float32) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return total
 
 
 def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:

@@ -19,10 +19,10 @@ EventKind = Literal["unshard", "use", "reshard", "reduce", "finish"]
 class Event:
     """Something that a unit did.
 
-    ``unshard``: memory for the full parameters was taken and their gather started. ``use``: the bytes are there and the
-    module shows the full parameters. ``reshard``: that memory was given back. ``reduce``: the reduction of the
-    gradients started. ``finish``: it is over and the memory of the unsharded gradients was given back.
-    ``nbytes`` is that memory.
+    `unshard`: memory for the full parameters was taken and their gather started. `use`: the bytes are there and the
+    module shows the full parameters. `reshard`: that memory was given back. `reduce`: the reduction of the
+    gradients started. `finish`: it is over and the memory of the unsharded gradients was given back.
+    `nbytes` is that memory.
     """
 
     kind: EventKind
@@ -35,7 +35,7 @@ class Instrument(Protocol):
     """Anything that wants to be told; it must not raise and must not change the unit."""
 
     def on_event(self, event: Event) -> None:
-        """Take notice of ``event``, which has just happened on this rank."""
+        """Take notice of `event`, which has just happened on this rank."""
         ...
 
 
@@ -51,17 +51,17 @@ class EventLog:
     events: list[Event] = attrs.field(factory=list)
 
     def on_event(self, event: Event) -> None:
-        """Keep ``event``."""
+        """Keep `event`."""
         self.events.append(event)
 
     def lines(self) -> list[str]:
-        """The schedule as ``"kind unit"`` strings, in order."""
+        """The schedule as `"kind unit"` strings, in order."""
         return [f"{event.kind} {event.unit}" for event in self.events]
 
     def peak_nbytes(self) -> int:
         """The most bytes that full parameters and unsharded gradients took together, from the first event on.
 
-        Gradients count from their reduction on: see ``docs/memory.md`` for what is added while they are collected.
+        Gradients count from their reduction on: see `docs/memory.md` for what is added while they are collected.
         """
         held = peak = 0
         for event in self.events:

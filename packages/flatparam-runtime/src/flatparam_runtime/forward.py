@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from flatparam_comm import Residency
-from flatparam_runtime.calls import ForwardCall
+from flatparam_runtime.calls import ForwardCall, running_calls
 from flatparam_runtime.order import ForwardPass, next_forward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.tree import UnitTree
@@ -32,17 +30,18 @@ def enter_forward(tree: UnitTree, unit: Unit) -> ForwardCall:
         call.is_recomputation = True
         unit.calls.append(call)
         return call
-    if unit.calls and _running_calls(unit.module) < len(unit.calls) + 1:
+    if unit.calls and running_calls(unit.module) < len(unit.calls) + 1:
         tree.recover()  # an interrupt ended a pass without a word
     if tree.forward is None and not in_backward():
         tree.begin_forward()
         call.is_top = True
-    unit.calls.append(call)
     if unit.phase is not Phase.FORWARD:
         if unit.phase is Phase.REDUCING and backward is not None:
             backward.settle_until(unit)
         unit.move(Phase.FORWARD)
+    unit.calls.append(call)
     unit.begin_unshard()
+    call.stamp = unit.stamp()
     if tree.forward is not None and not in_backward():
         _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()
@@ -66,30 +65,34 @@ def leave_forward(
     Args:
         failed: the call raised.
         recorded: autograd was recording.
-        watched: an output was found whose gradient will announce the unit's backward.
+        watched: every output whose gradient may announce the unit's backward was found.
     """
     if call.is_recomputation:
         return
+    if failed and call.is_top:
+        tree.recover()
+        return
     if not unit.calls:
         unit.move(Phase.IDLE)
-        if failed or not _keeps_full_parameters(unit, call, recorded, watched):
+        if failed or not _keeps_full_parameters(tree.forward, unit, call, recorded, watched):
             unit.reshard()
     if tree.forward is not None and not in_backward():
         tree.forward.ended.append(unit)
     if call.is_top:
-        if failed:
-            tree.recover()
-        else:
-            _drop_unused_prefetches(tree)
-            tree.end_forward()
+        _drop_unused_prefetches(tree)
+        tree.end_forward()
 
 
-def _keeps_full_parameters(unit: Unit, call: ForwardCall, recorded: bool, watched: bool) -> bool:
+def _keeps_full_parameters(
+    around: ForwardPass | None, unit: Unit, call: ForwardCall, recorded: bool, watched: bool
+) -> bool:
     if in_backward():
         return True  # a recomputation for a backward that comes at once
     if not recorded:
-        return False  # no backward follows, and the next pass may come after a step of the optimizer
-    if not watched and unit.trainable:
+        # Without a recorded pass around it no backward follows, and the next pass may come after an optimizer's
+        # step. In a recorded one this is a reentrant checkpoint, whose recomputation needs the parameters again.
+        return around is not None and around.recorded and not call.is_top and not unit.plan.free_after_forward
+    if not watched and (unit.trainable or call.inputs):
         return True  # the outputs hide their tensors: nothing would gather the parameters again for their backward
     return call.is_top or not unit.plan.free_after_forward
 
@@ -98,18 +101,6 @@ def _drop_unused_prefetches(tree: UnitTree) -> None:
     for unit in tree.units:
         if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE:
             unit.reshard()
-
-
-def _running_calls(module: nn.Module) -> int:
-    """How many calls of ``module`` are on this thread's stack."""
-    code = nn.Module._call_impl.__code__
-    count = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back
-    return count
 
 
 def result_of_exception(call: ForwardCall, output: Any) -> bool:

@@ -32,7 +32,7 @@ __all__ = ["attach"]
 
 
 def attach(unit: Unit) -> None:
-    """Have ``unit`` follow its module's forward and backward passes."""
+    """Have `unit` follow its module's forward and backward passes."""
     module = unit.module
     module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
@@ -74,30 +74,29 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
             token = object()
             call.inputs[token] = get_gradient_edge(tensor).node
             # The hook holds only the token: the node owns its hooks, so a hook that held the node would never be freed.
-            tensor.register_hook(functools.partial(_input_arrived, weakref.ref(unit), token))  # type: ignore[no-untyped-call]
+            hook = functools.partial(_input_arrived, weakref.ref(unit), token)
+            registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:  # a leaf outlives this graph; the call does not
+                weakref.finalize(call, registered.remove)
 
 
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     watched = set()
-    for tensor in tensors_in(output):
+    opaque: list[object] = []
+    for tensor in tensors_in(output, opaque):
         if not tensor.requires_grad:
             continue
-        if tensor.grad_fn is None:  # a leaf that the module passed on; its hook must not outlive this graph
-            _watch_leaf_output(unit, call, tensor)
-        elif tensor.grad_fn not in watched:
+        if (
+            tensor.grad_fn is None
+        ):  # a leaf that the module passed on: nobody waits for it, but it may be a parameter
+            opaque.extend(leaf for handle in unit.handles for leaf in handle.leaves if leaf is tensor)
+            continue
+        if tensor.grad_fn not in watched:
             # A node's hooks run after those of its output tensors. So where this output is also another unit's
             # input, that unit is complete, and its memory free, before this one gathers ahead.
             tensor.grad_fn.register_prehook(functools.partial(_before_backward, unit, call))
         watched.add(tensor.grad_fn)
-    return bool(watched)
-
-
-def _watch_leaf_output(unit: Unit, call: ForwardCall, tensor: Tensor) -> None:
-    def before_backward(gradient: Tensor) -> None:
-        registered.remove()
-        _before_backward(unit, call, (gradient,))
-
-    registered = tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+    return bool(watched) and not opaque
 
 
 def _watch_leaves(unit: Unit) -> None:
@@ -115,7 +114,7 @@ def _watch_leaves(unit: Unit) -> None:
 
 
 def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
-    tree_of(unit).begin_backward().enter(unit, call.inputs)
+    tree_of(unit).begin_backward().enter(unit, call)
 
 
 def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:

@@ -17,22 +17,24 @@ __all__ = ["ForwardPass", "next_backward", "next_forward"]
 class ForwardPass:
     """The units of one forward pass: in the order in which they began, and in which they ended."""
 
+    recorded: bool = False
+    """Whether autograd records the outermost call."""
     began: list[Unit] = attrs.field(factory=list)
     ended: list[Unit] = attrs.field(factory=list)
     _places: dict[Unit, int] = attrs.field(factory=dict)
 
     def begin(self, unit: Unit) -> None:
-        """A call of ``unit`` begins."""
+        """A call of `unit` begins."""
         self._places.setdefault(unit, len(self._places))
         self.began.append(unit)
 
     def place(self, unit: Unit) -> int:
-        """How many units began before ``unit`` did first; -1 where it did not run."""
+        """How many units began before `unit` did first; -1 where it did not run."""
         return self._places.get(unit, -1)
 
 
 def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:
-    """The ``depth`` units that follow the one that began last, if this pass goes as the one before.
+    """The `depth` units that follow the one that began last, if this pass goes as the one before.
 
     Args:
         before: the units of the previous pass in the order in which they began.
@@ -45,7 +47,7 @@ def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Seq
 
 
 def next_backward(ended: Sequence[Unit], unit: Unit) -> Iterator[Unit]:
-    """The units that the backward pass is expected to need after ``unit``: those that ended before it, backwards.
+    """The units that the backward pass is expected to need after `unit`: those that ended before it, backwards.
 
     Args:
         ended: the units of the forward pass in the order in which they ended; one that ran several times counts where

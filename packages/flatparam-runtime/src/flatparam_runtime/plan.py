@@ -41,7 +41,7 @@ class UnitPlan:
     Attributes:
         topology: the ranks over which parameters are sharded.
         free_after_forward: free the full parameters between the forward and the backward pass.
-        free_after_unsynced_backward: free them after a backward pass inside ``no_sync`` too.
+        free_after_unsynced_backward: free them after a backward pass inside `no_sync` too.
     """
 
     topology: Topology

@@ -27,9 +27,9 @@ def shard_module(
     ignored_parameters: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
 ) -> Unit:
-    """Make ``module`` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
+    """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
-    Every rank of ``plan.topology`` calls it with an equal module, in the same order. Training code stays as it was: the
+    Every rank of `plan.topology` calls it with an equal module, in the same order. Training code stays as it was: the
     module's forward pass gathers the parameters, the backward pass reduces the gradients.
 
     Args:
@@ -66,7 +66,7 @@ def shard_module(
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Collect gradients without reducing them, in every unit of ``module``; the next backward outside reduces the sum.
+    """Collect gradients without reducing them, in every unit of `module`; the next backward outside reduces the sum.
 
     The sum is kept unsharded, in the reduction dtype.
     """
@@ -82,7 +82,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observe(module: nn.Module, instrument: Instrument) -> Iterator[None]:
-    """Tell ``instrument`` what every unit of ``module`` does inside the context."""
+    """Tell `instrument` what every unit of `module` does inside the context."""
     units = units_in(module)
     for unit in units:
         unit.instruments.append(instrument)

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 __all__ = ["map_tensors", "tensors_in"]
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in ``value``, once: in tuples, lists, sets, mappings, dataclasses and objects with attributes."""
+def tensors_in(value: object, opaque: list[object] | None = None) -> Iterator[Tensor]:
+    """Every tensor in `value`, once: in tuples, lists, sets, mappings, dataclasses and objects with attributes.
+
+    Args:
+        opaque: gets what may hold a tensor and cannot be looked into: functions, iterators and objects that are called.
+    """
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -30,7 +34,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             stack.extend(reversed(list(item)))
         elif isinstance(item, Mapping):
             stack.extend(reversed(list(item.values())))
-        elif not isinstance(item, nn.Module) and not callable(item):
+        elif isinstance(item, nn.Module):
+            continue
+        elif callable(item) or isinstance(item, Iterator):
+            if opaque is not None:
+                opaque.append(item)
+        else:
             stack.extend(reversed(_attributes(item)))
 
 
@@ -45,7 +54,7 @@ def _attributes(item: object) -> list[object]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced; containers are rebuilt only where something in them changed.
+    """`value` with every tensor in it replaced; containers are rebuilt only where something in them changed.
 
     Goes into tuples (named ones too), lists, mappings and dataclasses; anything else is passed through.
     """

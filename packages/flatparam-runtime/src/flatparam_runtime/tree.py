@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import attrs
+import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_comm import clean_fqn
+from flatparam_comm import FlatParamError, clean_fqn
 from flatparam_runtime.backward import BackwardPass
+from flatparam_runtime.calls import running_calls
 from flatparam_runtime.order import ForwardPass
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.unit import Unit
@@ -23,18 +25,18 @@ _TREE = "_flatparam_tree"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``module`` is, or ``None``."""
+    """The unit that `module` is, or `None`."""
     unit: Unit | None = module.__dict__.get(_UNIT)
     return unit
 
 
 def register_unit(module: nn.Module, unit: Unit) -> None:
-    """Make ``unit`` the unit of ``module``."""
+    """Make `unit` the unit of `module`."""
     module.__dict__[_UNIT] = unit
 
 
 def units_in(module: nn.Module) -> tuple[Unit, ...]:
-    """The units of ``module`` and of everything below it, parents before children."""
+    """The units of `module` and of everything below it, parents before children."""
     return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
 
 
@@ -43,7 +45,7 @@ def units_in(module: nn.Module) -> tuple[Unit, ...]:
 class UnitTree:
     """A root unit and those below it. It is made when the first forward pass of the root begins.
 
-    ``forward`` and ``backward`` hold what is true for one pass, and nothing between passes.
+    `forward` and `backward` hold what is true for one pass, and nothing between passes.
     """
 
     root: Unit
@@ -57,7 +59,7 @@ class UnitTree:
 
     @classmethod
     def grow(cls, root: Unit) -> Self:
-        """Make the tree of ``root``: every unit below it belongs to it from now on, also one that was a root itself."""
+        """Make the tree of `root`: every unit below it belongs to it from now on, also one that was a root itself."""
         units = []
         for name, module in root.module.named_modules():
             unit = unit_of(module)
@@ -90,11 +92,32 @@ class UnitTree:
         self._backward = None
         self.keeps_unsharded = not synced
 
+    @property
+    def is_in_a_pass(self) -> bool:
+        """Whether a forward or backward pass is under way; what an interrupted one left is cleared away first."""
+        if self.backward is not None:
+            return True
+        running = [unit for unit in self.units if unit.calls and running_calls(unit.module)]
+        if not running and (self.forward is not None or any(unit.calls for unit in self.units)):
+            self.recover()
+        return bool(running)
+
     def begin_forward(self) -> None:
-        """A unit's forward call begins outside of any other's; what an earlier pass left is cleared away."""
+        """A unit's forward call begins outside of any other's; what an earlier pass left is cleared away.
+
+        Raises:
+            FlatParamError: while full parameters are summoned, or state is saved or loaded.
+        """
+        for unit in self.units:
+            if unit.phase is Phase.INSPECTING:
+                raise FlatParamError(
+                    f"unit {unit.name!r}: a forward pass cannot begin while its full parameters are "
+                    "summoned, or its state "
+                    "is saved or loaded; leave that context first"
+                )
         if self.backward is None:
             self._settle_leftovers()
-        self.forward = ForwardPass()
+        self.forward = ForwardPass(recorded=torch.is_grad_enabled())
 
     def end_forward(self) -> None:
         """The outermost unit's forward call is over."""
@@ -107,8 +130,8 @@ class UnitTree:
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
-            elif not self.keeps_unsharded:
-                # The shard may have been stepped since these bytes were gathered, and every rank must decide alike.
+            elif not self.keeps_unsharded or unit.is_stale:
+                # Every rank must decide alike, and does: it is the same program that steps, or does not.
                 unit.reshard()
 
     def recover(self) -> None:
@@ -117,11 +140,12 @@ class UnitTree:
         if dead is not None:
             dead.drop()
         for unit in self.units:
-            unit.reset(drop_gradients=dead is not None)
+            if unit.phase is not Phase.INSPECTING:
+                unit.reset(drop_gradients=dead is not None)
         self.keeps_unsharded = False
 
 
 def tree_of(unit: Unit) -> UnitTree:
-    """The tree that ``unit`` belongs to; one is grown from it where it has none yet."""
+    """The tree that `unit` belongs to; one is grown from it where it has none yet."""
     tree: UnitTree | None = unit.module.__dict__.get(_TREE)
     return UnitTree.grow(unit) if tree is None else tree

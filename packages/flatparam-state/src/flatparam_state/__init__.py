@@ -2,7 +2,8 @@
 
 from flatparam_state.codec import fragments_of, gather, shard_of
 from flatparam_state.model import clean_keys, full_state_shown, hidden, load_full, model_state_dict
-from flatparam_state.optim import load_optimizer_state, optimizer_state_dict
+from flatparam_state.optim_load import load_optimizer_state
+from flatparam_state.optim_save import optimizer_state_dict
 from flatparam_state.places import Place, places_in
 
 __version__ = "0.1.0"

@@ -18,12 +18,12 @@ def gather(
     """The full tensors of which every rank holds a shard; every rank calls it.
 
     Args:
-        shard: this rank's part, 1-D, ``layout.shard_numel`` elements, any dtype.
-        device: where the full tensors go; ``None`` leaves them where the shard is.
+        shard: this rank's part, 1-D, `layout.shard_numel` elements, any dtype.
+        device: where the full tensors go; `None` leaves them where the shard is.
         keep: this rank wants them; otherwise it only takes part.
 
     Returns:
-        One tensor per parameter, in its shape, each with memory of its own; empty where ``keep`` is false.
+        One tensor per parameter, in its shape, each with memory of its own; empty where `keep` is false.
         Extra memory: the flat parameter, once.
     """
     full = gather_full(place.unit, place.handle, shard)
@@ -48,10 +48,10 @@ def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterat
 
 
 def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-    """Lay this rank's ``parts`` (from :func:`fragments_of`) out as a shard; zero where a part is missing.
+    """Lay this rank's `parts` (from `fragments_of`) out as a shard; zero where a part is missing.
 
     Returns:
-        1-D, ``layout.shard_numel`` elements, dtype of the parts, on the device of ``like``.
+        1-D, `layout.shard_numel` elements, dtype of the parts, on the device of `like`.
     """
     layout = place.handle.layout
     dtype = next((part.dtype for part in parts if part is not None), like.dtype)

@@ -1,4 +1,4 @@
-"""The full state of a sharded model, as ``state_dict()`` of the unsharded model would have it."""
+"""The full state of a sharded model, as `state_dict()` of the unsharded model would have it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["clean_keys", "full_state_shown", "hidden", "load_full", "model_state
 def full_state_shown(
     model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
 ) -> Iterator[None]:
-    """Have ``model.state_dict()`` find full parameters, in the parameters' own dtype; every rank enters it.
+    """Have `model.state_dict()` find full parameters, in the parameters' own dtype; every rank enters it.
 
     The units are gathered one after the other: the extra memory is the full state itself and one unit. What is inside
-    already (a submodule's ``state_dict`` in its parent's) is left alone.
+    already (a submodule's `state_dict` in its parent's) is left alone.
 
     Args:
         offload_to_cpu: put the full parameters on the CPU.
@@ -53,7 +53,7 @@ def full_state_shown(
 def model_state_dict(
     model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """The full state of ``model`` under clean names; every rank calls it. See :func:`full_state_shown`."""
+    """The full state of `model` under clean names; every rank calls it. See `full_state_shown`."""
     with full_state_shown(model, offload_to_cpu=offload_to_cpu, rank0_only=rank0_only):
         state = model.state_dict()
     clean_keys(state, "")
@@ -61,7 +61,7 @@ def model_state_dict(
 
 
 def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
-    """Rename the entries of ``state`` below ``prefix`` to what they are called in the unsharded model, in place."""
+    """Rename the entries of `state` below `prefix` to what they are called in the unsharded model, in place."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[prefix + clean_fqn(key[len(prefix) :])] = state.pop(key)
     metadata = getattr(state, "_metadata", None)
@@ -72,7 +72,7 @@ def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
 
 @contextlib.contextmanager
 def hidden(model: nn.Module) -> Iterator[list[Place]]:
-    """Have the modules of ``model`` look as if they had no sharded parameters, so that ``load_state_dict`` passes over.
+    """Have the modules of `model` look as if they had no sharded parameters, so that `load_state_dict` passes over.
 
     Yields the flat parameters that were hidden by this call, and not by one around it.
     """
@@ -93,13 +93,13 @@ def load_full(
     missing: list[str],
     errors: list[str],
 ) -> None:
-    """Take the parameters of ``places`` out of ``state`` and copy this rank's part of each to its shard.
+    """Take the parameters of `places` out of `state` and copy this rank's part of each to its shard.
 
-    No communication. Where anything does not fit, ``errors`` says so and nothing is copied.
+    No communication. Where anything does not fit, `errors` says so and nothing is copied.
 
     Args:
-        state: full tensors under clean names that begin with ``prefix``; what is used is removed.
-        missing: gets the names that are not in ``state``; their parameters keep their values.
+        state: full tensors under clean names that begin with `prefix`; what is used is removed.
+        missing: gets the names that are not in `state`; their parameters keep their values.
     """
     found = [(place, _take(place, state, prefix, missing, errors)) for place in places]
     if errors:

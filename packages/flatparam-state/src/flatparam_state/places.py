@@ -18,7 +18,7 @@ __all__ = ["Place", "places_in"]
 class Place:
     """A flat parameter of a model, the unit that holds it, and the names of that unit there.
 
-    ``prefixes`` are clean and end with a dot (or are empty): one, or several where the model reaches the unit by
+    `prefixes` are clean and end with a dot (or are empty): one, or several where the model reaches the unit by
     several paths.
     """
 
@@ -41,7 +41,7 @@ class Place:
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
-    """The flat parameters of ``model``, in the order of its modules."""
+    """The flat parameters of `model`, in the order of its modules."""
     prefixes: dict[Unit, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)

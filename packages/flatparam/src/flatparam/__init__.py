@@ -1,4 +1,4 @@
-"""flatparam: a drop-in successor of ``torch.distributed.fsdp.FullyShardedDataParallel``."""
+"""flatparam: a drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`."""
 
 from flatparam.api import (
     BackwardPrefetch,

@@ -49,7 +49,7 @@ class BackwardPrefetch(enum.Enum):
 
 
 class StateDictType(enum.Enum):
-    """The form of ``state_dict()``: full tensors, this rank's flat shard, or sharded tensors."""
+    """The form of `state_dict()`: full tensors, this rank's flat shard, or sharded tensors."""
 
     FULL_STATE_DICT = enum.auto()
     LOCAL_STATE_DICT = enum.auto()
@@ -65,7 +65,7 @@ class OptimStateKeyType(enum.Enum):
 
 @dataclass
 class MixedPrecision:
-    """The dtypes of computation, reduction and buffers; ``None`` keeps each as it is."""
+    """The dtypes of computation, reduction and buffers; `None` keeps each as it is."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -92,7 +92,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Full tensors; with ``rank0_only`` the other ranks get what is not sharded only."""
+    """Full tensors; with `rank0_only` the other ranks get what is not sharded only."""
 
     rank0_only: bool = False
 
@@ -104,7 +104,7 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Sharded tensors, as ``DTensor`` with ``_use_dtensor``."""
+    """Sharded tensors, as `DTensor` with `_use_dtensor`."""
 
     _use_dtensor: bool = False
 
@@ -118,7 +118,7 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Full tensors; with ``rank0_only`` the other ranks get nothing."""
+    """Full tensors; with `rank0_only` the other ranks get nothing."""
 
     rank0_only: bool = False
 
@@ -132,7 +132,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Sharded tensors, as ``DTensor`` with ``_use_dtensor``."""
+    """Sharded tensors, as `DTensor` with `_use_dtensor`."""
 
     _use_dtensor: bool = False
 

@@ -1,6 +1,6 @@
 """Recognise torch's own FSDP enums and configuration objects where a caller passes them.
 
-This is the one module that may know of ``torch.distributed.fsdp``; it does not even import it: an object is
+This is the one module that may know of `torch.distributed.fsdp`; it does not even import it: an object is
 recognised by its class's name and the names of its members or fields.
 """
 
@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 
 def as_enum(kind: type[E], value: Any, argument: str) -> E:
-    """``value`` as a member of ``kind``; a member of torch's enum of the same name is translated.
+    """`value` as a member of `kind`; a member of torch's enum of the same name is translated.
 
     Raises:
         TypeError: naming the argument, for anything else.
@@ -34,7 +34,7 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
 
 
 def as_config(kind: type[C], value: Any, argument: str) -> C:
-    """``value`` as an instance of ``kind`` (a dataclass); torch's dataclass of the same name is translated.
+    """`value` as an instance of `kind` (a dataclass); torch's dataclass of the same name is translated.
 
     Raises:
         TypeError: naming the argument, for anything else.

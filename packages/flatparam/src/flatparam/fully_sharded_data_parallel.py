@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -32,25 +32,25 @@ __all__ = ["FullyShardedDataParallel"]
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
-    A drop-in successor of ``torch.distributed.fsdp.FullyShardedDataParallel``: the arguments are FSDP1's and
+    A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
     mean the same. Every rank wraps an equal module; the parameters of the module that no unit inside it holds
     become one unit.
 
     Args:
         module: wrapped in place.
-        process_group: the ranks to shard over: a ``ProcessGroup``, a ``Collectives`` of ``flatparam_comm``, or
-            ``None`` for the default group (in a world of threads: for that world).
-        sharding_strategy: ``FULL_SHARD`` (default) frees full parameters between forward and backward,
-            ``SHARD_GRAD_OP`` after the backward only.
-        auto_wrap_policy: which submodules become units of their own; see :mod:`flatparam.wrap`.
+        process_group: the ranks to shard over: a `ProcessGroup`, a `Collectives` of `flatparam_comm`, or
+            `None` for the default group (in a world of threads: for that world).
+        sharding_strategy: `FULL_SHARD` (default) frees full parameters between forward and backward,
+            `SHARD_GRAD_OP` after the backward only.
+        auto_wrap_policy: which submodules become units of their own; see `flatparam.wrap`.
         backward_prefetch: when the next unit is gathered in the backward pass.
         ignored_modules: left whole, with all below them.
         device_id: where the parameters are to live.
         sync_module_states: start from rank 0's parameters and buffers.
         forward_prefetch: gather the next unit while this one computes, in the order of the pass before.
         limit_all_gathers: accepted for FSDP1's sake; there is nothing to limit, since memory is taken and given back in
-            the order of the computation (see ``docs/differences-from-torch.md``).
-        use_orig_params: whether ``parameters()`` lists the original parameters, or one flat parameter for each unit.
+            the order of the computation (see `docs/differences-from-torch.md`).
+        use_orig_params: whether `parameters()` lists the original parameters, or one flat parameter for each unit.
         ignored_states: modules or parameters that are left whole.
         device_mesh: the ranks to shard over, as a mesh of one dimension.
 
@@ -123,9 +123,9 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._settings = state_dicts.default_settings()
         self._modules[FSDP_WRAPPED_MODULE] = module
-        loading = state_dicts.Loading()
-        self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]
+        self._loading = state_dicts.Loading()
+        self.register_load_state_dict_pre_hook(self._loading.before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(self._loading.after)  # type: ignore[no-untyped-call]
 
     # The wrapped module
 
@@ -142,12 +142,12 @@ class FullyShardedDataParallel(nn.Module):
         return self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # never None
 
     def __getattr__(self, name: str) -> Any:
-        """Look ``name`` up in the wrapped module where the wrapper has no such attribute."""
+        """Look `name` up in the wrapped module where the wrapper has no such attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             inner = self.__dict__.get("_modules", {}).get(FSDP_WRAPPED_MODULE)
-            if inner is None:
+            if inner is None or not hasattr(inner, name):
                 raise
             return getattr(inner, name)
 
@@ -202,7 +202,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in ``module``, itself included, depth first, each once; ``root_only``: the outermost ones."""
+        """The wrappers in `module`, itself included, depth first, each once; `root_only`: the outermost ones."""
         found: list[FullyShardedDataParallel] = []
         seen: set[nn.Module] = set()
         stack = [module]
@@ -217,6 +217,16 @@ class FullyShardedDataParallel(nn.Module):
                     continue
             stack.extend(reversed(list(current.children())))
         return found
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` on every module inside with its full parameters in place, and keep what it changes.
+
+        Every rank calls it, and keeps its own part of its own changes: seed them alike.
+        """
+        if self._unit.phase is Phase.INSPECTING:
+            return super().apply(fn)
+        with summon_full_params(self):
+            return super().apply(fn)
 
     # Training
 
@@ -250,10 +260,11 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             NotYetSupportedError: for the other three arguments.
         """
-        asked = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu, "with_grads": with_grads}
-        for argument, value in asked.items():
-            if value:
-                raise NotYetSupportedError(argument, value, "leave it False")
+        _refuse(
+            rank0_only=rank0_only or None,
+            offload_to_cpu=offload_to_cpu or None,
+            with_grads=with_grads or None,
+        )
         with summon_full_params(module, recurse=recurse, writeback=writeback):
             yield
 
@@ -280,9 +291,8 @@ class FullyShardedDataParallel(nn.Module):
             changed = fn(shard)
             if (changed.dtype, changed.device) != (shard.dtype, shard.device):
                 raise NotYetSupportedError(
-                    "module",
-                    f"{type(self.module).__name__} to be moved or cast to {changed.dtype} on {changed.device}",
-                    "move and cast the module before it is wrapped",
+                    f"moving or casting a wrapped module (here to {changed.dtype} on {changed.device})",
+                    "move and cast it before it is wrapped",
                 )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -295,7 +305,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings | None:
-        """Choose the form of the state of every wrapper in ``module``; returns the settings before."""
+        """Choose the form of the state of every wrapper in `module`; returns the settings before."""
         settings = state_dicts.resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         before = FullyShardedDataParallel.get_state_dict_type(module) if wrappers else None
@@ -305,7 +315,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings of the wrappers in ``module``, which must agree.
+        """The settings of the wrappers in `module`, which must agree.
 
         Raises:
             AssertionError: where they differ.
@@ -336,6 +346,13 @@ class FullyShardedDataParallel(nn.Module):
             for wrapper, settings in zip(wrappers, before, strict=True):
                 wrapper._settings = settings
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a full state dict, which every rank passes and of which each copies its own part."""
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        finally:
+            self._loading.close()
+
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
@@ -360,8 +377,7 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's state by parameter name, in full shapes; every rank calls it."""
-        if optim_state_dict is not None or group is not None:
-            raise NotYetSupportedError("optim_state_dict or group", optim_state_dict or group, "pass None")
+        _refuse(optim_state_dict=optim_state_dict, group=group)
         config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
         return optimizer_state_dict(model, optim, **state_dicts.wants(config))
 
@@ -374,15 +390,18 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """This rank's part of a full optimizer state (which every rank passes), for ``optim.load_state_dict``."""
-        if is_named_optimizer or group is not None:
-            raise NotYetSupportedError(
-                "is_named_optimizer or group", is_named_optimizer or group, "leave it out"
-            )
+        """This rank's part of a full optimizer state (which every rank passes), for `optim.load_state_dict`."""
+        _refuse(is_named_optimizer=is_named_optimizer or None, group=group)
         state = load_optimizer_state(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)
         return state
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotYetSupportedError(f"{name}={value!r}", "leave it out")
 
 
 def _refuse_nested(module: nn.Module) -> None:

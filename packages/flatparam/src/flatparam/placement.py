@@ -18,15 +18,16 @@ __all__ = ["move", "resolve_device", "synchronise"]
 
 
 def resolve_device(device_id: Any, module: nn.Module, ignored: Ignored) -> torch.device | None:
-    """The device that the unit's parameters are to live on; ``None`` leaves them where they are.
+    """The device that the unit's parameters are to live on; `None` leaves them where they are.
 
     Raises:
-        ValueError: where ``device_id`` is no device, or the module is on the meta device.
+        ValueError: where `device_id` is no device, or the module is on the meta device.
     """
     for tensor in own_tensors(module, ignored):
         if tensor.is_meta:
             raise NotYetSupportedError(
-                "module", f"{type(module).__name__} with tensors on the meta device", "materialise it first"
+                f"a {type(module).__name__} on the meta device",
+                "give its tensors a real device and values first",
             )
     if device_id is None:
         return None
@@ -44,7 +45,7 @@ def resolve_device(device_id: Any, module: nn.Module, ignored: Ignored) -> torch
 
 
 def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of ``module`` that are neither ignored nor those of a unit below it, each once."""
+    """The parameters and buffers of `module` that are neither ignored nor those of a unit below it, each once."""
     seen: set[int] = set()
     stack = [module]
     while stack:
@@ -61,7 +62,7 @@ def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
 
 
 def move(module: nn.Module, device: torch.device | None, ignored: Ignored) -> None:
-    """Put the unit's own parameters and buffers on ``device``, in place."""
+    """Put the unit's own parameters and buffers on `device`, in place."""
     if device is not None:
         for tensor in own_tensors(module, ignored):
             tensor.data = tensor.data.to(device)

@@ -37,7 +37,7 @@ def resolve_strategy(strategy: Any) -> ShardingStrategy:
     if strategy is not None:
         chosen = as_enum(ShardingStrategy, strategy, "sharding_strategy")
     if chosen not in _FREES_EARLY:
-        raise NotYetSupportedError("sharding_strategy", chosen, "use FULL_SHARD or SHARD_GRAD_OP")
+        raise NotYetSupportedError(f"sharding_strategy={chosen}", "use FULL_SHARD or SHARD_GRAD_OP")
     return chosen
 
 
@@ -74,7 +74,8 @@ def _topology(where: Any) -> Topology:
     topology = where if isinstance(where, Topology) else resolve_topology(where)
     if topology.replicate is not None:
         raise NotYetSupportedError(
-            "process_group or device_mesh", where, "pass one group of ranks, or a mesh of one dimension"
+            f"sharding inside groups of ranks and replicating across them (process_group or device_mesh={where!r})",
+            "pass one group of ranks, or a mesh of one dimension",
         )
     return topology
 
@@ -87,17 +88,19 @@ def check_unsupported(cpu_offload: Any, mixed_precision: Any, param_init_fn: Any
     """
     if cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params:
         raise NotYetSupportedError(
-            "cpu_offload", cpu_offload, "pass None or CPUOffload(offload_params=False)"
+            f"cpu_offload={cpu_offload!r}", "pass None or CPUOffload(offload_params=False)"
         )
     if mixed_precision is not None:
         asked = as_config(MixedPrecision, mixed_precision, "mixed_precision")
         if (asked.param_dtype, asked.reduce_dtype, asked.buffer_dtype) != (None, None, None) or (
             asked.keep_low_precision_grads or asked.cast_forward_inputs
         ):
-            raise NotYetSupportedError("mixed_precision", mixed_precision, "pass None, or use torch.autocast")
+            raise NotYetSupportedError(
+                f"mixed_precision={mixed_precision!r}", "pass None, or use torch.autocast"
+            )
     if param_init_fn is not None:
         raise NotYetSupportedError(
-            "param_init_fn", param_init_fn, "initialise the module on a real device first"
+            f"param_init_fn={param_init_fn!r}", "initialise the module on a real device first"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which form ``state_dict()`` has, and the hooks through which torch's own machinery saves and loads it."""
+"""Which form `state_dict()` has, and the hooks through which torch's own machinery saves and loads it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resolve_settings(
     """
     kind = as_enum(StateDictType, state_dict_type, "state_dict_type")
     if kind is not StateDictType.FULL_STATE_DICT:
-        raise NotYetSupportedError("state_dict_type", kind, "use StateDictType.FULL_STATE_DICT")
+        raise NotYetSupportedError(f"state_dict_type={kind}", "use StateDictType.FULL_STATE_DICT")
     settings = default_settings()
     try:
         if state_dict_config is not None:
@@ -69,7 +69,7 @@ def wants(config: StateDictConfig | OptimStateDictConfig) -> dict[str, bool]:
 def saving(
     wrapper: nn.Module, settings: StateDictSettings, state: dict[str, Any], prefix: str
 ) -> Iterator[None]:
-    """While torch collects ``wrapper``'s state in ``state``, show full parameters; then clean the names it wrote."""
+    """While torch collects `wrapper`'s state in `state`, show full parameters; then clean the names it wrote."""
     config = settings.state_dict_config
     with full_state_shown(wrapper, **wants(config)):
         yield
@@ -85,7 +85,14 @@ def saving(
 class Loading:
     """The hooks around torch's loading of one wrapper: what is sharded is taken out; later, names are cleaned."""
 
-    _open: list[contextlib.ExitStack] = attrs.field(factory=list)
+    _open: contextlib.ExitStack | None = None
+    """What shows the sharded form again; it stays open only where an exception ended the loading."""
+
+    def close(self) -> None:
+        """Show the sharded form again."""
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.close()
 
     def before(
         self,
@@ -98,10 +105,11 @@ class Loading:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Load the sharded parameters from ``state`` and leave the rest to torch, under the names that it expects."""
+        """Load the sharded parameters from `state` and leave the rest to torch, under the names that it expects."""
+        self.close()
         stack = contextlib.ExitStack()
         places = stack.enter_context(hidden(wrapper))
-        self._open.append(stack)
+        self._open = stack
         absent: list[str] = []
         load_full(places, state, prefix, absent, errors)
         if strict:
@@ -112,6 +120,6 @@ class Loading:
 
     def after(self, wrapper: nn.Module, incompatible: Any) -> None:
         """Show the sharded form again; the names in torch's report become the user's."""
-        self._open.pop().close()
+        self.close()
         for names in (incompatible.missing_keys, incompatible.unexpected_keys):
             names[:] = [clean_fqn(name) for name in names]

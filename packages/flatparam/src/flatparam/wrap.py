@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 WrapFunction = Callable[..., bool]
-"""An FSDP1 policy function: ``(module, recurse, nonwrapped_numel) -> bool``."""
+"""An FSDP1 policy function: `(module, recurse, nonwrapped_numel) -> bool`."""
 
 
 class _Policy(abc.ABC):
@@ -33,7 +33,7 @@ class _Policy(abc.ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, each with the wrapper's arguments (a copy of ``root_kwargs``, perhaps changed)."""
+        """The modules to wrap, each with the wrapper's arguments (a copy of `root_kwargs`, perhaps changed)."""
 
 
 class ModuleWrapPolicy(_Policy):
@@ -53,7 +53,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Whether to look further in (always), or to wrap ``module``."""
+        """Whether to look further in (always), or to wrap `module`."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Ask a function for each module: ``True`` wraps it, ``False`` does not, a dict wraps it with other arguments."""
+    """Ask a function for each module: `True` wraps it, `False` does not, a dict wraps it with other arguments."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         """Take the function to ask."""
@@ -93,7 +93,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules for which ``lambda_fn`` is true."""
+    """Wrap the modules for which `lambda_fn` is true."""
     return recurse or lambda_fn(module)
 
 
@@ -103,7 +103,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Collection[type[nn.Module]],
 ) -> bool:
-    """Wrap the instances of ``transformer_layer_cls``."""
+    """Wrap the instances of `transformer_layer_cls`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -113,7 +113,7 @@ _module_wrap_policy = transformer_auto_wrap_policy
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]
 ) -> bool:
-    """Wrap what any of ``policies`` wraps."""
+    """Wrap what any of `policies` wraps."""
     return any(
         [policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies]
     )
@@ -127,11 +127,11 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a module as soon as it has ``min_num_params`` elements that no unit below it holds.
+    """Wrap a module as soon as it has `min_num_params` elements that no unit below it holds.
 
     Args:
-        force_leaf_modules: never looked into; by default the function's attribute ``FORCE_LEAF_MODULES``.
-        exclude_wrap_modules: never wrapped; by default the function's attribute ``EXCLUDE_WRAP_MODULES``.
+        force_leaf_modules: never looked into; by default the function's attribute `FORCE_LEAF_MODULES`.
+        exclude_wrap_modules: never wrapped; by default the function's attribute `EXCLUDE_WRAP_MODULES`.
     """
     attributes = vars(size_based_auto_wrap_policy)
     leaves = attributes["FORCE_LEAF_MODULES"] if force_leaf_modules is None else force_leaf_modules
@@ -154,9 +154,9 @@ def apply_policy(
     ignored_parameters: Collection[nn.Parameter],
     kwargs: dict[str, Any],
 ) -> None:
-    """Replace the submodules of ``root`` that ``policy`` chooses by ``wrapper(submodule, **kwargs)``, innermost first.
+    """Replace the submodules of `root` that `policy` chooses by `wrapper(submodule, **kwargs)`, innermost first.
 
-    A module that is reached by several paths is wrapped once and replaced on all of them. ``root`` itself stays.
+    A module that is reached by several paths is wrapped once and replaced on all of them. `root` itself stays.
 
     Raises:
         ValueError: for a policy that is neither a policy object nor callable.
@@ -220,7 +220,7 @@ _CONTEXT = threading.local()
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have :func:`wrap` wrap with ``wrapper_cls`` and these arguments inside the context."""
+    """Have `wrap` wrap with `wrapper_cls` and these arguments inside the context."""
     before = getattr(_CONTEXT, "wrapper", None)
     _CONTEXT.wrapper = functools.partial(wrapper_cls, **wrapper_kwargs)
     try:
@@ -230,6 +230,6 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` inside :func:`enable_wrap`, with some arguments changed; outside return it as it is."""
+    """Wrap `module` inside `enable_wrap`, with some arguments changed; outside return it as it is."""
     wrapper = getattr(_CONTEXT, "wrapper", None)
     return module if wrapper is None else wrapper(module, **wrap_overrides)

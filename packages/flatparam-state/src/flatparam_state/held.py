@@ -1,0 +1,72 @@
+"""What the parameters of an optimizer stand for in a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import final
+
+from flatparam_runtime import FlatParamError, clean_fqn
+from flatparam_state.places import Place, places_in
+
+__all__ = ["Held", "held_by", "held_parameters"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Held:
+    """One parameter that an optimizer can hold, and the parameters of the model that it stands for.
+
+    A flat parameter stands for all of its parameters, an original for itself. Without a `place` it is not sharded.
+    """
+
+    parameter: torch.Tensor
+    fqns: tuple[str, ...]
+    place: Place | None = None
+    indices: tuple[int, ...] = ()
+    """The places of `fqns` in the layout."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is a flat parameter, whose states have the length of the shard."""
+        return self.place is not None and self.parameter is self.place.handle.flat_param
+
+
+def held_parameters(model: nn.Module) -> Mapping[int, Held]:
+    """Every parameter of `model` that an optimizer may hold, by identity."""
+    held: dict[int, Held] = {}
+    for place in places_in(model):
+        parameters = place.handle.exposure.parameters()
+        if parameters[0] is place.handle.flat_param:
+            held[id(parameters[0])] = Held(parameters[0], place.fqns, place, tuple(range(len(place.fqns))))
+        else:
+            for index, (parameter, fqn) in enumerate(zip(parameters, place.fqns, strict=True)):
+                held[id(parameter)] = Held(parameter, (fqn,), place, (index,))
+    for name, parameter in model.named_parameters():
+        held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
+    return held
+
+
+def held_by(
+    optimizer: torch.optim.Optimizer, held: Mapping[int, Held]
+) -> Iterator[tuple[dict[str, object], list[Held]]]:
+    """The groups of `optimizer`, each with what its parameters stand for.
+
+    Raises:
+        FlatParamError: where a parameter is not the model's, saying which.
+    """
+    number = 0
+    for group in optimizer.param_groups:
+        found = []
+        for parameter in group["params"]:
+            if id(parameter) not in held:
+                raise FlatParamError(
+                    f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is none of the model's; "
+                    "create the optimizer from model.parameters() after sharding, or shard with use_orig_params=True"
+                )
+            found.append(held[id(parameter)])
+            number += 1
+        yield group, found
