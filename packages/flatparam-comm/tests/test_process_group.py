@@ -1,0 +1,188 @@
+"""Process groups: names of several torch versions, and errors of the backend."""
+
+from __future__ import annotations
+
+import time
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatparam_comm import CollectiveError, ProcessGroupCollectives, ReduceOp, c10d_names
+from flatparam_comm.testing import run_processes, run_threads
+
+pytestmark = pytest.mark.processes
+
+
+class _Recorder:
+    """Stands for torch.distributed with only some of its names; remembers what was called."""
+
+    def __init__(self, *names: str) -> None:
+        self.called: list[str] = []
+        self.ReduceOp = types.SimpleNamespace(SUM="sum")
+        for name in names:
+            setattr(self, name, self._function(name))
+
+    def is_available(self) -> bool:
+        return True
+
+    def _function(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> str:
+            assert kwargs["async_op"] is True
+            self.called.append(name)
+            return "work"
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ("all_gather_into_tensor", "reduce_scatter_tensor"),
+            ["all_gather_into_tensor", "reduce_scatter_tensor"],
+        ),
+        (
+            ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single"),
+            ["all_gather_single", "reduce_scatter_single"],
+        ),
+    ],
+    ids=["torch 2.11 and 2.12", "torch 2.13"],
+)
+def test_the_names_of_each_torch_version(
+    monkeypatch: Any, names: tuple[str, ...], expected: list[str]
+) -> None:
+    """The new names are used where torch has them, and the old ones where it has not."""
+    recorder = _Recorder(*names)
+    monkeypatch.setattr(c10d_names, "dist", recorder)
+    group: Any = None
+    assert c10d_names.all_gather(torch.zeros(1), torch.zeros(1), group) == "work"
+    assert c10d_names.reduce_scatter(torch.zeros(1), torch.zeros(1), ReduceOp.SUM, group) == "work"
+    assert recorder.called == expected
+
+
+def test_a_torch_without_any_of_the_names_is_named(monkeypatch: Any) -> None:
+    """When torch has none of the names, the error lists them, torch's version and what to do."""
+    monkeypatch.setattr(c10d_names, "dist", _Recorder())
+    group: Any = None
+    with pytest.raises(
+        RuntimeError, match=r"one of all_gather_single, all_gather_into_tensor; torch \d.*install"
+    ):
+        c10d_names.all_gather(torch.zeros(1), torch.zeros(1), group)
+
+
+def _every_call(comm: ProcessGroupCollectives) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm.all_gather(torch.zeros(2), torch.zeros(1)).wait()
+        comm.reduce_scatter(torch.zeros(1), torch.zeros(2)).wait()
+        comm.all_reduce(torch.zeros(1)).wait()
+        comm.broadcast(torch.zeros(1)).wait()
+        comm.exchange(1)
+        comm.barrier()
+        comm.subgroup([0])
+    return [str(warning.message) for warning in caught]
+
+
+def test_nothing_we_call_is_deprecated() -> None:
+    """No call warns: neither of deprecation nor of anything else."""
+    assert run_processes(2, _every_call) == [[], []]
+
+
+def test_there_must_be_a_group() -> None:
+    """Without a default group the constructor says how to make one."""
+    with pytest.raises(
+        ValueError, match=r"found no default one: call torch\.distributed\.init_process_group\(\)"
+    ):
+        ProcessGroupCollectives()
+
+
+def _outsider(comm: ProcessGroupCollectives) -> str:
+    group = dist.new_group([0])
+    if comm.rank == 0:
+        assert ProcessGroupCollectives(group).group is group
+        return ""
+    with pytest.raises(ValueError, match="expected a process group that this process is in") as raised:
+        ProcessGroupCollectives(group)
+    return str(raised.value)
+
+
+def test_only_members_of_a_group_can_use_it() -> None:
+    """On a process that is not in the group the constructor says so."""
+    assert "only on the ranks" in run_processes(2, _outsider)[1]
+
+
+def _absent_peer(comm: ProcessGroupCollectives) -> Any:
+    pair = comm.subgroup([0, 1])
+    assert pair is not None
+    if comm.rank == 1:
+        time.sleep(2.5)
+        return None
+    start = time.monotonic()
+    pending = pair.all_reduce(torch.zeros(1), label="gradient norm")
+    assert not pending.done()
+    with pytest.raises(CollectiveError) as first:
+        pending.wait()
+    with pytest.raises(CollectiveError) as second:
+        pending.wait()
+    assert second.value is first.value
+    assert pending.done()
+    assert first.value.__cause__ is not None
+    error = first.value
+    return time.monotonic() - start, error.rank, error.op, error.label, str(error)
+
+
+def test_a_backends_error_names_rank_call_and_label() -> None:
+    """A collective that a peer never joins is a CollectiveError on each wait; a subgroup has its parent's timeout."""
+    seconds, rank, op, label, text = run_processes(2, _absent_peer, pg_timeout=1)[0]
+    assert 0.5 < seconds < 2.5
+    assert (rank, op, label) == (0, "all_reduce", "gradient norm")
+    assert text.startswith("rank 0: all_reduce 'gradient norm': the process group failed with ")
+    assert "did not make this call" in text
+
+
+def _unpicklable(comm: ProcessGroupCollectives) -> str:
+    with pytest.raises(CollectiveError, match=r"rank \d: exchange 'facts'") as raised:
+        comm.exchange(lambda: None, label="facts")
+    return type(raised.value.__cause__).__name__
+
+
+def test_what_cannot_be_pickled_is_an_error_of_the_exchange() -> None:
+    """An unpicklable value is reported with the label of the exchange, before anything is sent."""
+    for name in run_processes(2, _unpicklable):
+        assert name in ("PicklingError", "AttributeError")
+
+
+def _nested(comm: ProcessGroupCollectives) -> Any:
+    pair = comm.subgroup([1, 2])
+    # Only these two make this group. torch's new_group() counts groups on each rank by default, so that the next group
+    # of everyone would have another name on rank 0, and never come to be.
+    alone = None if pair is None else pair.subgroup([1])
+    ends = comm.subgroup([0, 2])
+    return [None if group is None else group.exchange(comm.rank) for group in (pair, alone, ends)]
+
+
+def test_a_subgroup_of_a_subgroup_needs_only_its_own_ranks() -> None:
+    """Making a group inside a group involves the ranks of that group only, and later groups are as if it were not."""
+    assert run_processes(3, _nested, pg_timeout=3) == [
+        [None, None, [0, 2]],
+        [[1, 2], None, None],
+        [[1, 2], [2], [0, 2]],
+    ]
+
+
+def _float_bits(comm: Any) -> list[float]:
+    generator = torch.Generator().manual_seed(comm.rank)
+    full = torch.randn(1000, generator=generator)
+    shard = torch.zeros(500)
+    comm.reduce_scatter(shard, full).wait()
+    comm.all_reduce(full).wait()
+    return [*shard.tolist(), *full.tolist()]
+
+
+def test_two_ranks_have_the_same_bits_as_threads() -> None:
+    """With two ranks, sums over gloo and over threads are equal bit for bit."""
+    assert run_processes(2, _float_bits) == run_threads(2, _float_bits)

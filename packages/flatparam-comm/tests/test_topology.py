@@ -1,0 +1,122 @@
+"""Topologies: what a user passes, and which groups it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatparam_comm import (
+    Collectives,
+    ProcessGroupCollectives,
+    SingleCollectives,
+    Topology,
+    resolve_topology,
+)
+from flatparam_comm.testing import run_processes, run_threads
+
+
+def test_in_a_rank_thread_the_default_is_its_world() -> None:
+    """Without an argument, in a world of threads, the shard group is that world."""
+
+    def program(comm: Collectives) -> bool:
+        topology = resolve_topology()
+        return topology.shard is comm and topology.replicate is None and topology.data_parallel_size == 3
+
+    assert run_threads(3, program) == [True] * 3
+
+
+def test_without_any_world_the_error_says_how_to_start() -> None:
+    """Without an argument and without a group, the error names torchrun, run_threads and SingleCollectives."""
+    with pytest.raises(
+        ValueError, match=r"torchrun.*init_process_group.*run_threads.*SingleCollectives"
+    ) as raised:
+        resolve_topology()
+    assert "found no process group" in str(raised.value)
+
+
+def test_collectives_and_pairs_are_taken_as_they_are() -> None:
+    """Collectives are the shard group; of a pair the second is the replicate group."""
+    one, other = SingleCollectives(), SingleCollectives()
+    assert resolve_topology(one).shard is one
+    assert resolve_topology(one).replicate is None
+    pair = resolve_topology((one, other))
+    assert pair.shard is one
+    assert pair.replicate is other
+
+
+def test_data_parallel_size_is_the_product() -> None:
+    """Gradients are averaged over shard size times replicate size."""
+
+    def program(comm: Collectives) -> int:
+        low, high = comm.subgroup([0, 1]), comm.subgroup([2, 3])
+        shard = low or high
+        assert shard is not None
+        return Topology(shard, comm).data_parallel_size
+
+    assert run_threads(4, program) == [8] * 4
+
+
+@pytest.mark.parametrize("given", ["world", 3, [SingleCollectives()], object()], ids=repr)
+def test_anything_else_is_a_type_error(given: Any) -> None:
+    """What is none of these is a TypeError that lists what can be passed and names the type found."""
+    with pytest.raises(TypeError, match=f"DeviceMesh, found {type(given).__name__}"):
+        resolve_topology(given)
+
+
+def test_a_tuple_is_a_pair() -> None:
+    """A tuple of any other length is a ValueError that says which is which."""
+    with pytest.raises(ValueError, match=r"a pair \(shard group, replicate group\), found a tuple of 3"):
+        resolve_topology((SingleCollectives(),) * 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="found str"):
+        resolve_topology((SingleCollectives(), "x"))  # type: ignore[arg-type]
+
+
+def test_a_topology_cannot_be_changed() -> None:
+    """A topology is a fact."""
+    topology = Topology(SingleCollectives())
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        topology.replicate = SingleCollectives()  # type: ignore[misc]
+
+
+def _members(collectives: Collectives | None) -> list[int] | None:
+    return None if collectives is None else collectives.exchange(dist.get_rank())
+
+
+def _resolve_groups(comm: ProcessGroupCollectives) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    default = resolve_topology()
+    assert isinstance(default.shard, ProcessGroupCollectives)
+    found["default is WORLD"] = default.shard.group is dist.group.WORLD
+    group = dist.new_group([0, 2])
+    if comm.rank in (0, 2):
+        found["group"] = _members(resolve_topology(group).shard)
+    else:
+        with pytest.raises(ValueError, match="expected a process group that this process is in"):
+            resolve_topology(group)
+    line = resolve_topology(init_device_mesh("cpu", (4,)))
+    found["line"] = (_members(line.shard), _members(line.replicate))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    square = resolve_topology(mesh)
+    found["square"] = (_members(square.shard), _members(square.replicate), square.data_parallel_size)
+    found["slice"] = _members(resolve_topology(mesh["shard"]).shard)
+    cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"found 3 of them: \('a', 'b', 'c'\)"):
+        resolve_topology(cube)
+    return found
+
+
+@pytest.mark.processes
+def test_process_groups_and_meshes() -> None:
+    """A group shards over itself; a mesh of one dimension over it; of two, it shards over 1 and replicates over 0."""
+    everyone = run_processes(4, _resolve_groups)
+    for rank, found in enumerate(everyone):
+        assert found["default is WORLD"]
+        assert found.get("group") == ([0, 2] if rank in (0, 2) else None)
+        assert found["line"] == ([0, 1, 2, 3], None)
+        row, column = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
+        assert found["square"] == (row, column, 4)
+        assert found["slice"] == row

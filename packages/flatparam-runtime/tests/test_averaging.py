@@ -1,0 +1,90 @@
+"""The two factors by which a sum over ranks becomes a mean."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives
+from flatparam_runtime import gradient_divisors
+
+from .models import Stack, batch
+from .worlds import check_same, full_gradients, mean_gradients, run, seeded, sharded
+
+RANKS = st.integers(min_value=1, max_value=1 << 20)
+
+
+@given(RANKS)
+def test_the_product_is_the_number_of_ranks(ranks: int) -> None:
+    """Dividing before and after is dividing by the number of ranks, exactly."""
+    before, after = gradient_divisors(ranks)
+    assert before * after == ranks
+
+
+@given(RANKS)
+def test_the_first_is_a_power_of_two(ranks: int) -> None:
+    """The first factor is a power of two, so that it rounds nothing; and at least one."""
+    before, _ = gradient_divisors(ranks)
+    assert before >= 1
+    assert math.frexp(before)[0] == 0.5
+
+
+def rule_of_the_specification(ranks: int) -> int:
+    """Row S-034: start at one, and double as long as it divides ``ranks`` and is smaller than what is left."""
+    factor = 1
+    while ranks % factor == 0 and ranks / factor > factor:
+        factor *= 2
+    return factor
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factors"),
+    [
+        (1, (1, 1)),
+        (2, (2, 1)),
+        (3, (2, 1.5)),
+        (4, (2, 2)),
+        (6, (4, 1.5)),
+        (8, (4, 2)),
+        (12, (4, 3)),
+        (16, (4, 4)),
+        (64, (8, 8)),
+        (1000, (16, 62.5)),
+    ],
+)
+def test_the_rule(ranks: int, factors: tuple[float, float]) -> None:
+    """The factors are FSDP1's, worked out by hand here."""
+    assert gradient_divisors(ranks) == factors
+    assert rule_of_the_specification(ranks) == factors[0]
+
+
+@given(RANKS)
+def test_neither_factor_leaves_the_range(ranks: int) -> None:
+    """The first factor is at most twice the square root of the ranks, so no summand underflows before the sum."""
+    before, after = gradient_divisors(ranks)
+    assert before <= 2 * math.sqrt(ranks)
+    assert after <= ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_are_means(ranks: int) -> None:
+    """Equal data on every rank gives the gradient of one of them, whatever the number of ranks."""
+
+    def step(collectives: Collectives) -> dict[str, Tensor | None]:
+        module = sharded(Stack, collectives, units=["blocks.0", "blocks.1"])
+        module(batch()).sum().backward()
+        return full_gradients(module)
+
+    def loss(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch()).sum()
+        return out
+
+    expected = mean_gradients(seeded(Stack), loss, 1)
+    for found in run(ranks, step):
+        if ranks in (1, 2, 4):  # the factors are powers of two, and so are the sums of equal numbers
+            check_same(found, expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)

@@ -1,0 +1,411 @@
+"""Backward passes: every gradient arrives once, whatever part of whichever graphs is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives, FlatParamError, SingleCollectives
+from flatparam_runtime import EventLog, observe, units_in
+
+from .models import WIDTH, Branches, Chain, Stack, batch
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+)
+
+Way = Callable[[nn.Module, int], None]
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+def loss(module: nn.Module, rank: int, step: int = 0) -> Tensor:
+    out: Tensor = module(batch(rank, step, near=module)).square().mean()
+    return out
+
+
+def two_forwards(module: nn.Module, rank: int) -> None:
+    """Two forwards, and one backward through both graphs."""
+    (loss(module, rank) + loss(module, rank, 1)).backward()
+
+
+def several_forwards(module: nn.Module, rank: int) -> None:
+    """Four forwards of which the middle ones have no part in the backward."""
+    losses = [loss(module, rank, step) for step in range(4)]
+    (losses[0] * losses[3]).backward()
+
+
+def two_graphs(module: nn.Module, rank: int) -> None:
+    """Two forwards, and then a backward through each graph, the older one first."""
+    first, second = loss(module, rank), loss(module, rank, 1)
+    first.backward()
+    second.backward()
+
+
+def two_graphs_backwards(module: nn.Module, rank: int) -> None:
+    """Two forwards, and then a backward through each graph, the younger one first."""
+    first, second = loss(module, rank), loss(module, rank, 1)
+    second.backward()
+    first.backward()
+
+
+def several_roots(module: nn.Module, rank: int) -> None:
+    """One call of the engine with two losses."""
+    torch.autograd.backward([loss(module, rank), loss(module, rank, 1)])
+
+
+def with_gradients(module: nn.Module, rank: int) -> None:
+    """A backward from an output that is no scalar."""
+    output = module(batch(rank, near=module))
+    output.backward(torch.full_like(output, 0.5))
+
+
+def twice(module: nn.Module, rank: int) -> None:
+    """Two backwards through one graph that is kept."""
+    total = loss(module, rank)
+    total.backward(retain_graph=True)
+    total.backward()
+
+
+WAYS: list[Way] = [
+    two_forwards,
+    several_forwards,
+    two_graphs,
+    two_graphs_backwards,
+    several_roots,
+    with_gradients,
+    twice,
+]
+
+
+def gradients(way: Way, module: nn.Module, rank: int) -> Grads:
+    """What a local module gets."""
+    way(module, rank)
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+def test_any_way_of_backward(
+    way: Way, use_orig_params: bool, free_after_forward: bool, device: torch.device
+) -> None:
+    """However forwards and backwards are put together, the gradients are those of a local module, and all is freed."""
+    module = sharded(
+        Stack,
+        SingleCollectives(),
+        units=BLOCKS,
+        device=device,
+        use_orig_params=use_orig_params,
+        free_after_forward=free_after_forward,
+        free_after_unsynced_backward=free_after_forward,
+    )
+    way(module, 0)
+    check_at_rest(module)
+    check_same(full_gradients(module), gradients(way, seeded(Stack, device), 0))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+def test_any_way_of_backward_on_two_ranks(way: Way, free_after_forward: bool) -> None:
+    """So it is on two ranks: the mean of what each would have gotten alone, as one reduction per backward sums it."""
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
+        way(module, collectives.rank)
+        check_at_rest(module)
+        return full_gradients(module)
+
+    alone = [gradients(way, seeded(Stack), rank) for rank in range(2)]
+    for found in run(2, step):
+        for name, value in found.items():
+            first, second = alone[0][name], alone[1][name]
+            assert value is not None
+            assert first is not None
+            assert second is not None
+            torch.testing.assert_close(value, (first + second) / 2)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["older", "younger"])
+def test_a_step_between_forward_and_backward_is_refused(which: int, use_orig_params: bool, free_after_forward: bool) -> None:
+    """A backward through a graph that was made before the optimizer's step raises, as it does locally; no wrong gradient."""
+    module = sharded(
+        Stack,
+        SingleCollectives(),
+        units=BLOCKS,
+        use_orig_params=use_orig_params,
+        free_after_forward=free_after_forward,
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    totals = [loss(module, 0), loss(module, 0, 1)]
+    totals[which].backward()
+    optimizer.step()
+    with pytest.raises(FlatParamError, match="parameters were changed"):
+        totals[1 - which].backward()
+    optimizer.zero_grad()
+    del totals
+    after = loss(module, 0)
+    after.backward()
+    check_at_rest(module)
+
+
+def test_only_some_units_are_reached(ranks: int, use_orig_params: bool) -> None:
+    """A backward from the middle of the model gives gradients to what lies before it, and to nothing else."""
+
+    class Tapped(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            middle = self.blocks[0](self.stem(x))
+            self.head(self.blocks[1](middle))
+            out: Tensor = middle
+            return out
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(Tapped, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        for _ in range(2):  # what the first left is not in the way of the second
+            for parameter in module.parameters():
+                parameter.grad = None
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Tapped), loss, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+        if use_orig_params:
+            assert found["blocks.1.up.weight"] is None
+            assert found["head.weight"] is None
+
+
+def test_each_rank_may_take_another_way(use_orig_params: bool) -> None:
+    """Where ranks call their units in different numbers, a parameter used on one rank only gets its share of the mean."""
+
+    def ways(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank), "lr").square().mean()
+        return out
+
+    class Gated(Branches):
+        """Both branches are called; the rank's number decides which parameter inside is used."""
+
+        def forward(self, x: Tensor, way: str = "lr") -> Tensor:
+            x = super().forward(x, way)
+            return x * self.gate if float(x.detach()[0, 0]) > self.threshold else x
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.full((WIDTH,), 2.0))
+            values = [float(Branches.forward(self, batch(rank))[0, 0]) for rank in range(2)]
+            self.threshold = sum(values) / 2
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(Gated, collectives, units=["left", "right"], use_orig_params=use_orig_params)
+        ways(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Gated), ways, 2)
+    assert expected["gate"] is not None
+    for found in run(2, step):
+        check_same(found, expected)
+        assert found["gate"] is not None
+
+
+class Twins(nn.Module):
+    """Two units of one size, of which the second's gradients are finished before or after the first's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cut: bool) -> Tensor:
+        early = self.second(x)
+        early = early.detach() if cut else early
+        return torch.tanh(self.first(early)) + self.second(x * 2)
+
+
+def test_ranks_reduce_in_one_order(use_orig_params: bool) -> None:
+    """Where gradients are finished in another order on each rank, the reductions (of equal sizes!) are not mixed up."""
+
+    def ways(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank), rank == 0).square().mean()
+        return out
+
+    def step(collectives: Collectives) -> tuple[Grads, list[str]]:
+        module = sharded(Twins, collectives, units=["first", "second"], use_orig_params=use_orig_params)
+        log = EventLog()
+        with observe(module, log):
+            ways(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module), [event.unit for event in log.events if event.kind == "reduce"]
+
+    expected = mean_gradients(seeded(Twins), ways, 2)
+    outcomes = run(2, step)
+    assert outcomes[0][1] == outcomes[1][1]
+    for found, _ in outcomes:
+        check_same(found, expected)
+
+
+def test_inputs_alone_get_gradients(free_after_forward: bool) -> None:
+    """``autograd.grad`` for the inputs gives them theirs, gives no parameter any, and leaves all at rest."""
+    module = sharded(Stack, SingleCollectives(), units=BLOCKS, free_after_forward=free_after_forward)
+    local = seeded(Stack)
+    for _ in range(2):
+        x = batch().requires_grad_()
+        (found,) = torch.autograd.grad(module(x).square().mean(), x)
+        (expected,) = torch.autograd.grad(local(x).square().mean(), x)
+        assert torch.equal(found, expected)
+        check_at_rest(module)
+        assert all(parameter.grad is None for parameter in module.parameters())
+    loss(module, 0).backward()
+    check_same(full_gradients(module), mean_gradients(local, loss, 1))
+
+
+def test_backward_for_chosen_inputs(free_after_forward: bool) -> None:
+    """``backward(inputs=[x])`` gives the input its gradient and the parameters none."""
+    module = sharded(Stack, SingleCollectives(), units=BLOCKS, free_after_forward=free_after_forward)
+    x = batch().requires_grad_()
+    module(x).square().mean().backward(inputs=[x])
+    check_at_rest(module)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    y = batch().requires_grad_()
+    seeded(Stack)(y).square().mean().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_inputs_that_need_a_gradient_get_it(ranks: int) -> None:
+    """The gradient of a leaf input is there after the backward, and each rank keeps its own."""
+
+    def step(collectives: Collectives) -> Tensor:
+        module = sharded(Stack, collectives, units=BLOCKS)
+        x = batch(collectives.rank).requires_grad_()
+        module(x).square().mean().backward()
+        check_at_rest(module)
+        assert x.grad is not None
+        return x.grad
+
+    for rank, found in enumerate(run(ranks, step)):
+        x = batch(rank).requires_grad_()
+        seeded(Stack)(x).square().mean().backward()
+        assert x.grad is not None
+        assert torch.equal(found, x.grad)
+
+
+def frozen_middle() -> Chain:
+    module = Chain(3)
+    module.blocks[1].requires_grad_(False)
+    return module
+
+
+def frozen_start() -> Chain:
+    module = Chain(3)
+    module.blocks[0].requires_grad_(False)
+    return module
+
+
+def frozen_inside() -> Chain:
+    module = Chain(3)
+    module.blocks[1].up.requires_grad_(False)
+    return module
+
+
+def all_but_a_bias() -> Chain:
+    module = Chain(3)
+    module.requires_grad_(False)
+    module.blocks[0].up.bias.requires_grad_(True)
+    return module
+
+
+@pytest.mark.parametrize("make", [frozen_middle, frozen_start, frozen_inside, all_but_a_bias])
+def test_frozen_parameters(make: type[Chain], ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
+    """Gradients flow through frozen units, which get none, and are freed as soon as their input's gradient is there."""
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(
+            make,
+            collectives,
+            units=["blocks.0", "blocks.1", "blocks.2"],
+            use_orig_params=use_orig_params,
+            free_after_forward=free_after_forward,
+        )
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make), loss, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+        assert all((found[name] is None) == (value is None) for name, value in expected.items())
+
+
+def test_a_frozen_unit_is_freed_before_the_next_ones_gradients() -> None:
+    """The full parameters of a frozen unit go as soon as its input's gradient is known, not at the end of the pass."""
+    module = sharded(frozen_middle, SingleCollectives(), units=["blocks.0", "blocks.1", "blocks.2"])
+    log = EventLog()
+    output = module(batch())
+    with observe(module, log):
+        output.sum().backward()
+    lines = log.lines()
+    assert lines.index("reshard blocks.1") < lines.index("reduce blocks.0")
+    assert "reduce blocks.1" not in lines
+
+
+def test_nothing_is_reduced_where_nothing_trains() -> None:
+    """A wholly frozen model passes gradients to its input, reduces nothing, and is at rest afterwards."""
+
+    def make() -> Chain:
+        return Chain(2).requires_grad_(False)
+
+    module = sharded(make, SingleCollectives(), units=BLOCKS)
+    x = batch().requires_grad_()
+    log = EventLog()
+    with observe(module, log):
+        module(x).sum().backward()
+    assert x.grad is not None
+    assert not any(event.kind == "reduce" for event in log.events)
+    check_at_rest(module)
+
+
+def test_gradients_add_up_over_steps(ranks: int, use_orig_params: bool) -> None:
+    """Without ``zero_grad`` the reduced gradients of several steps are summed, as they are locally."""
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        for number in range(3):
+            loss(module, collectives.rank, number).backward()
+        return full_gradients(module)
+
+    parts = [mean_gradients(seeded(Stack), lambda m, r, n=n: loss(m, r, n), ranks) for n in range(3)]
+    expected: Grads = {}
+    for name in parts[0]:
+        first, second, third = (part[name] for part in parts)
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        expected[name] = first + second + third
+    for found in run(ranks, step):
+        check_same(found, expected)
+
+
+def test_gradients_are_collected_one_unit_at_a_time() -> None:
+    """While one unit's gradients are reduced the next ones are collected: two flat gradient buffers at most, ever."""
+    module = sharded(lambda: Chain(5), SingleCollectives(), units=[f"blocks.{i}" for i in range(5)])
+    most = 0
+
+    class Counting:
+        def on_event(self, event: object) -> None:
+            nonlocal most
+            held = [
+                handle.gradients.buffer.is_allocated for unit in units_in(module) for handle in unit.handles
+            ]
+            most = max(most, sum(held))
+
+    with observe(module, Counting()):
+        module(batch()).sum().backward()
+    assert most == 2

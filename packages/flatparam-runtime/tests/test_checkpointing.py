@@ -1,0 +1,225 @@
+"""Activation checkpointing of both kinds: around units, inside units, and around several units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatparam_comm import Collectives, SingleCollectives
+from flatparam_runtime import EventLog, no_sync, observe
+
+from .models import Block, batch
+from .worlds import Grads, check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded
+
+
+class Checkpointed(nn.Module):
+    """A module whose forward is run again in backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return out
+
+
+class Model(nn.Module):
+    """A stem, three checkpointed parts, a head. Where the units are is up to the test."""
+
+    def __init__(self, reentrant: bool, part: Any = Block) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.parts = nn.Sequential(*(Checkpointed(part(), reentrant) for _ in range(3)))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.parts(self.stem(x)))
+        return out
+
+
+def pair() -> nn.Sequential:
+    return nn.Sequential(Block(), Block())
+
+
+NESTINGS: dict[str, tuple[Any, list[str]]] = {
+    "the unit inside the checkpoint": (Block, [f"parts.{i}.inner" for i in range(3)]),
+    "the checkpoint inside the unit": (Block, [f"parts.{i}" for i in range(3)]),
+    "two units inside one checkpoint": (pair, [f"parts.{i}.inner.{j}" for i in range(3) for j in range(2)]),
+    "units inside and outside": (
+        pair,
+        [name for i in range(3) for name in (f"parts.{i}.inner.0", f"parts.{i}")],
+    ),
+    "only the root": (Block, []),
+    "the stem and the head": (Block, ["stem", "head"]),
+}
+
+
+def loss(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank, near=module).requires_grad_()).square().mean()
+    return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_checkpointed_training(
+    nesting: str, reentrant: bool, ranks: int, free_after_forward: bool, device: torch.device
+) -> None:
+    """Recomputation in either nesting gives, bit by bit, the gradients of the local model, twice; then all is freed."""
+    part, units = NESTINGS[nesting]
+
+    def make() -> Model:
+        return Model(reentrant, part)
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(
+            make, collectives, units=units, device=device, free_after_forward=free_after_forward
+        )
+        for _ in range(2):
+            for parameter in module.parameters():
+                parameter.grad = None
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make, device), loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_input_without_gradient(reentrant: bool) -> None:
+    """The root's own checkpointed modules are recomputed with their parameters, also when all else of the root is done."""
+
+    class RootOwned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, 4)
+            self.middle = Block()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.middle, self.embed(x), use_reentrant=reentrant)
+            out: Tensor = self.head(x)
+            return out
+
+    def plain(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank)).square().mean()
+        return out
+
+    module = sharded(RootOwned, SingleCollectives(), units=["embed"])
+    plain(module, 0).backward()
+    check_at_rest(module)
+    check_same(full_gradients(module), mean_gradients(seeded(RootOwned), plain, 1))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_a_checkpoint_outside_of_any_unit(reentrant: bool, ranks: int) -> None:
+    """A root that is itself checkpointed trains: its recomputation is not a new pass."""
+
+    def around(module: nn.Module, rank: int) -> Tensor:
+        x = batch(rank).requires_grad_()
+        out: Tensor = checkpoint(module, x, use_reentrant=reentrant).square().mean()
+        return out
+
+    def make() -> nn.Module:
+        return nn.Sequential(Block(), Block())
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(make, collectives, units=["0", "1"])
+        around(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make), around, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_two_forwards_with_checkpoints(reentrant: bool, ranks: int) -> None:
+    """Several forwards before one backward, all checkpointed: every recomputation finds its unit's parameters."""
+
+    def twice(module: nn.Module, rank: int) -> Tensor:
+        return loss(module, rank) + loss(module, rank + 7)
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(lambda: Model(reentrant), collectives, units=[f"parts.{i}.inner" for i in range(3)])
+        twice(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(lambda: Model(reentrant)), twice, ranks)
+    for found in run(ranks, step):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_accumulation_with_checkpoints(reentrant: bool, ranks: int) -> None:
+    """``no_sync`` and checkpointing together: the sum of two passes is reduced once."""
+
+    def step(collectives: Collectives) -> tuple[Grads, int]:
+        module = sharded(lambda: Model(reentrant), collectives, units=[f"parts.{i}.inner" for i in range(3)])
+        log = EventLog()
+        with observe(module, log):
+            with no_sync(module):
+                loss(module, collectives.rank).backward()
+            loss(module, collectives.rank + 7).backward()
+        check_at_rest(module)
+        return full_gradients(module), sum(event.kind == "reduce" for event in log.events)
+
+    local = seeded(lambda: Model(reentrant))
+    parts = [mean_gradients(local, lambda m, r, s=s: loss(m, r + s), ranks) for s in (0, 7)]
+    for found, reductions in run(ranks, step):
+        assert reductions == 4
+        for name, value in found.items():
+            first, second = parts[0][name], parts[1][name]
+            assert first is not None
+            assert second is not None
+            torch.testing.assert_close(value, first + second)
+
+
+def test_early_stop_and_dropout(ranks: int) -> None:
+    """A recomputation that stops early, and draws the same random numbers, is no failure of the unit's forward."""
+
+    def part() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh())
+
+    def seeded_loss(module: nn.Module, rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        return loss(module, rank)
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(
+            lambda: Model(False, part), collectives, units=[f"parts.{i}.inner.{j}" for i in range(3) for j in (0, 2)]
+        )
+        seeded_loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(lambda: Model(False, part)), seeded_loss, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+
+
+def test_recomputation_inside_a_unit_gathers_once() -> None:
+    """A unit around its checkpoint is gathered once in backward; its recomputation runs with what is there."""
+    module = sharded(lambda: Model(False), SingleCollectives(), units=[f"parts.{i}" for i in range(3)])
+    output = module(batch())
+    log = EventLog()
+    with observe(module, log):
+        output.sum().backward()
+    for i in range(3):
+        assert [line for line in log.lines() if line.endswith(f"parts.{i}")] == [
+            f"unshard parts.{i}",
+            f"use parts.{i}",
+            f"reshard parts.{i}",
+            f"reduce parts.{i}",
+            f"finish parts.{i}",
+        ]

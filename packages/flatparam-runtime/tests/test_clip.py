@@ -1,0 +1,198 @@
+"""The norm of gradients that are spread over ranks, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives, SingleCollectives, Topology
+from flatparam_runtime import UnitPlan, clip_grad_norm_, shard_module
+
+from .models import Stack, batch
+from .worlds import (
+    Grads,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+)
+
+BLOCKS = ["blocks.0", "blocks.1"]
+NORMS = [1.0, 2.0, 3.0, math.inf]
+
+
+def loss(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank, near=module)).square().sum()
+    return out
+
+
+def local_clip(max_norm: float, norm_type: float, ranks: int) -> tuple[Tensor, Grads]:
+    """What torch says about the unsharded model."""
+    module = seeded(Stack)
+    gradients = mean_gradients(module, loss, ranks)
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradients[name]
+    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+    return norm, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_norm_and_gradients_are_those_of_the_whole_model(
+    norm_type: float, max_norm: float, ranks: int, use_orig_params: bool, device: torch.device
+) -> None:
+    """Norm and clipped gradients are those of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model; one norm on all ranks."""
+
+    def step(collectives: Collectives) -> tuple[Tensor, Grads]:
+        module = sharded(
+            Stack, collectives, units=BLOCKS, device=device, use_orig_params=use_orig_params
+        )
+        loss(module, collectives.rank).backward()
+        norm = clip_grad_norm_(module, max_norm, norm_type)
+        assert norm.device.type == device.type
+        return norm, full_gradients(module)
+
+    expected, gradients = local_clip(max_norm, norm_type, ranks)
+    outcomes = run(ranks, step)
+    assert len({float(norm) for norm, _ in outcomes}) == 1
+    for norm, found in outcomes:
+        assert norm.shape == ()
+        torch.testing.assert_close(norm.cpu(), expected)
+        for name, value in gradients.items():
+            other = found[name]
+            assert value is not None
+            assert other is not None
+            torch.testing.assert_close(other.cpu(), value)
+
+
+def test_a_small_norm_scales_nothing(ranks: int) -> None:
+    """Gradients whose norm is below the bound are bit by bit what they were."""
+
+    def step(collectives: Collectives) -> tuple[Grads, Grads]:
+        module = sharded(Stack, collectives, units=BLOCKS)
+        loss(module, collectives.rank).backward()
+        before = full_gradients(module)
+        clip_grad_norm_(module, 1e9)
+        return before, full_gradients(module)
+
+    for before, after in run(ranks, step):
+        for name, value in before.items():
+            other = after[name]
+            assert value is not None
+            assert other is not None
+            assert torch.equal(other, value)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_params: bool) -> None:
+    """Gradients of ignored, whole parameters count once, not once per rank, and are clipped with the others."""
+
+    def step(collectives: Collectives) -> tuple[Tensor, Tensor]:
+        module = seeded(Stack)
+        whole = list(module.blocks[0].parameters())
+        shard_module(
+            module,
+            UnitPlan(Topology(collectives), use_orig_params=use_orig_params),
+            ignored_parameters=whole,
+        )
+        loss(module, 0).backward()  # equal data, so that the whole parameters' gradients are equal too
+        norm = clip_grad_norm_(module, 0.5, norm_type)
+        assert whole[0].grad is not None
+        return norm, whole[0].grad
+
+    expected, gradients = local_clip(0.5, norm_type, 1)
+    for norm, gradient in run(ranks, step):
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(gradient, gradients["blocks.0.up.weight"])
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_no_gradient_at_all(norm_type: float, ranks: int, use_orig_params: bool) -> None:
+    """Where nothing has a gradient the norm is zero, in fp32, on every rank, and nothing gets one."""
+
+    def clip(collectives: Collectives) -> Tensor:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        norm = clip_grad_norm_(module, 1.0, norm_type)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        return norm
+
+    for norm in run(ranks, clip):
+        assert norm == 0.0
+        assert norm.dtype is torch.float32
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_zero_gradients_stay_zero(norm_type: float, ranks: int) -> None:
+    """A norm of zero divides nothing by zero."""
+
+    def clip(collectives: Collectives) -> tuple[Tensor, Grads]:
+        module = sharded(Stack, collectives, units=BLOCKS)
+        (loss(module, collectives.rank) * 0).backward()
+        return clip_grad_norm_(module, 1.0, norm_type), full_gradients(module)
+
+    for norm, found in run(ranks, clip):
+        assert norm == 0.0
+        assert all(value is not None and not value.any() for value in found.values())
+
+
+def test_gradients_on_some_ranks_only(use_orig_params: bool) -> None:
+    """A rank whose shards hold nothing of the parameters with gradients takes part, and gets the same norm."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Parameter(torch.tensor([3.0]))
+            self.unused = nn.Parameter(torch.ones(60))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.used
+
+    def clip(collectives: Collectives) -> Tensor:
+        module = sharded(Uneven, collectives, use_orig_params=use_orig_params)
+        module(torch.tensor([4.0])).sum().backward()
+        return clip_grad_norm_(module, 1.0, math.inf) + clip_grad_norm_(module, 1e9, 2.0)
+
+    first, second, third = run(3, clip)
+    assert first == second == third
+    torch.testing.assert_close(first, torch.tensor(5.0), rtol=1e-4, atol=0)
+
+
+def test_the_norm_has_the_widest_dtype_of_the_gradients() -> None:
+    """With gradients of several dtypes the norm has the widest of them."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow = nn.Linear(4, 4, dtype=torch.bfloat16)
+            self.wide = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.wide(self.narrow(x.bfloat16()).double())
+            return out
+
+    module = sharded(Mixed, SingleCollectives())
+    module(batch()).sum().backward()
+    norm = clip_grad_norm_(module, 0.5)
+    assert norm.dtype is torch.float64
+    squares = sum(p.grad.double().square().sum() for p in module.parameters() if p.grad is not None)
+    torch.testing.assert_close(float(squares) ** 0.5, 0.5, rtol=1e-2, atol=0)
+
+
+def test_a_bad_gradient_shows_on_every_rank() -> None:
+    """One NaN on one rank is in every rank's norm, so that all ranks skip the step alike."""
+
+    def clip(collectives: Collectives) -> Tensor:
+        module = sharded(Stack, collectives, units=BLOCKS)
+        loss(module, collectives.rank).backward()
+        if collectives.rank == 1:
+            gradient = next(module.parameters()).grad
+            assert gradient is not None
+            gradient[0] = math.nan
+        return clip_grad_norm_(module, 1.0)
+
+    assert all(torch.isnan(norm) for norm in run(2, clip))

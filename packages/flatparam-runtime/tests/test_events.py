@@ -1,0 +1,174 @@
+"""What units tell instruments, and what can be read from it."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from flatparam_comm import Collectives, SingleCollectives
+from torch import nn
+
+from flatparam_runtime import Event, EventLog, Instrument, Phase, observe, units_in
+
+from .models import Chain, Stack, batch
+from .worlds import run, sharded
+
+
+def event(kind: str, unit: str, nbytes: int, phase: Phase = Phase.IDLE) -> Event:
+    return Event(kind, unit, phase, nbytes)  # type: ignore[arg-type]  # a literal, from a parameter
+
+
+def test_an_event_is_a_fact() -> None:
+    """Events are compared by what they say, and cannot be changed."""
+    assert event("use", "a", 4) == event("use", "a", 4)
+    assert event("use", "a", 4) != event("use", "b", 4)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        event("use", "a", 4).nbytes = 3  # type: ignore[misc]  # that is the test
+
+
+def test_lines_are_the_schedule() -> None:
+    """``lines`` is kind and unit of each event, in order."""
+    log = EventLog([event("unshard", "(root)", 8), event("use", "(root)", 8), event("reshard", "a.b", 4)])
+    assert log.lines() == ["unshard (root)", "use (root)", "reshard a.b"]
+
+
+def test_the_peak_counts_parameters_and_gradients_together() -> None:
+    """Full parameters count from unshard to reshard, gradients from reduce to finish, and the most is the peak."""
+    log = EventLog()
+    assert log.peak_nbytes() == 0
+    for each in (
+        event("unshard", "a", 10),  # 10
+        event("use", "a", 10),
+        event("unshard", "b", 5),  # 15
+        event("reshard", "a", 10),  # 5
+        event("reduce", "a", 20),  # 25, the peak
+        event("reshard", "b", 5),  # 20
+        event("finish", "a", 20),  # 0
+        event("unshard", "a", 10),
+    ):
+        log.on_event(each)
+    assert log.peak_nbytes() == 25
+
+
+def step(module: nn.Module, rank: int = 0) -> None:
+    module(batch(rank)).sum().backward()
+
+
+FULL_SHARD = """\
+unshard (root)
+use (root)
+unshard blocks.0
+use blocks.0
+reshard blocks.0
+unshard blocks.1
+use blocks.1
+reshard blocks.1
+unshard blocks.1
+unshard blocks.0
+use blocks.1
+reshard blocks.1
+reduce blocks.1
+use blocks.0
+reshard blocks.0
+finish blocks.1
+reduce blocks.0
+finish blocks.0
+reduce (root)
+reshard (root)
+finish (root)""".splitlines()
+
+
+def test_the_schedule_of_one_step(ranks: int) -> None:
+    """One step of full sharding, event by event: the root's parameters stay, gradients overlap with the next unit.
+
+    The block's gather of the backward pass begins with the gradient of its output; ``blocks.0`` is prefetched before
+    ``blocks.1`` is waited for.
+    """
+
+    def schedule(collectives: Collectives) -> list[str]:
+        module = sharded(Stack, collectives, units=["blocks.0", "blocks.1"])
+        log = EventLog()
+        with observe(module, log):
+            step(module, collectives.rank)
+        return log.lines()
+
+    for lines in run(ranks, schedule):
+        assert lines == FULL_SHARD
+
+
+def test_events_carry_phase_and_bytes() -> None:
+    """Each event has the phase in which it happened, and the bytes of the memory it is about."""
+    module = sharded(Stack, SingleCollectives(), units=["blocks.0", "blocks.1"])
+    log = EventLog()
+    with observe(module, log):
+        step(module)
+    block, root = 36 * 4, (20 + 15) * 4
+    for each in log.events:
+        assert each.nbytes == (root if each.unit == "(root)" else block), each
+    phases = [(each.kind, each.phase) for each in log.events if each.unit == "blocks.1"]
+    assert phases == [
+        ("unshard", Phase.FORWARD),
+        ("use", Phase.FORWARD),
+        ("reshard", Phase.IDLE),
+        ("unshard", Phase.IDLE),  # prefetched for it when the root's backward began
+        ("use", Phase.BACKWARD),
+        ("reshard", Phase.BACKWARD),
+        ("reduce", Phase.REDUCING),
+        ("finish", Phase.REDUCING),
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_the_peak_of_full_sharding_is_a_formula(depth: int) -> None:
+    """At most two blocks' parameters and two blocks' gradients are there at once, however many blocks there are."""
+    module = sharded(lambda: Chain(depth), SingleCollectives(), units=[f"blocks.{i}" for i in range(depth)])
+    log = EventLog()
+    with observe(module, log):
+        step(module)
+    block = 36 * 4
+    assert log.peak_nbytes() <= min(3, depth + 1) * block
+    assert log.peak_nbytes() >= min(2, depth) * block
+
+
+def test_what_is_taken_is_given_back() -> None:
+    """Over a whole step every unshard has its reshard and every reduce its finish, with the same bytes."""
+    module = sharded(Stack, SingleCollectives(), units=["blocks.0", "blocks.1"], free_after_forward=False)
+    log = EventLog()
+    with observe(module, log):
+        step(module)
+    for taken, given in (("unshard", "reshard"), ("reduce", "finish")):
+        for name in {each.unit for each in log.events}:
+            mine = [each for each in log.events if each.unit == name]
+            assert sum(e.nbytes for e in mine if e.kind == taken) == sum(e.nbytes for e in mine if e.kind == given)
+
+
+def test_observing_ends_with_the_context() -> None:
+    """Outside of ``observe`` nothing is told, also after an exception inside; several instruments hear the same."""
+    module = sharded(Stack, SingleCollectives(), units=["blocks.0", "blocks.1"])
+    first, second = EventLog(), EventLog()
+    instruments: list[Instrument] = [first, second]
+    with observe(module, instruments[0]), observe(module.blocks, instruments[1]):
+        step(module)
+    heard = len(first.events)
+    assert [e for e in first.events if e.unit != "(root)"] == second.events
+    with pytest.raises(ZeroDivisionError), observe(module, first):
+        raise ZeroDivisionError
+    step(module)
+    assert len(first.events) == heard
+    assert not any(unit.instruments for unit in units_in(module))
+
+
+def test_the_schedule_is_the_same_in_every_run() -> None:
+    """Ten worlds of two threads with forward prefetching give the same events on each rank, event by event."""
+
+    def schedule(collectives: Collectives) -> list[Event]:
+        module = sharded(Stack, collectives, units=["blocks.0", "blocks.1"])
+        log = EventLog()
+        with observe(module, log):
+            for _ in range(2):
+                step(module, collectives.rank)
+        return log.events
+
+    first = run(2, schedule)
+    assert first[0] == first[1]
+    for _ in range(9):
+        assert run(2, schedule) == first

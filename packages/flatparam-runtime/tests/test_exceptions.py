@@ -1,0 +1,335 @@
+"""After an exception anywhere in a step the next step is as if it had not been, and no memory is lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatparam_comm import Collectives
+from flatparam_runtime import Phase, no_sync, summon_full_params, units_in
+
+from .models import Block, Stack, batch
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    full_parameters,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+    zero_gradients,
+)
+
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+class Boom(Exception):
+    """What goes wrong."""
+
+
+@attrs.define(eq=False)
+class Trap:
+    """Raises ``error`` at its call number ``at`` while it is armed."""
+
+    error: type[BaseException] = Boom
+    at: int = 0
+    armed: bool = False
+    calls: int = 0
+
+    def spring(self) -> None:
+        """Raise, when it is time."""
+        if self.armed:
+            self.calls += 1
+            if self.calls == self.at + 1:
+                raise self.error("on purpose")
+
+
+class Trapped(torch.autograd.Function):
+    """The identity, with a trap in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
+        ctx.trap = trap
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.trap.spring()
+        return gradients[0], None
+
+
+class Fragile(nn.Module):
+    """A stack of which every part can fail, in forward and in backward, before and after its computation."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.forward_trap = Trap()
+        self.backward_trap = Trap()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.point(self.stack.stem(self.point(x)))
+        for block in self.stack.blocks:
+            if self.reentrant is None:
+                x = self.point(block(x))
+            else:
+                x = self.point(checkpoint(block, x, use_reentrant=self.reentrant))
+        out: Tensor = self.point(self.stack.head(x))
+        return out
+
+    def point(self, x: Tensor) -> Tensor:
+        self.forward_trap.spring()
+        return Trapped.apply(x, self.backward_trap)  # type: ignore[no-any-return, no-untyped-call]
+
+
+UNITS = [f"stack.{name}" for name in BLOCKS]
+POINTS = 5
+
+
+def loss(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank, near=module).requires_grad_()).square().mean()
+    return out
+
+
+def set_trap(module: Fragile, where: str, trap: Trap) -> None:
+    """Put ``trap`` where forward, backward, an inner module or a user's hook will step on it."""
+
+    def spring_in_backward(block: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: trap.spring())
+
+    if where == "forward":
+        module.forward_trap = trap
+    elif where == "backward":
+        module.backward_trap = trap
+    elif where == "inner forward":
+        for block in module.stack.blocks:
+            block.up.register_forward_hook(lambda *_: trap.spring())
+    elif where == "user pre-hook":
+        for block in module.stack.blocks:
+            block.register_forward_pre_hook(lambda *_: trap.spring())
+    elif where == "user hook":
+        for block in (*module.stack.blocks, module):
+            block.register_forward_hook(lambda *_: trap.spring())
+    elif where == "user pre-hook before ours":
+        for block in module.stack.blocks:
+            block.register_forward_pre_hook(lambda *_: trap.spring(), prepend=True)
+    else:
+        assert where == "tensor hook"
+        for block in module.stack.blocks:
+            block.register_forward_hook(spring_in_backward)
+
+
+PLACES = [
+    *((place, at) for place in ("forward", "backward") for at in range(POINTS)),
+    *((place, at) for place in ("inner forward", "user pre-hook", "user hook", "tensor hook") for at in (0, 1)),
+    ("user pre-hook before ours", 1),
+    ("user hook", 2),
+]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize(("place", "at"), PLACES, ids=[f"{place} {at}" for place, at in PLACES])
+def test_the_next_step_is_as_ever(
+    place: str, at: int, error: type[BaseException], kept: bool, free_after_forward: bool
+) -> None:
+    """An exception (or Ctrl-C) at any point leaves everything usable: the next step's gradients are right, all is freed.
+
+    Also where somebody keeps the exception, and with it every frame it went through, as notebooks do.
+    """
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(Fragile, collectives, units=UNITS, free_after_forward=free_after_forward)
+        trap = Trap(error, at)
+        set_trap(module, place, trap)
+        memory: list[BaseException] = []
+        for warm in (True, False):  # fail in the first step of all, and in a later one
+            if not warm:
+                loss(module, collectives.rank).backward()
+            trap.armed, trap.calls = True, 0
+            try:
+                loss(module, collectives.rank).backward()
+            except error as caught:
+                if kept:
+                    memory.append(caught)
+            else:
+                pytest.fail("the trap was never stepped on")
+            trap.armed = False
+            zero_gradients(module)
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+        return full_gradients(module)
+
+    ranks = 2 if error is Boom and not kept else 1
+    expected = mean_gradients(seeded(Fragile), loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+@pytest.mark.parametrize("units", [UNITS, []], ids=["inside", "around"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_recomputation_that_fails(at: int, units: list[str], reentrant: bool) -> None:
+    """An exception in a recomputation (which is a forward inside of a backward) is recovered from."""
+
+    def make() -> Fragile:
+        return Fragile(reentrant)
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(make, collectives, units=units)
+        trap = Trap(Boom, at)
+        for block in module.stack.blocks:
+            block.up.register_forward_pre_hook(lambda *_: trap.spring())
+        trap.armed = True
+        with pytest.raises(Boom):  # the first two calls are the forward's, the others the recomputation's
+            loss(module, collectives.rank).backward()
+        trap.armed = False
+        zero_gradients(module)
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make), loss, 1)
+    for found in run(1, steps):
+        check_same(found, expected)
+
+
+def test_an_exception_that_the_model_catches(ranks: int) -> None:
+    """A module that catches the exception of an inner unit goes on, and trains what it did use."""
+
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+            self.trap = Trap(armed=True, at=0)
+            self.first.up.register_forward_hook(lambda *_: self.trap.spring())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(Boom):
+                x = self.first(x)
+            out: Tensor = self.second(x)
+            return out
+
+    def careful_loss(module: nn.Module, rank: int) -> Tensor:
+        assert isinstance(module, Careful)
+        module.trap.calls = 0
+        return loss(module, rank)
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(Careful, collectives, units=["first", "second"], use_orig_params=True)
+        careful_loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Careful), careful_loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, expected)
+        assert found["first.up.weight"] is None
+
+
+def test_a_call_inside_an_except_block() -> None:
+    """A forward pass called while an exception is handled is no failed one."""
+    from flatparam_comm import SingleCollectives
+
+    module = sharded(Fragile, SingleCollectives(), units=UNITS)
+    try:
+        raise Boom
+    except Boom:
+        loss(module, 0).backward()
+        check_at_rest(module)
+        check_same(full_gradients(module), mean_gradients(seeded(Fragile), loss, 1))
+
+
+@contextlib.contextmanager
+def failing(module: Fragile, place: str, error: type[BaseException]) -> Iterator[None]:
+    """Run a step of ``module`` that fails, and then the body."""
+    trap = Trap(error, 2, armed=True)
+    set_trap(module, place, trap)
+    with pytest.raises(error):
+        loss(module, 0).backward()
+    trap.armed = False
+    yield
+
+
+AFTERWARDS: dict[str, Callable[[nn.Module], object]] = {
+    "summon": lambda module: _summon(module),
+    "evaluate": lambda module: _evaluate(module),
+    "inner unit": lambda module: module.get_submodule("stack.blocks.1")(batch()).sum().backward(),
+    "no_sync": lambda module: _unsynced(module),
+}
+
+
+def _summon(module: nn.Module) -> None:
+    with summon_full_params(module):
+        assert {n: p.shape for n, p in module.named_parameters()} == {
+            n: p.shape for n, p in Fragile().named_parameters()
+        }
+
+
+def _evaluate(module: nn.Module) -> None:
+    with torch.no_grad():
+        assert torch.equal(module(batch()), seeded(Fragile)(batch()))
+
+
+def _unsynced(module: nn.Module) -> None:
+    with no_sync(module):
+        loss(module, 0).backward()
+    loss(module, 0).backward()
+
+
+@pytest.mark.parametrize("afterwards", AFTERWARDS)
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_whatever_comes_next(place: str, error: type[BaseException], afterwards: str) -> None:
+    """Right after a failed step one can save (summon), evaluate, run an inner unit, or accumulate; then all is at rest."""
+    from flatparam_comm import SingleCollectives
+
+    module = sharded(Fragile, SingleCollectives(), units=UNITS)
+    with failing(module, place, error):
+        AFTERWARDS[afterwards](module)
+        zero_gradients(module)
+        loss(module, 0).backward()
+        check_at_rest(module)
+        check_same(full_gradients(module), mean_gradients(seeded(Fragile), loss, 1))
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_shards_and_reduced_gradients_are_kept(place: str, ranks: int) -> None:
+    """A failed step changes no parameter, and not the gradients of the steps before it that were given to parameters."""
+
+    def steps(collectives: Collectives) -> tuple[dict[str, Tensor], Grads]:
+        module = sharded(Fragile, collectives, units=UNITS)
+        loss(module, collectives.rank).backward()
+        trap = Trap(Boom, 0, armed=True)
+        set_trap(module, place, trap)
+        with pytest.raises(Boom):
+            loss(module, collectives.rank).backward()
+        return full_parameters(module), full_gradients(module)
+
+    local = seeded(Fragile)
+    expected = mean_gradients(local, loss, ranks)
+    for values, found in run(ranks, steps):
+        assert all(torch.equal(values[n], p) for n, p in local.named_parameters())
+        check_same(found, expected)
+
+
+def test_a_failed_forward_frees_at_once() -> None:
+    """When the exception has left the root's forward, every unit is idle and nothing is allocated, without another call."""
+    from flatparam_comm import SingleCollectives
+
+    module = sharded(Fragile, SingleCollectives(), units=UNITS, free_after_forward=False)
+    set_trap(module, "forward", Trap(Boom, 3, armed=True))
+    with pytest.raises(Boom):
+        module(batch())
+    check_at_rest(module)
+    assert {unit.phase for unit in units_in(module)} == {Phase.IDLE}

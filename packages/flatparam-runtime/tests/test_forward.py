@@ -1,0 +1,248 @@
+"""Forward calls: gathered before, freed after, however the module is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives, Residency, SingleCollectives
+from flatparam_runtime import EventLog, Phase, observe, unit_of, units_in
+
+from .models import WIDTH, Branches, Countdown, Stack, batch
+from .worlds import (
+    check_at_rest,
+    check_same,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+    storage_nbytes,
+    zero_gradients,
+)
+
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+def test_full_parameters_are_there_exactly_during_the_call(use_orig_params: bool) -> None:
+    """Inside forward a unit's parameters have their shapes and are registered; before and after they are shards."""
+    module = sharded(Stack, SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params)
+    block = module.blocks[0]
+    unit = unit_of(block)
+    assert unit is not None
+    inside: list[Any] = []
+
+    def look(child: nn.Module, args: Any) -> None:
+        inside.append((unit.phase, unit.residency, dict(block.named_parameters()).keys(), block.up.weight.shape))
+
+    block.up.register_forward_pre_hook(look)
+    assert block.up.weight.ndim == 1
+    module(batch())
+    phase, residency, names, shape = inside[0]
+    assert (phase, residency, shape) == (Phase.FORWARD, Residency.UNSHARDED, (WIDTH, WIDTH))
+    assert {"up.weight", "up.bias", "down.weight"} <= names
+    assert block.up.weight.ndim == 1
+    assert unit.phase is Phase.IDLE
+    assert storage_nbytes(unit.handles[0].buffer.tensor) == 0
+
+
+def test_the_optimizer_never_sees_full_parameters(use_orig_params: bool) -> None:
+    """``parameters()`` outside of forward and backward is the same list of objects for ever."""
+    module = sharded(Stack, SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params)
+    before = list(module.parameters())
+    for _ in range(2):
+        module(batch()).sum().backward()
+        assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_what_is_kept_between_forward_and_backward(free_after_forward: bool) -> None:
+    """The root keeps its full parameters for the backward pass; a block does where its plan does not free them."""
+    module = sharded(Stack, SingleCollectives(), units=BLOCKS, free_after_forward=free_after_forward)
+    output = module(batch())
+    root, *blocks = units_in(module)
+    assert root.residency is Residency.UNSHARDED
+    kept = Residency.SHARDED if free_after_forward else Residency.UNSHARDED
+    assert [block.residency for block in blocks] == [kept, kept]
+    output.sum().backward()
+    check_at_rest(module)
+
+
+def recursion(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank, near=module), 3).square().mean()
+    return out
+
+
+def in_a_loop(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank, near=module), "llrlr").square().mean()
+    return out
+
+
+def in_two_calls(module: nn.Module, rank: int) -> Tensor:
+    first = module(batch(rank, near=module), "l").square().mean()
+    out: Tensor = first + module(batch(rank, 1, near=module), "rl").square().mean()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("make", "units", "loss"),
+    [
+        (Countdown, [], recursion),
+        (Branches, ["left", "right"], in_a_loop),
+        (Branches, ["left", "right"], in_two_calls),
+    ],
+    ids=["recursion", "loop", "two calls"],
+)
+def test_a_module_may_be_called_several_times(
+    ranks: int, make: Any, units: list[str], loss: Any, free_after_forward: bool, device: torch.device
+) -> None:
+    """A module that calls itself, a submodule called five times, a root called twice: gradients are those of a local one."""
+
+    def step(collectives: Collectives) -> dict[str, Tensor | None]:
+        module = sharded(make, collectives, units=units, free_after_forward=free_after_forward, device=device)
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make, device), loss, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+
+
+def test_recursion_frees_once() -> None:
+    """A unit that calls itself is gathered once, and freed when the outermost call ends."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Countdown()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x, 3)
+            return out
+
+    module = sharded(Outer, SingleCollectives(), units=["inner"])
+    log = EventLog()
+    with observe(module, log):
+        module(batch())
+    assert log.lines() == ["unshard inner", "use inner", "reshard inner"]
+
+
+def test_keyword_and_nested_inputs_are_watched() -> None:
+    """Inputs that need a gradient get theirs, wherever they are: by keyword, in a dict, in a list, in an object."""
+
+    class Box:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    class Inputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, *, more: dict[str, list[Tensor]], box: Box) -> Tensor:
+            out: Tensor = self.layer(x) * self.layer(more["a"][0]) + box.tensor
+            return out
+
+    def gradients(module: nn.Module) -> list[Tensor | None]:
+        inputs = [batch(i).requires_grad_() for i in range(3)]
+        module(inputs[0], more={"a": [inputs[1]]}, box=Box(inputs[2])).square().sum().backward()
+        return [each.grad for each in inputs]
+
+    module = sharded(Inputs, SingleCollectives())
+    found, expected = gradients(module), gradients(seeded(Inputs))
+    check_at_rest(module)
+    for a, b in zip(found, expected, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_keeps_nothing(mode: Any, ranks: int, free_after_forward: bool) -> None:
+    """Without autograd every unit is freed after its forward, whatever its plan; the output is that of a local module.
+
+    The first forward of all may be one in ``inference_mode``: training afterwards is as ever.
+    """
+
+    def loss(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank)).square().mean()
+        return out
+
+    def step(collectives: Collectives) -> tuple[Tensor, dict[str, Tensor | None]]:
+        module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
+        with mode():
+            output = module(batch())
+        check_at_rest(module)
+        loss(module, collectives.rank).backward()
+        with mode():
+            again = module(batch())
+        check_at_rest(module)
+        assert torch.equal(again, output)
+        return output.clone(), full_gradients(module)
+
+    local = seeded(Stack)
+    expected = mean_gradients(local, loss, ranks)
+    for output, found in run(ranks, step):
+        assert torch.equal(output, local(batch()))
+        check_same(found, expected)
+
+
+def test_evaluation_between_forward_and_backward(ranks: int, free_after_forward: bool) -> None:
+    """An evaluation between a forward and its backward leaves the gradients as they would be without."""
+
+    def loss(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank)).square().mean()
+        with torch.no_grad():
+            module(batch(rank, 5))
+        return out
+
+    def step(collectives: Collectives) -> dict[str, Tensor | None]:
+        module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Stack), loss, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+
+
+def test_the_optimizers_step_is_seen_by_the_next_forward(ranks: int, free_after_forward: bool) -> None:
+    """Parameters changed between two forwards are gathered anew, also where a forward had no backward."""
+
+    def outputs(collectives: Collectives) -> tuple[Tensor, Tensor]:
+        module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
+        module(batch())  # its graph is dropped
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+        return module(batch()).detach(), module.head.weight.detach()
+
+    local = seeded(Stack)
+    with torch.no_grad():
+        for parameter in local.parameters():
+            parameter.mul_(0.5)
+    for output, _ in run(ranks, outputs):
+        assert torch.equal(output, local(batch()))
+
+
+def test_user_hooks_see_full_parameters() -> None:
+    """Forward hooks of the user run while the parameters are there before, and may replace the input and the output."""
+    module = sharded(Stack, SingleCollectives(), units=BLOCKS)
+    shapes = []
+    module.blocks[0].register_forward_pre_hook(
+        lambda m, args: (shapes.append(m.up.weight.shape), (args[0] * 2,))[1]
+    )
+    module.blocks[0].register_forward_hook(lambda m, args, output: output + 1)
+    local = seeded(Stack)
+    local.blocks[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    local.blocks[0].register_forward_hook(lambda m, args, output: output + 1)
+    for _ in range(2):
+        zero_gradients(module)
+        module(batch()).sum().backward()
+        check_at_rest(module)
+    assert shapes == [(WIDTH, WIDTH)] * 2
+    check_same(full_gradients(module), mean_gradients(local, lambda m, _: m(batch()).sum(), 1))

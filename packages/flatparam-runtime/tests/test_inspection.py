@@ -1,0 +1,312 @@
+"""Full parameters outside of forward and backward: looked at, changed, and put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives, FlatParamError, SingleCollectives, memory_view
+from flatparam_runtime import (
+    Phase,
+    full_views,
+    gather_full,
+    inspecting,
+    no_sync,
+    shown,
+    summon_full_params,
+    unit_of,
+    units_in,
+)
+
+from .models import Chain, Stack, batch
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    full_parameters,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+)
+
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+def loss(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank, near=module)).square().mean()
+    return out
+
+
+def model(collectives: Collectives | None = None, *, use_orig_params: bool = False, **more: object) -> Stack:
+    return sharded(
+        Stack, collectives or SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params, **more
+    )
+
+
+def test_summoned_parameters_are_those_of_the_local_model(
+    ranks: int, use_orig_params: bool, device: torch.device
+) -> None:
+    """Inside, names, order, shapes, values and trainability are those of the unsharded module; after it, shards again."""
+
+    def look(collectives: Collectives) -> dict[str, Tensor]:
+        module = model(collectives, use_orig_params=use_orig_params, device=device)
+        before = list(module.parameters())
+        with summon_full_params(module):
+            inside = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+            assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in module.parameters())
+            assert {unit.phase for unit in units_in(module)} == {Phase.INSPECTING}
+        assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
+        check_at_rest(module)
+        return inside
+
+    local = dict(seeded(Stack).named_parameters())
+    for inside in run(ranks, look):
+        assert list(inside) == list(local)
+        assert all(torch.equal(inside[name], local[name]) for name in local)
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+def test_changes_are_kept_where_asked_for(writeback: bool, ranks: int, use_orig_params: bool) -> None:
+    """What was changed in place inside is taken over with ``writeback``, and forgotten without."""
+
+    def change(collectives: Collectives) -> tuple[dict[str, Tensor], Tensor]:
+        module = model(collectives, use_orig_params=use_orig_params)
+        with summon_full_params(module, writeback=writeback), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+        with torch.no_grad():
+            return full_parameters(module), module(batch())
+
+    local = seeded(Stack)
+    if writeback:
+        with torch.no_grad():
+            for parameter in local.parameters():
+                parameter.mul_(0.5)
+    for values, output in run(ranks, change):
+        assert all(torch.equal(values[name], p) for name, p in local.named_parameters())
+        assert torch.equal(output, local(batch()))
+
+
+def test_each_rank_keeps_its_own_part() -> None:
+    """Where ranks change their copies differently, each element is what the rank that owns it made of it."""
+
+    def change(collectives: Collectives) -> dict[str, Tensor]:
+        module = sharded(lambda: nn.Linear(4, 3, bias=False), collectives)
+        with summon_full_params(module), torch.no_grad():
+            module.weight.fill_(collectives.rank)
+        return full_parameters(module)
+
+    for values in run(2, change):
+        assert values["weight"].flatten().tolist() == [0.0] * 6 + [1.0] * 6
+
+
+def test_without_recursion_only_its_own(use_orig_params: bool) -> None:
+    """``recurse=False`` shows the module's own unit; those below it stay sharded."""
+    module = model(use_orig_params=use_orig_params)
+    with summon_full_params(module, recurse=False):
+        assert module.stem.weight.shape == (4, 4)
+        assert module.blocks[0].up.weight.ndim == 1
+        inner = unit_of(module.blocks[0])
+        assert inner is not None
+        assert inner.phase is Phase.IDLE
+    check_at_rest(module)
+
+
+def test_without_recursion_below_no_unit() -> None:
+    """``recurse=False`` on a module that is no unit shows nothing, and not the first unit that is found below it."""
+    module = model()
+    with summon_full_params(module.blocks, recurse=False):
+        assert module.blocks[0].up.weight.ndim == 1
+    with summon_full_params(module.blocks):
+        assert module.blocks[0].up.weight.ndim == 2
+        assert module.stem.weight.ndim == 1
+    check_at_rest(module)
+
+
+def test_an_exception_inside_restores(use_orig_params: bool, ranks: int) -> None:
+    """An exception inside comes out as it is; the module is sharded again, and trains."""
+
+    def step(collectives: Collectives) -> Grads:
+        module = model(collectives, use_orig_params=use_orig_params)
+        with pytest.raises(ZeroDivisionError), summon_full_params(module):
+            raise ZeroDivisionError
+        check_at_rest(module)
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Stack), loss, ranks)
+    for found in run(ranks, step):
+        check_same(found, expected)
+
+
+def test_nesting_is_refused() -> None:
+    """A second ``summon_full_params`` inside raises and says so; the outer one goes on and ends well."""
+    module = model()
+    with summon_full_params(module):
+        with pytest.raises(FlatParamError, match="INSPECTING"), summon_full_params(module):
+            pass
+        assert module.stem.weight.shape == (4, 4)
+        with torch.no_grad():
+            module.stem.weight.zero_()
+    assert not full_parameters(module)["stem.weight"].any()
+    check_at_rest(module)
+
+
+def test_inside_a_forward_it_is_refused() -> None:
+    """Inside the root's forward ``summon_full_params`` raises, for the root and for a unit that is not running."""
+
+    class Curious(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for part in (self, self.blocks[1]):
+                with pytest.raises(FlatParamError, match="forward|FORWARD"), summon_full_params(part):
+                    pass
+            return super().forward(x)
+
+    module = sharded(Curious, SingleCollectives(), units=BLOCKS)
+    loss(module, 0).backward()
+    check_at_rest(module)
+    check_same(full_gradients(module), mean_gradients(seeded(Stack), loss, 1))
+
+
+def test_inside_a_backward_it_is_refused() -> None:
+    """Inside the backward pass ``summon_full_params`` raises, for the root and for a unit that is not at it."""
+    module = model()
+    output = module(batch())
+    refused = []
+
+    def look(gradient: Tensor) -> None:
+        for part in (module, module.blocks[0]):
+            with pytest.raises(FlatParamError, match="backward|BACKWARD"), summon_full_params(part):
+                pass
+            refused.append(part)
+
+    module.blocks[1].register_forward_hook(lambda m, a, out: (out.register_hook(look), None)[1])
+    del output
+    loss(module, 0).backward()
+    assert len(refused) == 2
+    check_at_rest(module)
+    check_same(full_gradients(module), mean_gradients(seeded(Stack), loss, 1))
+
+
+def test_a_forward_inside_is_refused() -> None:
+    """Running the module inside ``summon_full_params`` raises; the context stays good, and keeps what was changed."""
+    module = model()
+    with summon_full_params(module):
+        with torch.no_grad():
+            module.stem.weight.fill_(2.0)
+        with pytest.raises(FlatParamError, match="cannot begin while its full parameters are summoned"):
+            module(batch())
+        assert module.stem.weight.shape == (4, 4)
+    check_at_rest(module)
+    assert (full_parameters(module)["stem.weight"] == 2).all()
+    loss(module, 0).backward()
+    check_at_rest(module)
+
+
+def test_between_forward_and_backward(free_after_forward: bool) -> None:
+    """Looking at the parameters between a forward and its backward does not change the gradients."""
+    module = model(free_after_forward=free_after_forward)
+    total = loss(module, 0)
+    with summon_full_params(module, writeback=False):
+        pass
+    total.backward()
+    check_at_rest(module)
+    check_same(full_gradients(module), mean_gradients(seeded(Stack), loss, 1))
+
+
+def test_changes_between_forward_and_backward_are_refused(free_after_forward: bool) -> None:
+    """Parameters changed between a forward and its backward raise there, as torch does for a local model; then all is well."""
+    module = model(free_after_forward=free_after_forward)
+    total = loss(module, 0)
+    with summon_full_params(module), torch.no_grad():
+        module.blocks[1].up.weight.mul_(2)
+    with pytest.raises(FlatParamError, match="parameters were changed .* between its forward pass and the backward"):
+        total.backward()
+    with torch.no_grad():
+        module(batch())
+    check_at_rest(module)
+
+
+def test_inside_accumulation(free_after_forward: bool) -> None:
+    """Looking at the parameters between two micro-batches keeps the gradients collected so far."""
+    module = model(free_after_forward=free_after_forward, free_after_unsynced_backward=free_after_forward)
+    with no_sync(module):
+        loss(module, 0).backward()
+        with summon_full_params(module):
+            pass
+    loss(module, 1).backward()
+    check_at_rest(module)
+    local = seeded(Stack)
+    (loss(local, 0)).backward()
+    loss(local, 1).backward()
+    check_same(full_gradients(module), {name: p.grad for name, p in local.named_parameters()})
+
+
+def test_a_forward_sees_what_was_loaded_after_unsynced_backward(free_after_forward: bool) -> None:
+    """Values written after an unsynced backward are those that the next forward computes with."""
+    module = model(free_after_forward=free_after_forward, free_after_unsynced_backward=free_after_forward)
+    with no_sync(module):
+        loss(module, 0).backward()
+        with summon_full_params(module), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        assert not module(batch()).any()
+
+
+def test_inspecting_keeps_a_unit_out_of_passes() -> None:
+    """``inspecting`` holds a unit sharded and in its phase; leaving it, the unit is idle; a second one raises."""
+    module = model()
+    module(batch())
+    root = unit_of(module)
+    assert root is not None
+    with inspecting(root):
+        assert root.phase is Phase.INSPECTING
+        assert not root.handles[0].is_unsharded
+        with pytest.raises(FlatParamError, match=r"unit '\(root\)': phase cannot go from INSPECTING to INSPECTING"), inspecting(root):
+            pass
+    assert root.phase is Phase.IDLE
+
+
+def test_shown_values_stand_under_the_names(use_orig_params: bool) -> None:
+    """``shown`` puts the given parameters (or none) under the names, alone in ``parameters()``, and takes them back."""
+    module = sharded(lambda: Chain(1), SingleCollectives(), use_orig_params=use_orig_params)
+    unit = unit_of(module)
+    assert unit is not None
+    before = list(module.parameters())
+    mine = [nn.Parameter(torch.zeros(1)), None, nn.Parameter(torch.ones(2))]
+    with inspecting(unit), shown(unit, [mine]):
+        assert [p for p in mine if p is not None] == list(module.parameters())
+        assert module.blocks[0].up.bias is None
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_gathering_anything_of_the_shards_shape(ranks: int) -> None:
+    """``gather_full`` and ``full_views`` bring any shard-shaped tensor, of any dtype, to the parameters' shapes."""
+
+    def gather(collectives: Collectives) -> list[tuple[int, ...]]:
+        module = model(collectives)
+        found = []
+        for unit in units_in(module):
+            for handle in unit.handles:
+                numbers = torch.arange(handle.layout.shard_numel, dtype=torch.int64)
+                full = gather_full(unit, handle, numbers + handle.layout.shard_numel * handle.rank)
+                assert full.tolist() == list(range(handle.layout.numel))
+                for slot, view in zip(handle.layout.slots, full_views(handle, full), strict=True):
+                    assert memory_view(view, slot.spec).tolist() == list(range(slot.span.start, slot.span.stop))
+                    found.append(tuple(view.shape))
+        return found
+
+    shapes = {tuple(p.shape) for p in Stack().parameters()}
+    for found in run(ranks, gather):
+        assert set(found) == shapes
+
+
+def test_replacing_a_parameter_inside_is_named() -> None:
+    """Assigning another parameter object inside raises at the end, with its name; it would be lost otherwise."""
+    module = model()
+    with pytest.raises(FlatParamError, match="'stem.weight' was replaced"), summon_full_params(module):
+        module.stem.weight = nn.Parameter(torch.zeros(4, 4))

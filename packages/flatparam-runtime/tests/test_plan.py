@@ -1,0 +1,52 @@
+"""Plans are frozen facts that validate themselves."""
+
+import attrs
+import pytest
+from flatparam_comm import Precision, SingleCollectives, Topology
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan
+
+
+@given(st.integers(max_value=-1))
+def test_a_negative_depth_is_refused(depth: int) -> None:
+    """A prefetch depth below zero raises, and the message has what was expected and what was found."""
+    with pytest.raises(ValueError, match="at least 0") as caught:
+        PrefetchPlan(forward=depth)
+    assert str(depth) in str(caught.value)
+
+
+@given(st.integers(min_value=0, max_value=1000), st.sampled_from(BackwardOrder))
+def test_any_other_depth_is_taken(depth: int, order: BackwardOrder) -> None:
+    """Every depth from zero on is taken as it is."""
+    plan = PrefetchPlan(depth, order)
+    assert (plan.forward, plan.backward) == (depth, order)
+
+
+def test_the_defaults_are_full_shard() -> None:
+    """A plan with only a topology frees after forward and backward, prefetches backward, and casts nothing."""
+    plan = UnitPlan(Topology(SingleCollectives()))
+    assert plan.free_after_forward
+    assert plan.free_after_unsynced_backward
+    assert plan.prefetch == PrefetchPlan(0, BackwardOrder.BEFORE_COMPUTE)
+    assert plan.precision == Precision(None, None)
+    assert not plan.use_orig_params
+
+
+@pytest.mark.parametrize("name", ["topology", "free_after_forward", "prefetch", "precision"])
+def test_a_plan_cannot_be_changed(name: str) -> None:
+    """Plans are frozen: what a unit was told when it was made stays."""
+    plan = UnitPlan(Topology(SingleCollectives()))
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        setattr(plan, name, None)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        setattr(plan.prefetch, "forward", 3)  # noqa: B010
+
+
+def test_equal_plans_are_equal() -> None:
+    """Plans are compared by what they say."""
+    assert UnitPlan(Topology(SingleCollectives())) == UnitPlan(Topology(SingleCollectives()))
+    assert UnitPlan(Topology(SingleCollectives())) != UnitPlan(
+        Topology(SingleCollectives()), free_after_forward=False
+    )

@@ -1,0 +1,157 @@
+"""Freezing and thawing after sharding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives, SingleCollectives
+from flatparam_runtime import EventLog, no_sync, observe
+
+from .models import Chain, Stack, batch
+from .worlds import Grads, check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded, zero_gradients
+
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+def loss(module: nn.Module, rank: int) -> Tensor:
+    out: Tensor = module(batch(rank)).square().mean()
+    return out
+
+
+def test_single_parameters_are_frozen_and_thawed(ranks: int) -> None:
+    """With original parameters each can be frozen and thawed between steps: a frozen one's gradient is ``None``."""
+    schedule = [["stem.weight"], ["stem.weight", "blocks.0.up.bias"], [], ["head.bias"]]
+
+    def steps(collectives: Collectives) -> list[Grads]:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=True)
+        named = dict(module.named_parameters())
+        found = []
+        for frozen in schedule:
+            for name, parameter in named.items():
+                parameter.requires_grad_(name not in frozen)
+            zero_gradients(module)
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+            found.append(full_gradients(module))
+        return found
+
+    expected = []
+    for frozen in schedule:
+        local = seeded(Stack)
+        for name, parameter in local.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        expected.append(mean_gradients(local, loss, ranks))
+    for found in run(ranks, steps):
+        for each, wanted in zip(found, expected, strict=True):
+            check_same(each, wanted)
+            assert [n for n, g in each.items() if g is None] == [n for n, g in wanted.items() if g is None]
+
+
+def test_a_whole_unit_is_frozen_and_thawed(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
+    """A unit whose parameters are frozen after sharding reduces nothing; thawed, it trains again."""
+
+    def steps(collectives: Collectives) -> tuple[Grads, Grads, list[str]]:
+        module = sharded(
+            lambda: Chain(2),
+            collectives,
+            units=BLOCKS,
+            use_orig_params=use_orig_params,
+            free_after_forward=free_after_forward,
+        )
+        loss(module, collectives.rank).backward()
+        held = list(module.blocks[0].parameters())
+        for parameter in held:
+            parameter.requires_grad_(False)
+        zero_gradients(module)
+        log = EventLog()
+        with observe(module, log):
+            loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        frozen = full_gradients(module)
+        for parameter in held:
+            parameter.requires_grad_(True)
+        zero_gradients(module)
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return frozen, full_gradients(module), log.lines()
+
+    local = seeded(lambda: Chain(2))
+    whole = mean_gradients(local, loss, ranks)
+    part = {n: None if n.startswith("blocks.0.") else g for n, g in whole.items()}
+    for frozen, thawed, lines in run(ranks, steps):
+        check_same(frozen, part)
+        check_same(thawed, whole)
+        assert "reduce blocks.0" not in lines
+        assert "reduce blocks.1" in lines
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_thawing_what_was_frozen_when_sharded(collected: bool, ranks: int, use_orig_params: bool) -> None:
+    """Parameters that were frozen when they were sharded can be trained later, also with gradients collected before."""
+
+    def make() -> Chain:
+        module = Chain(2)
+        module.blocks[0].requires_grad_(False)
+        return module
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(make, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        loss(module, collectives.rank).backward()
+        zero_gradients(module)
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+        if collected:
+            with no_sync(module):
+                (0 * loss(module, collectives.rank)).backward()
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(lambda: Chain(2)), loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, expected)
+
+
+def test_freezing_with_gradients_collected(use_orig_params: bool) -> None:
+    """A unit that is frozen after gradients were collected without synchronisation keeps nothing in memory for ever."""
+    module = sharded(lambda: Chain(2), SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params)
+    held = list(module.blocks[0].parameters())
+    with no_sync(module):
+        loss(module, 0).backward()
+    for parameter in held:
+        parameter.requires_grad_(False)
+    loss(module, 1).backward()
+    check_at_rest(module)
+
+
+def test_freezing_between_forward_and_backward() -> None:
+    """What was recorded when it was trainable gets its gradient, or none; but nothing stays in memory."""
+    module = sharded(lambda: Chain(2), SingleCollectives(), units=BLOCKS)
+    total = loss(module, 0)
+    for parameter in module.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    total.backward()
+    check_at_rest(module)
+    module(batch())
+
+
+def test_all_frozen_but_the_input(ranks: int) -> None:
+    """With every parameter frozen after sharding, gradients still reach the input."""
+
+    def step(collectives: Collectives) -> Tensor:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=True)
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        x = batch().requires_grad_()
+        module(x).square().mean().backward()
+        check_at_rest(module)
+        assert x.grad is not None
+        return x.grad
+
+    x = batch().requires_grad_()
+    seeded(Stack)(x).square().mean().backward()
+    assert x.grad is not None
+    for found in run(ranks, step):
+        assert torch.equal(found, x.grad)
