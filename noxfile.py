@@ -121,9 +121,11 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Documentation: execute every Python block of the docs and the READMEs."""
+    """Documentation: execute every Python block of the docs and the READMEs, and build the site, strictly."""
     install_all_layers(session)
     pytest(session, "docs", *session.posargs)
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    python(session, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", "tools/mkdocs.yml", env=quiet)
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """How long a training step takes: ours, torch FSDP1, torch FSDP2, and one process without communication.
 
-All contenders train the main job's model on the same two ranks, one step of each in turn, so that a busy machine is busy
-for all of them. Medians, and ratios to the plain model, whose ranks do not talk.
+All contenders train the main job's model on the same two ranks, one step of each in turn, so that a busy machine is
+busy for all of them. Medians, and ratios to the plain model, whose ranks do not talk.
 
     python tools/compare_steps.py [--size small] [--steps 30] [--ranks 2]
 """
@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
+
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpt.model import GPT, Block
@@ -109,13 +110,17 @@ def measure(group: Collectives, size: str, steps: int) -> dict[str, list[float]]
 
 def main() -> None:
     """Measure and print a table, or JSON with ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="small", choices=sorted(PRESETS))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    seconds = run_processes(options.ranks, measure, options.size, options.steps, timeout=1800, pg_timeout=120)[0]
+    seconds = run_processes(
+        options.ranks, measure, options.size, options.steps, timeout=1800, pg_timeout=120
+    )[0]
     floor = seconds["plain, no communication"]
     rows = {
         name: (

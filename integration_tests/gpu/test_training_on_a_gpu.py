@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from flatparam_comm import Collectives, ProcessGroupCollectives, run_threads
-from flatparam_comm.testing import run_processes
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives, ProcessGroupCollectives, run_threads
+from flatparam_comm.testing import run_processes
 
 pytestmark = pytest.mark.gpu
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device on this machine"
+)
 needs_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks, and there are fewer"
 )

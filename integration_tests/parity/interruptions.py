@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from flatparam import FullyShardedDataParallel
 from flatparam_runtime import clean_fqn
-from torch import Tensor, nn
 
 
 class OutOfLuck(Exception):

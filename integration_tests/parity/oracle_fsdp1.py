@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 
 import torch
-from flatparam_comm import Collectives
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 
+from flatparam_comm import Collectives
 from integration_tests.parity.runs import Run
 from integration_tests.parity.sharded import Setting, optimizer_of, replace
 from integration_tests.parity.zoo import STEPS, Case, named

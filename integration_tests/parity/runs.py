@@ -47,7 +47,9 @@ def assert_same(found: Run, expected: Run) -> None:
     assert len(found.losses) == len(expected.losses)
     for step, (mine, theirs) in enumerate(zip(found.losses, expected.losses, strict=True)):
         for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert torch.equal(a, b), f"step {step}: the loss of rank {rank} is {a.item()!r}, not {b.item()!r}"
+            assert torch.equal(a, b), (
+                f"step {step}: the loss of rank {rank} is {a.item()!r}, not {b.item()!r}"
+            )
         assert_same_tensors(found.gradients[step], expected.gradients[step], f"step {step}: gradient")
         assert_same_tensors(found.parameters[step], expected.parameters[step], f"step {step}: parameter")
 
@@ -72,7 +74,9 @@ def distance(found: Named, expected: Named) -> float:
 
     The unit is common to the model, because a gradient that is zero but for rounding has no size of its own.
     """
-    pairs = [(found[name], theirs) for name, theirs in expected.items() if theirs is not None and theirs.numel()]
+    pairs = [
+        (found[name], theirs) for name, theirs in expected.items() if theirs is not None and theirs.numel()
+    ]
     largest = max(float(theirs.abs().max()) for _, theirs in pairs)
     worst = 0.0
     for mine, theirs in pairs:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from flatparam_comm import Collectives
-from flatparam_runtime import EventLog, observe
 from torch import nn
 
+import torch
+from flatparam_comm import Collectives
+from flatparam_runtime import EventLog, observe
 from integration_tests.parity.programs import Loss
 from integration_tests.parity.sharded import Setting, optimizer_of, wrap
 from integration_tests.parity.zoo import Case
@@ -27,12 +28,14 @@ def lines(text: str) -> list[str]:
     return [f"{kind} {unit}" for kind, unit in zip(words[::2], words[1::2], strict=True)]
 
 
-def record(group: Collectives, case: Case, setting: Setting, passes: Passes, *, step: int) -> dict[str, list[str]]:
+def record(
+    group: Collectives, case: Case, setting: Setting, passes: Passes, *, step: int
+) -> dict[str, list[str]]:
     """What the events of ``passes`` were in this step, by their names; the steps before are run alike."""
     model = wrap(case, setting, group)
     optimizer = optimizer_of(model, setting)
     recorded: dict[str, list[str]] = {}
-    for number in range(step + 1):
+    for _number in range(step + 1):
         log = EventLog()
         recorded.clear()
         optimizer.zero_grad()
@@ -50,3 +53,23 @@ def one_step(model: nn.Module, loss: Loss) -> Iterator[str]:
     yield "forward"
     value.backward()
     yield "backward"
+
+
+def accumulate(model: nn.Module, loss: Loss) -> Iterator[str]:
+    """A micro-batch in no_sync, and one that synchronises."""
+    with model.no_sync():
+        value = loss(0)
+        yield "quiet forward"
+        value.backward()
+        yield "quiet backward"
+    value = loss(1)
+    yield "forward"
+    value.backward()
+    yield "backward"
+
+
+def evaluate(model: nn.Module, loss: Loss) -> Iterator[str]:
+    """A forward pass without recording."""
+    with torch.no_grad():
+        loss(0)
+    yield "evaluation"

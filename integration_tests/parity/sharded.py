@@ -7,11 +7,11 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor, nn
+
 from flatparam import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from flatparam_comm import Collectives, FlatLayout, resolve_topology
 from flatparam_runtime import ROOT_NAME, BackwardOrder, PrefetchPlan, Unit, UnitPlan, shard_module, units_in
-from torch import Tensor, nn
-
 from integration_tests.parity.runs import OPTIMIZERS, Named, Run
 from integration_tests.parity.zoo import STEPS, Case, named
 
@@ -133,7 +133,9 @@ def _held(model: nn.Module, read: Callable[[nn.Parameter], Tensor | None]) -> li
     parts = []
     for unit in units_in(model):
         for handle in unit.handles:
-            copies = tuple(None if (t := read(p)) is None else t.clone() for p in handle.exposure.parameters())
+            copies = tuple(
+                None if (t := read(p)) is None else t.clone() for p in handle.exposure.parameters()
+            )
             names = full_names(unit, handle.layout)
             if unit.plan.use_orig_params:
                 parts.append(FlatPart(names, handle.layout, fragments=copies))
@@ -171,7 +173,9 @@ def join_parts(of_ranks: Sequence[list[FlatPart]]) -> Named:
     return whole
 
 
-def _cut(shards: Sequence[Tensor | None], names: Sequence[str], layout: FlatLayout) -> dict[str, Tensor | None]:
+def _cut(
+    shards: Sequence[Tensor | None], names: Sequence[str], layout: FlatLayout
+) -> dict[str, Tensor | None]:
     flat = _concatenate(shards, names[0])
     if flat is None:
         return dict.fromkeys(names)

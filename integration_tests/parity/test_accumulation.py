@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import pytest
+from torch import nn
+
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
 from flatparam_runtime import no_sync
-from torch import nn
-
 from integration_tests.parity.local import reduce_by_rule, share_zeros
 from integration_tests.parity.programs import PROGRAMS, Loss, at_once
 from integration_tests.parity.runs import OPTIMIZERS, Run, assert_same, gradients_of, parameters_of
@@ -111,4 +111,7 @@ def test_bits_of_unusual_steps(program: str, name: str, strategy: str, ranks: in
     of_ranks = run_threads(ranks, sharded_run, name, program, setting, wrapped)
     found = join(of_ranks)
     expected = local_run(name, program, ranks, flat)
-    assert_same(Run([()] * STEPS, found.gradients, found.parameters), Run([()] * STEPS, expected.gradients, expected.parameters))
+    assert_same(
+        Run([()] * STEPS, found.gradients, found.parameters),
+        Run([()] * STEPS, expected.gradients, expected.parameters),
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+
 from flatparam_comm import Collectives, run_threads
 from flatparam_core.testing import check_invariants
 from flatparam_runtime import Phase, units_in
-
 from integration_tests.parity import local
 from integration_tests.parity.interruptions import OutOfLuck, raising_before, raising_in_backward_of
 from integration_tests.parity.runs import Run, assert_same
@@ -37,9 +37,21 @@ PLACES = {
     "after some units are reduced": ("nested", raising_in_backward_of, "0.before"),
     "in a unit that is called twice": ("twice", functools.partial(raising_before, call=1), "block.down"),
     "in a checkpointed unit's forward": ("checkpoint-around-unit", raising_before, "blocks.1.down"),
-    "in a recomputation": ("checkpoint-around-unit", functools.partial(raising_before, call=1), "blocks.1.down"),
-    "in a recomputation inside a unit": ("checkpoint-in-unit", functools.partial(raising_before, call=1), "blocks.1.down"),
-    "in a reentrant recomputation": ("reentrant-around-unit", functools.partial(raising_before, call=1), "blocks.1.down"),
+    "in a recomputation": (
+        "checkpoint-around-unit",
+        functools.partial(raising_before, call=1),
+        "blocks.1.down",
+    ),
+    "in a recomputation inside a unit": (
+        "checkpoint-in-unit",
+        functools.partial(raising_before, call=1),
+        "blocks.1.down",
+    ),
+    "in a reentrant recomputation": (
+        "reentrant-around-unit",
+        functools.partial(raising_before, call=1),
+        "blocks.1.down",
+    ),
     "in a backward inside a backward": ("reentrant-around-unit", raising_in_backward_of, "blocks.1.up"),
 }
 

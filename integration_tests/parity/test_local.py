@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from flatparam_comm import run_threads
 
+from flatparam_comm import run_threads
 from integration_tests.parity import local
 from integration_tests.parity.runs import Run, assert_same, distance
 from integration_tests.parity.sharded import Setting, join, train
@@ -33,7 +33,9 @@ def sharded_run(name: str, ranks: int, strategy: str, original: bool, optimizer:
 @strategies
 @exposures
 @optimizers
-def test_bits_of_the_reduction_rule(name: str, ranks: int, strategy: str, original: bool, optimizer: str) -> None:
+def test_bits_of_the_reduction_rule(
+    name: str, ranks: int, strategy: str, original: bool, optimizer: str
+) -> None:
     """5 steps have the bits of local gradients, one rank after the other, reduced as ((g0/2 + g1/2) + g2/2) / 1.5."""
     expected = local.reduced(name, ranks, optimizer, flat=not original)
     assert_same(sharded_run(name, ranks, strategy, original, optimizer), expected)
@@ -49,7 +51,9 @@ def test_bits_of_the_mean_of_two_losses(name: str, strategy: str, original: bool
     assert_same(sharded_run(name, 2, strategy, original, optimizer), expected)
 
 
-OFF_BY_ROUNDING = [(case.name, ranks) for case in CASES for ranks in (2, 3) if ranks == 3 or not case.used_once]
+OFF_BY_ROUNDING = [
+    (case.name, ranks) for case in CASES for ranks in (2, 3) if ranks == 3 or not case.used_once
+]
 
 
 @pytest.mark.parametrize(("name", "ranks"), OFF_BY_ROUNDING)

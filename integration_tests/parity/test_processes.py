@@ -6,9 +6,9 @@ import functools
 
 import pytest
 import torch
+
 from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import run_processes
-
 from integration_tests.parity import oracle_fsdp1
 from integration_tests.parity.runs import Run, assert_same, assert_same_tensors, distance
 from integration_tests.parity.sharded import RankRun, Setting, join, train

@@ -2,23 +2,19 @@
 
 The chain is ``root.0 -> unit 1 -> unit 2 -> root.3``: the root has parameters before and after its two units.
 
-One rule is ours: a root whose inputs need no gradient is freed when the backward pass is over, and not with its last
-gradient, because a reentrant recomputation may still want its parameters, and nothing says when the last of these was.
+One rule is ours: a root whose inputs need no gradient is freed when autograd is done, and not with its last gradient,
+because a reentrant recomputation may still want its parameters, and nothing says when the last of these was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import attrs
 import pytest
-import torch
-from flatparam_comm import run_threads
 from torch import Tensor, nn
 
+from flatparam_comm import run_threads
 from integration_tests.parity import models
-from integration_tests.parity.programs import Loss
-from integration_tests.parity.schedules import Passes, lines, one_step, record
+from integration_tests.parity.schedules import Passes, accumulate, evaluate, lines, one_step, record
 from integration_tests.parity.sharded import Setting
 from integration_tests.parity.zoo import Case, batch, named, seeded, squares
 
@@ -30,7 +26,9 @@ def chain() -> nn.Module:
 CHAIN = Case("chain", seeded(chain), squares(3, 4), ("1", "2"))
 
 
-def schedule(case: Case, setting: Setting, passes: Passes = one_step, *, step: int = 1) -> dict[str, list[str]]:
+def schedule(
+    case: Case, setting: Setting, passes: Passes = one_step, *, step: int = 1
+) -> dict[str, list[str]]:
     first, second = run_threads(2, lambda group: record(group, case, setting, passes, step=step))
     assert first == second, "the ranks differ"
     return first
@@ -103,7 +101,10 @@ def test_a_step(strategy: str, order: str | None, ahead: bool) -> None:
     """The second step of the chain, for every strategy and way of prefetching, is as written."""
     setting = Setting(strategy, forward_prefetch=ahead, backward_prefetch=order)
     forward = (FORWARD_AHEAD if ahead else FORWARD)[strategy]
-    assert schedule(CHAIN, setting) == {"forward": lines(forward), "backward": lines(BACKWARD[strategy, order])}
+    assert schedule(CHAIN, setting) == {
+        "forward": lines(forward),
+        "backward": lines(BACKWARD[strategy, order]),
+    }
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -122,19 +123,6 @@ def test_exposure_has_no_say(strategy: str, ahead: bool) -> None:
         schedule(CHAIN, Setting(strategy, exposure, forward_prefetch=ahead)) for exposure in (False, True)
     )
     assert flat == original
-
-
-def accumulate(model: nn.Module, loss: Loss) -> Iterator[str]:
-    """A micro-batch in no_sync, and one that synchronises."""
-    with model.no_sync():
-        value = loss(0)
-        yield "quiet forward"
-        value.backward()
-        yield "quiet backward"
-    value = loss(1)
-    yield "forward"
-    value.backward()
-    yield "backward"
 
 
 def test_no_sync_full_shard() -> None:
@@ -237,13 +225,6 @@ def test_checkpointing_shard_grad_op(name: str) -> None:
     assert schedule(named(name), Setting("SHARD_GRAD_OP")) == {"forward": forward, "backward": backward}
 
 
-def evaluate(model: nn.Module, loss: Loss) -> Iterator[str]:
-    """A forward pass without recording."""
-    with torch.no_grad():
-        loss(0)
-    yield "evaluation"
-
-
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation(strategy: str) -> None:
     """Without recording every unit is freed when it ends, the root too: the next pass may follow a step."""
@@ -267,7 +248,7 @@ def test_a_unit_called_twice() -> None:
         unshard between use block           # the second call's backward
         use between reshard between reduce between
         reshard block finish between reduce block
-        finish block reduce (root) finish (root) reshard (root)
+        finish block reduce (root) reshard (root) finish (root)
     """
     assert schedule(named("twice"), Setting("FULL_SHARD")) == {
         "forward": lines(forward),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from flatparam_comm import Collectives, run_threads
 from torch import Tensor, nn
 
+from flatparam_comm import Collectives, run_threads
 from integration_tests.parity import models
 from integration_tests.parity.local import reduce_by_rule, share_zeros
 from integration_tests.parity.runs import Named, assert_same_tensors, gradients_of
@@ -49,7 +49,9 @@ def local_gradients(ranks: int, flat: bool, precise_on: int | None) -> Named:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 @pytest.mark.parametrize("precise_on", [None, 0, 1], ids=["nowhere", "rank 0", "rank 1"])
-def test_what_was_collected_by_other_units_is_reduced_too(strategy: str, original: bool, precise_on: int | None) -> None:
+def test_what_was_collected_by_other_units_is_reduced_too(
+    strategy: str, original: bool, precise_on: int | None
+) -> None:
     """A synchronised backward pass reduces what no_sync left in units that it does not run, on all ranks alike.
 
     Also where a flat parameter of such a unit (its float64 one) has a gradient on one rank only: all must reduce it.

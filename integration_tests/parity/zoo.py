@@ -18,7 +18,9 @@ from integration_tests.parity import models
 
 STEPS = 5
 
-ALL_USED = "torch FSDP1 gives zeros, not None, to parameters that no rank used, so momentum and decay move them"
+ALL_USED = (
+    "torch FSDP1 gives zeros, not None, to parameters that no rank used, so momentum and decay move them"
+)
 ONE_DTYPE = "torch FSDP1 refuses a unit with parameters of several dtypes"
 NO_SCALAR = "torch FSDP1 refuses 0-d parameters"
 ALL_TRAINABLE = "torch FSDP1 refuses frozen and trainable parameters in one unit unless use_orig_params=True"
@@ -116,9 +118,17 @@ def nested() -> nn.Module:
 
 
 CASES = (
-    Case("plain", seeded(lambda: nn.Sequential(models.Block(6), models.Block(6, 4))), squares(3, 6), ("0", "1")),
+    Case(
+        "plain", seeded(lambda: nn.Sequential(models.Block(6), models.Block(6, 4))), squares(3, 6), ("0", "1")
+    ),
     Case("tied", seeded(models.Tied), next_token(11, 2, 4), ("block",), used_once=False),
-    Case("frozen", seeded(models.Frozen), squares(3, 6), ("first", "second", "third"), not_in_torch={False: ALL_TRAINABLE}),
+    Case(
+        "frozen",
+        seeded(models.Frozen),
+        squares(3, 6),
+        ("first", "second", "third"),
+        not_in_torch={False: ALL_TRAINABLE},
+    ),
     Case(
         "uneven",
         seeded(models.Uneven),
@@ -127,18 +137,42 @@ CASES = (
         not_in_torch={False: NO_SCALAR, True: NO_SCALAR},
     ),
     Case("nested", seeded(nested), squares(3, 4), ("0.inner.inner", "0.inner", "0")),
-    Case("by-step", seeded(models.Conditional), by_step, ("branch.inner", "branch"), not_in_torch={True: ALL_USED}),
-    Case("by-rank", seeded(models.Conditional), by_rank, ("branch.inner", "branch"), not_in_torch={True: ALL_USED}),
+    Case(
+        "by-step",
+        seeded(models.Conditional),
+        by_step,
+        ("branch.inner", "branch"),
+        not_in_torch={True: ALL_USED},
+    ),
+    Case(
+        "by-rank",
+        seeded(models.Conditional),
+        by_rank,
+        ("branch.inner", "branch"),
+        not_in_torch={True: ALL_USED},
+    ),
     Case("twice", seeded(models.Twice), squares(3, 4), ("block", "between"), used_once=False),
     Case("unused", seeded(models.Unused), partly, ("side", "several", "last"), not_in_torch={True: ALL_USED}),
-    Case("transformer", seeded(models.Transformer), next_token(17, 2, 6), ("layers.0", "layers.1"), used_once=False),
+    Case(
+        "transformer",
+        seeded(models.Transformer),
+        next_token(17, 2, 6),
+        ("layers.0", "layers.1"),
+        used_once=False,
+    ),
     Case("convolutions", seeded(models.Convolutions), squares(2, 3, 7, 7), ("first", "second")),
     Case("recurrent", seeded(models.Recurrent), next_token(7, 2, 5), ("lstm",), used_once=False),
     recomputed("checkpoint-around-unit", reentrant=False, outside=True),
     recomputed("checkpoint-in-unit", reentrant=False, outside=False),
     recomputed("reentrant-around-unit", reentrant=True, outside=True),
     recomputed("reentrant-in-unit", reentrant=True, outside=False),
-    Case("dtypes", seeded(models.Precise), squares(3, 5), ("block",), not_in_torch={False: ONE_DTYPE, True: ONE_DTYPE}),
+    Case(
+        "dtypes",
+        seeded(models.Precise),
+        squares(3, 5),
+        ("block",),
+        not_in_torch={False: ONE_DTYPE, True: ONE_DTYPE},
+    ),
 )
 
 ZOO = {case.name: case for case in CASES}

@@ -77,9 +77,7 @@ def test_checkpointed_training(
         return Model(reentrant, part)
 
     def steps(collectives: Collectives) -> Grads:
-        module = sharded(
-            make, collectives, units=units, device=device, free_after_forward=free_after_forward
-        )
+        module = sharded(make, collectives, units=units, device=device, free_after_forward=free_after_forward)
         for _ in range(2):
             for parameter in module.parameters():
                 parameter.grad = None
@@ -92,30 +90,37 @@ def test_checkpointed_training(
         check_same(found, expected)
 
 
+@pytest.mark.parametrize("top", [True, False], ids=["root", "inner"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
-def test_input_without_gradient(reentrant: bool) -> None:
-    """The root's own checkpointed modules are recomputed with their parameters, also when all else of the root is done."""
+def test_a_units_own_checkpoints(reentrant: bool, top: bool) -> None:
+    """A unit's own checkpointed modules are recomputed with their parameters, also when all else of it is done.
 
-    class RootOwned(nn.Module):
+    So it is with the root, and with a unit further in, where no gradient of an input says when the unit is done.
+    """
+
+    class Owner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Linear(4, 4)
             self.middle = Block()
-            self.head = nn.Linear(4, 2)
+            self.head = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             x = checkpoint(self.middle, self.embed(x), use_reentrant=reentrant)
             out: Tensor = self.head(x)
             return out
 
+    def make() -> nn.Module:
+        return Owner() if top else nn.Sequential(Owner(), Block())
+
     def plain(module: nn.Module, rank: int) -> Tensor:
         out: Tensor = module(batch(rank)).square().mean()
         return out
 
-    module = sharded(RootOwned, SingleCollectives(), units=["embed"])
+    module = sharded(make, SingleCollectives(), units=["embed"] if top else ["0.embed", "0", "1"])
     plain(module, 0).backward()
     check_at_rest(module)
-    check_same(full_gradients(module), mean_gradients(seeded(RootOwned), plain, 1))
+    check_same(full_gradients(module), mean_gradients(seeded(make), plain, 1))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
@@ -197,7 +202,9 @@ def test_early_stop_and_dropout(ranks: int) -> None:
 
     def step(collectives: Collectives) -> Grads:
         module = sharded(
-            lambda: Model(False, part), collectives, units=[f"parts.{i}.inner.{j}" for i in range(3) for j in (0, 2)]
+            lambda: Model(False, part),
+            collectives,
+            units=[f"parts.{i}.inner.{j}" for i in range(3) for j in (0, 2)],
         )
         seeded_loss(module, collectives.rank).backward()
         check_at_rest(module)

@@ -46,12 +46,10 @@ def local_clip(max_norm: float, norm_type: float, ranks: int) -> tuple[Tensor, G
 def test_norm_and_gradients_are_those_of_the_whole_model(
     norm_type: float, max_norm: float, ranks: int, use_orig_params: bool, device: torch.device
 ) -> None:
-    """Norm and clipped gradients are those of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model; one norm on all ranks."""
+    """Norm and clipped gradients are those of ``torch.nn.utils.clip_grad_norm_`` on the whole model, on every rank."""
 
     def step(collectives: Collectives) -> tuple[Tensor, Grads]:
-        module = sharded(
-            Stack, collectives, units=BLOCKS, device=device, use_orig_params=use_orig_params
-        )
+        module = sharded(Stack, collectives, units=BLOCKS, device=device, use_orig_params=use_orig_params)
         loss(module, collectives.rank).backward()
         norm = clip_grad_norm_(module, max_norm, norm_type)
         assert norm.device.type == device.type

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from flatparam_comm import Collectives, SingleCollectives
 from torch import nn
 
+from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import Event, EventLog, Instrument, Phase, observe, units_in
 
 from .models import Chain, Stack, batch
@@ -75,13 +75,19 @@ finish blocks.0
 reduce (root)
 reshard (root)
 finish (root)""".splitlines()
+INPUT_WITH_GRADIENT = [
+    *FULL_SHARD[:-4],
+    "reshard (root)",
+    "finish blocks.0",
+    "reduce (root)",
+    "finish (root)",
+]
 
 
 def test_the_schedule_of_one_step(ranks: int) -> None:
     """One step of full sharding, event by event: the root's parameters stay, gradients overlap with the next unit.
 
-    The block's gather of the backward pass begins with the gradient of its output; ``blocks.0`` is prefetched before
-    ``blocks.1`` is waited for.
+    In backward ``blocks.1`` is prefetched for the root, and ``blocks.0`` before ``blocks.1`` is waited for.
     """
 
     def schedule(collectives: Collectives) -> list[str]:
@@ -93,6 +99,15 @@ def test_the_schedule_of_one_step(ranks: int) -> None:
 
     for lines in run(ranks, schedule):
         assert lines == FULL_SHARD
+
+
+def test_the_schedule_with_an_input_that_needs_a_gradient() -> None:
+    """Where the input's gradient says when the root is done, the root is freed then, before its reduction."""
+    module = sharded(Stack, SingleCollectives(), units=["blocks.0", "blocks.1"])
+    log = EventLog()
+    with observe(module, log):
+        module(batch().requires_grad_()).sum().backward()
+    assert log.lines() == INPUT_WITH_GRADIENT
 
 
 def test_events_carry_phase_and_bytes() -> None:
@@ -138,7 +153,9 @@ def test_what_is_taken_is_given_back() -> None:
     for taken, given in (("unshard", "reshard"), ("reduce", "finish")):
         for name in {each.unit for each in log.events}:
             mine = [each for each in log.events if each.unit == name]
-            assert sum(e.nbytes for e in mine if e.kind == taken) == sum(e.nbytes for e in mine if e.kind == given)
+            assert sum(e.nbytes for e in mine if e.kind == taken) == sum(
+                e.nbytes for e in mine if e.kind == given
+            )
 
 
 def test_observing_ends_with_the_context() -> None:

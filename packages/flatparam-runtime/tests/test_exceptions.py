@@ -131,19 +131,26 @@ def set_trap(module: Fragile, where: str, trap: Trap) -> None:
 
 PLACES = [
     *((place, at) for place in ("forward", "backward") for at in range(POINTS)),
-    *((place, at) for place in ("inner forward", "user pre-hook", "user hook", "tensor hook") for at in (0, 1)),
+    *(
+        (place, at)
+        for place in ("inner forward", "user pre-hook", "user hook", "tensor hook")
+        for at in (0, 1)
+    ),
     ("user pre-hook before ours", 1),
     ("user hook", 2),
 ]
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [(Boom, False), (Boom, True), (KeyboardInterrupt, True)],
+    ids=["dropped", "kept", "interrupt"],
+)
 @pytest.mark.parametrize(("place", "at"), PLACES, ids=[f"{place} {at}" for place, at in PLACES])
 def test_the_next_step_is_as_ever(
     place: str, at: int, error: type[BaseException], kept: bool, free_after_forward: bool
 ) -> None:
-    """An exception (or Ctrl-C) at any point leaves everything usable: the next step's gradients are right, all is freed.
+    """An exception (or Ctrl-C) anywhere leaves everything usable: the next step's gradients are right, all is freed.
 
     Also where somebody keeps the exception, and with it every frame it went through, as notebooks do.
     """
@@ -291,7 +298,7 @@ def _unsynced(module: nn.Module) -> None:
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_whatever_comes_next(place: str, error: type[BaseException], afterwards: str) -> None:
-    """Right after a failed step one can save (summon), evaluate, run an inner unit, or accumulate; then all is at rest."""
+    """Right after a failed step one can save (summon), evaluate, run an inner unit, or accumulate; then all rests."""
     from flatparam_comm import SingleCollectives
 
     module = sharded(Fragile, SingleCollectives(), units=UNITS)
@@ -305,7 +312,7 @@ def test_whatever_comes_next(place: str, error: type[BaseException], afterwards:
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_shards_and_reduced_gradients_are_kept(place: str, ranks: int) -> None:
-    """A failed step changes no parameter, and not the gradients of the steps before it that were given to parameters."""
+    """A failed step changes no parameter, and no gradient that a step before it gave to a parameter."""
 
     def steps(collectives: Collectives) -> tuple[dict[str, Tensor], Grads]:
         module = sharded(Fragile, collectives, units=UNITS)
@@ -324,7 +331,7 @@ def test_shards_and_reduced_gradients_are_kept(place: str, ranks: int) -> None:
 
 
 def test_a_failed_forward_frees_at_once() -> None:
-    """When the exception has left the root's forward, every unit is idle and nothing is allocated, without another call."""
+    """When an exception has left the root's forward, every unit is idle and nothing is allocated, at once."""
     from flatparam_comm import SingleCollectives
 
     module = sharded(Fragile, SingleCollectives(), units=UNITS, free_after_forward=False)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from flatparam_comm import ByteLedger, Collectives, Fault, Raise, RankError, RecordingCollectives, SingleCollectives
+from flatparam_comm import (
+    ByteLedger,
+    Collectives,
+    Fault,
+    Raise,
+    RankError,
+    RecordingCollectives,
+    SingleCollectives,
+)
 from flatparam_runtime import BackwardOrder, PrefetchPlan
 
 from .models import Stack, batch
-from .wires import BreakingCollectives, WireBroke
+from .wires import BreakingCollectives, Wire, WireBroke, WiredCollectives
 from .worlds import (
     Grads,
     check_at_rest,
@@ -127,3 +136,29 @@ def test_the_first_failure_is_the_one_that_is_seen() -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed with WireBroke: cable") as caught:
         run(2, steps, faults=faults)
     assert isinstance(caught.value.__cause__, WireBroke)
+
+
+class TwoFlatParameters(nn.Module):
+    """Two dtypes, so two gathers for one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3))
+        self.b = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.a * self.b
+
+
+def test_all_gathers_are_waited_for_where_one_fails() -> None:
+    """Where one of a unit's gathers fails, the others are waited for before their memory is freed."""
+    wire = Wire()
+    breaking = BreakingCollectives(WiredCollectives(SingleCollectives(), wire), "all_gather")
+    breaking.nth = 0
+    module = sharded(TwoFlatParameters, breaking)
+    with pytest.raises(WireBroke):
+        module(torch.ones(3))
+    assert wire.log.count(("wait", "all_gather", "(root)")) == 1, "the second, which did not fail"
+    breaking.nth = None
+    module(torch.ones(3)).sum().backward()
+    check_at_rest(module)

@@ -36,7 +36,9 @@ def test_full_parameters_are_there_exactly_during_the_call(use_orig_params: bool
     inside: list[Any] = []
 
     def look(child: nn.Module, args: Any) -> None:
-        inside.append((unit.phase, unit.residency, dict(block.named_parameters()).keys(), block.up.weight.shape))
+        inside.append(
+            (unit.phase, unit.residency, dict(block.named_parameters()).keys(), block.up.weight.shape)
+        )
 
     block.up.register_forward_pre_hook(look)
     assert block.up.weight.ndim == 1
@@ -98,7 +100,7 @@ def in_two_calls(module: nn.Module, rank: int) -> Tensor:
 def test_a_module_may_be_called_several_times(
     ranks: int, make: Any, units: list[str], loss: Any, free_after_forward: bool, device: torch.device
 ) -> None:
-    """A module that calls itself, a submodule called five times, a root called twice: gradients are those of a local one."""
+    """A module that calls itself, one called five times, a root called twice: gradients are those of a local one."""
 
     def step(collectives: Collectives) -> dict[str, Tensor | None]:
         module = sharded(make, collectives, units=units, free_after_forward=free_after_forward, device=device)

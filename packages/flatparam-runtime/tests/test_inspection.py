@@ -49,14 +49,16 @@ def model(collectives: Collectives | None = None, *, use_orig_params: bool = Fal
 def test_summoned_parameters_are_those_of_the_local_model(
     ranks: int, use_orig_params: bool, device: torch.device
 ) -> None:
-    """Inside, names, order, shapes, values and trainability are those of the unsharded module; after it, shards again."""
+    """Inside, names, order, shapes and values are those of the unsharded module; after it, shards again."""
 
     def look(collectives: Collectives) -> dict[str, Tensor]:
         module = model(collectives, use_orig_params=use_orig_params, device=device)
         before = list(module.parameters())
         with summon_full_params(module):
             inside = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
-            assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in module.parameters())
+            assert all(
+                isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in module.parameters()
+            )
             assert {unit.phase for unit in units_in(module)} == {Phase.INSPECTING}
         assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
         check_at_rest(module)
@@ -162,7 +164,7 @@ def test_inside_a_forward_it_is_refused() -> None:
     class Curious(Stack):
         def forward(self, x: Tensor) -> Tensor:
             for part in (self, self.blocks[1]):
-                with pytest.raises(FlatParamError, match="forward|FORWARD"), summon_full_params(part):
+                with pytest.raises(FlatParamError, match=r"forward|FORWARD"), summon_full_params(part):
                     pass
             return super().forward(x)
 
@@ -180,7 +182,7 @@ def test_inside_a_backward_it_is_refused() -> None:
 
     def look(gradient: Tensor) -> None:
         for part in (module, module.blocks[0]):
-            with pytest.raises(FlatParamError, match="backward|BACKWARD"), summon_full_params(part):
+            with pytest.raises(FlatParamError, match=r"backward|BACKWARD"), summon_full_params(part):
                 pass
             refused.append(part)
 
@@ -219,12 +221,14 @@ def test_between_forward_and_backward(free_after_forward: bool) -> None:
 
 
 def test_changes_between_forward_and_backward_are_refused(free_after_forward: bool) -> None:
-    """Parameters changed between a forward and its backward raise there, as torch does for a local model; then all is well."""
+    """Parameters changed between a forward and its backward raise there, as torch does for a local model."""
     module = model(free_after_forward=free_after_forward)
     total = loss(module, 0)
     with summon_full_params(module), torch.no_grad():
         module.blocks[1].up.weight.mul_(2)
-    with pytest.raises(FlatParamError, match="parameters were changed .* between its forward pass and the backward"):
+    with pytest.raises(
+        FlatParamError, match=r"parameters were changed .* between its forward pass and the backward"
+    ):
         total.backward()
     with torch.no_grad():
         module(batch())
@@ -266,7 +270,12 @@ def test_inspecting_keeps_a_unit_out_of_passes() -> None:
     with inspecting(root):
         assert root.phase is Phase.INSPECTING
         assert not root.handles[0].is_unsharded
-        with pytest.raises(FlatParamError, match=r"unit '\(root\)': phase cannot go from INSPECTING to INSPECTING"), inspecting(root):
+        with (
+            pytest.raises(
+                FlatParamError, match=r"unit '\(root\)': phase cannot go from INSPECTING to INSPECTING"
+            ),
+            inspecting(root),
+        ):
             pass
     assert root.phase is Phase.IDLE
 
@@ -296,7 +305,9 @@ def test_gathering_anything_of_the_shards_shape(ranks: int) -> None:
                 full = gather_full(unit, handle, numbers + handle.layout.shard_numel * handle.rank)
                 assert full.tolist() == list(range(handle.layout.numel))
                 for slot, view in zip(handle.layout.slots, full_views(handle, full), strict=True):
-                    assert memory_view(view, slot.spec).tolist() == list(range(slot.span.start, slot.span.stop))
+                    assert memory_view(view, slot.spec).tolist() == list(
+                        range(slot.span.start, slot.span.stop)
+                    )
                     found.append(tuple(view.shape))
         return found
 
@@ -308,5 +319,5 @@ def test_gathering_anything_of_the_shards_shape(ranks: int) -> None:
 def test_replacing_a_parameter_inside_is_named() -> None:
     """Assigning another parameter object inside raises at the end, with its name; it would be lost otherwise."""
     module = model()
-    with pytest.raises(FlatParamError, match="'stem.weight' was replaced"), summon_full_params(module):
+    with pytest.raises(FlatParamError, match=r"'stem\.weight' was replaced"), summon_full_params(module):
         module.stem.weight = nn.Parameter(torch.zeros(4, 4))

@@ -82,7 +82,7 @@ def without_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("ending", ["backward", "dropped", "exception"])
 def test_graphs_die_with_their_outputs(ending: str, device: torch.device) -> None:
-    """A graph is freed as soon as its output is dropped, with and without backward, and without the garbage collector."""
+    """A graph is freed as soon as its output is dropped, with or without backward, without the garbage collector."""
     module = sharded(Caged, SingleCollectives(), units=UNITS, device=device)
     with without_collector():
         for _ in range(3):
@@ -189,7 +189,9 @@ def test_nothing_grows(kind: Callable[[Stack], None]) -> None:
     objects, hooks, order = steps(5)
     later_objects, later_hooks, later_order = steps(STEPS)
     more = later_objects - objects
-    assert more < STEPS // 2, f"{more} more objects"  # fewer than one at every other step: caches, and not a leak
+    assert more < STEPS // 2, (
+        f"{more} more objects"
+    )  # fewer than one at every other step: caches, and not a leak
     assert later_hooks == hooks
     assert all(number <= 1 for number in hooks[: len(hooks) - len(list(module.modules()))])
     assert later_order == order
@@ -202,7 +204,7 @@ def _passes(module: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("backward", [True, False], ids=["backward", "dropped"])
 def test_hooks_on_a_lasting_input_do_not_pile_up(backward: bool) -> None:
-    """A leaf that is given to the model at every step (a prompt, an adversarial image) has as many hooks as after one."""
+    """A leaf that is an input of every step (a prompt, an adversarial image) has as many hooks as after one."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS)
     x = batch().requires_grad_()
     counts = []
@@ -246,7 +248,7 @@ def test_hooks_on_a_lasting_output_do_not_pile_up(backward: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
 def test_no_device_memory_is_lost() -> None:
-    """After each of twenty steps on a GPU as many bytes are allocated as after the first; the CPU's twin counts objects."""
+    """After each of twenty steps on a GPU as many bytes are allocated; the twin on the CPU counts objects."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS, device="cuda")
     taken = []
     for _ in range(20):

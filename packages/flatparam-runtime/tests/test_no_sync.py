@@ -10,7 +10,17 @@ from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Reside
 from flatparam_runtime import EventLog, no_sync, observe, unit_of, units_in
 
 from .models import Branches, Stack, batch
-from .worlds import Grads, check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded, zero_gradients
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+    zero_gradients,
+)
 
 BLOCKS = ["blocks.0", "blocks.1"]
 
@@ -37,7 +47,7 @@ def accumulated(make: type[nn.Module], ranks: int, steps: int, device: torch.dev
 def test_the_sum_is_reduced_once(
     steps: int, ranks: int, use_orig_params: bool, free_after_forward: bool, device: torch.device
 ) -> None:
-    """Backwards inside ``no_sync`` move no gradient between ranks; the first one outside reduces the sum of all, once."""
+    """Backwards inside ``no_sync`` move no gradient between ranks; the first one outside reduces the sum, once."""
 
     def train(collectives: Collectives) -> Grads:
         ledger = ByteLedger()
@@ -144,13 +154,18 @@ def test_one_unit_may_wait_alone(ranks: int, free_after_forward: bool) -> None:
     for first, later in run(ranks, train):
         held = {name for name in one if name.startswith("blocks.0.")}
         assert all(first[name] is None for name in held)
-        check_same({n: g for n, g in first.items() if n not in held}, {n: g for n, g in one.items() if n not in held})
+        check_same(
+            {n: g for n, g in first.items() if n not in held}, {n: g for n, g in one.items() if n not in held}
+        )
         check_same({n: later[n] for n in held}, {n: both[n] for n in held})
-        check_same({n: g for n, g in later.items() if n not in held}, {n: g for n, g in second.items() if n not in held})
+        check_same(
+            {n: g for n, g in later.items() if n not in held},
+            {n: g for n, g in second.items() if n not in held},
+        )
 
 
 def test_a_unit_that_the_last_backward_does_not_use(ranks: int) -> None:
-    """What a unit collected in ``no_sync`` is reduced by the next synced backward, also when that one does not reach it."""
+    """What a unit collected in ``no_sync`` is reduced by the next synced backward, even one that does not reach it."""
 
     def ways(module: nn.Module, rank: int, way: str) -> Tensor:
         out: Tensor = module(batch(rank), way).square().mean()
@@ -167,7 +182,10 @@ def test_a_unit_that_the_last_backward_does_not_use(ranks: int) -> None:
     left = mean_gradients(seeded(Branches), lambda m, r: ways(m, r, "l"), ranks)
     right = mean_gradients(seeded(Branches), lambda m, r: ways(m, r, "r"), ranks)
     for found in run(ranks, train):
-        check_same({n: found[n] for n in found if n != "scale"}, {n: left[n] if left[n] is not None else right[n] for n in found if n != "scale"})
+        check_same(
+            {n: found[n] for n in found if n != "scale"},
+            {n: left[n] if left[n] is not None else right[n] for n in found if n != "scale"},
+        )
         first, second = left["scale"], right["scale"]
         assert first is not None
         assert second is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatparam_comm import SingleCollectives, Topology
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from flatparam_comm import SingleCollectives, Topology
 from flatparam_runtime import Unit, UnitPlan, shard_module
 from flatparam_runtime.order import ForwardPass, next_backward, next_forward
 

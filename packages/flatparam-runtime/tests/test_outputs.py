@@ -78,7 +78,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_any_form_of_output_trains(form: str, ranks: int) -> None:
-    """A unit's output may be of any nesting, shown or hidden: gradients are those of a local module, and all is freed."""
+    """A unit's output may be of any form, shown or hidden: gradients are those of a local module, and all is freed."""
 
     def make() -> Reading:
         return Reading(*FORMS[form])
@@ -97,7 +97,7 @@ def test_any_form_of_output_trains(form: str, ranks: int) -> None:
 @pytest.mark.parametrize("form", HALF_HIDDEN)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_output_may_be_half_hidden(form: str, frozen: bool) -> None:
-    """Where only some tensors of an output can be seen, the others' backward has the parameters, too: no freed memory is read.
+    """Where only some tensors of an output can be seen, the others' backward reads no freed memory.
 
     So it is with a frozen unit, through which a gradient flows to its input.
     """

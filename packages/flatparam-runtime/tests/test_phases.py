@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from flatparam_comm import FlatParamError, SingleCollectives, Topology
-from flatparam_core import IllegalStepError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from flatparam_comm import FlatParamError, SingleCollectives, Topology
+from flatparam_core import IllegalStepError
 from flatparam_runtime import Phase, UnitPlan, shard_module
 from flatparam_runtime.phases import PHASES
 

@@ -2,10 +2,10 @@
 
 import attrs
 import pytest
-from flatparam_comm import Precision, SingleCollectives, Topology
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatparam_comm import Precision, SingleCollectives, Topology
 from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan
 
 

@@ -1,4 +1,4 @@
-"""Transfers begin before they are needed, and are waited for as late as can be; with any order, results are the same."""
+"""Transfers begin before they are needed and are waited for late; results are the same with any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from flatparam_runtime import BackwardOrder, EventLog, PrefetchPlan, observe
 
 from .models import WIDTH, Branches, batch
 from .wires import Wire, WiredCollectives
-from .worlds import Grads, check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded, zero_gradients
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+    zero_gradients,
+)
 
 DEPTH = 4
 BLOCKS = [f"blocks.{i}" for i in range(DEPTH)]
@@ -43,7 +53,9 @@ class Noted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.wire.compute(f"forward {self.name}", self.seconds)
-        out: Tensor = Mark.apply(self.layer(x), lambda: self.wire.compute(f"backward {self.name}", 2 * self.seconds))  # type: ignore[no-untyped-call]
+        out: Tensor = Mark.apply(
+            self.layer(x), lambda: self.wire.compute(f"backward {self.name}", 2 * self.seconds)
+        )  # type: ignore[no-untyped-call]
         return out
 
 
@@ -108,13 +120,15 @@ def test_backward_prefetch_before_compute() -> None:
     for number in reversed(range(1, DEPTH)):
         begin = place(lines, f"begin all_gather blocks.{number - 1}")
         assert begin < place(lines, f"compute backward blocks.{number}")
-        assert place(lines, f"wait all_gather blocks.{number - 1}") > place(lines, f"compute backward blocks.{number}")
+        assert place(lines, f"wait all_gather blocks.{number - 1}") > place(
+            lines, f"compute backward blocks.{number}"
+        )
         if number < DEPTH - 1:
             assert begin > place(lines, f"compute backward blocks.{number + 1}"), "one unit ahead, not two"
 
 
 def test_backward_prefetch_after_compute() -> None:
-    """AFTER_COMPUTE: it begins when this unit's gradients are there and its parameters freed, before their reduction."""
+    """AFTER_COMPUTE: it begins when this unit's gradients are there, its parameters freed, before their reduction."""
     lines = backward_lines(BackwardOrder.AFTER_COMPUTE)
     for number in reversed(range(1, DEPTH)):
         begin = place(lines, f"begin all_gather blocks.{number - 1}")
@@ -155,7 +169,9 @@ def test_reductions_are_waited_for_one_unit_later(order: BackwardOrder) -> None:
         begin = place(lines, f"begin reduce_scatter blocks.{number}")
         wait = place(lines, f"wait reduce_scatter blocks.{number}")
         assert begin < place(lines, f"compute backward blocks.{number - 1}") < wait
-        assert wait < place(lines, f"begin reduce_scatter blocks.{number - 1}"), "two gradient buffers at most"
+        assert wait < place(lines, f"begin reduce_scatter blocks.{number - 1}"), (
+            "two gradient buffers at most"
+        )
 
 
 def step_seconds(plan: PrefetchPlan, transfer: float) -> tuple[float, float]:
@@ -171,7 +187,7 @@ def step_seconds(plan: PrefetchPlan, transfer: float) -> tuple[float, float]:
 
 
 def test_forward_prefetch_hides_transfers() -> None:
-    """With computations as long as transfers, a forward of n units takes n + 1 seconds with prefetching, 2 n without."""
+    """With computations as long as transfers, a forward of n units takes n + 1 with prefetching, 2 n without."""
     without, _ = step_seconds(PrefetchPlan(0), 1.0)
     ahead, _ = step_seconds(PrefetchPlan(1), 1.0)
     assert without == 2 * DEPTH
@@ -181,7 +197,7 @@ def test_forward_prefetch_hides_transfers() -> None:
 def test_backward_prefetch_hides_transfers() -> None:
     """With gathers and reductions that fit into the computations, only the first gather and the last reduction show.
 
-    Computing gradients takes 2 s, a transfer 0.5 s; after the last unit there are its reduction and the small all-reduce.
+    Computing gradients takes 2 s, a transfer 0.5 s; at the end there are the last reduction and the small all-reduce.
     """
     _, never = step_seconds(PrefetchPlan(0, BackwardOrder.NEVER), 0.5)
     _, before = step_seconds(PrefetchPlan(0, BackwardOrder.BEFORE_COMPUTE), 0.5)
@@ -206,7 +222,11 @@ def test_a_wrong_guess_changes_nothing(plan: PrefetchPlan, ranks: int, free_afte
 
     def steps(collectives: Collectives) -> list[Grads]:
         module = sharded(
-            Branches, collectives, units=["left", "right"], prefetch=plan, free_after_forward=free_after_forward
+            Branches,
+            collectives,
+            units=["left", "right"],
+            prefetch=plan,
+            free_after_forward=free_after_forward,
         )
         found = []
         for way in WAYS:

@@ -10,7 +10,17 @@ from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import EventLog, no_sync, observe
 
 from .models import Chain, Stack, batch
-from .worlds import Grads, check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded, zero_gradients
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+    zero_gradients,
+)
 
 BLOCKS = ["blocks.0", "blocks.1"]
 
@@ -49,7 +59,9 @@ def test_single_parameters_are_frozen_and_thawed(ranks: int) -> None:
             assert [n for n, g in each.items() if g is None] == [n for n, g in wanted.items() if g is None]
 
 
-def test_a_whole_unit_is_frozen_and_thawed(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
+def test_a_whole_unit_is_frozen_and_thawed(
+    ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
     """A unit whose parameters are frozen after sharding reduces nothing; thawed, it trains again."""
 
     def steps(collectives: Collectives) -> tuple[Grads, Grads, list[str]]:

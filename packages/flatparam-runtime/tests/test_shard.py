@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -289,9 +291,7 @@ def test_other_libraries_modules_are_units(use_orig_params: bool) -> None:
             out: Tensor = self.attention(hidden, hidden, value=hidden)[0]
             return out
 
-    module = sharded(
-        Mixed, SingleCollectives(), units=["lstm", "attention"], use_orig_params=use_orig_params
-    )
+    module = sharded(Mixed, SingleCollectives(), units=["lstm", "attention"], use_orig_params=use_orig_params)
     for _ in range(2):
         zero_gradients(module)
         loss(module, 0).backward()
@@ -303,7 +303,10 @@ def test_a_unit_dies_with_its_module() -> None:
     """A sharded module that nobody holds is freed, with its units and their memory."""
     module = sharded(Stack, SingleCollectives(), units=["blocks.0"])
     module(batch()).sum().backward()
-    references = [weakref.ref(module), *(weakref.ref(handle.flat_param) for u in units_in(module) for handle in u.handles)]
+    references = [
+        weakref.ref(module),
+        *(weakref.ref(handle.flat_param) for u in units_in(module) for handle in u.handles),
+    ]
     orphan = weakref.ref(units_in(module)[0])
     del module
     gc.collect()
@@ -312,8 +315,26 @@ def test_a_unit_dies_with_its_module() -> None:
 
 
 def test_a_unit_names_a_module_that_is_gone() -> None:
-    """A unit whose module does not exist any more says so."""
+    """A unit whose module does not exist any more says so, and what to do."""
     unit = shard_module(nn.Linear(2, 2), plan())
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"unit 'Linear' does not exist any more"):
-        functools.partial(getattr, unit, "module")()
+    with pytest.raises(FlatParamError, match=r"unit 'Linear' does not exist any more: keep a reference"):
+        _ = unit.module
+
+
+def test_a_model_dropped_before_its_backward_is_named() -> None:
+    """A backward pass through a model that was dropped in between raises and says why: no gradient is lost silently."""
+    output = sharded(Stack, SingleCollectives(), units=["blocks.0"])(batch())
+    gc.collect()
+    with pytest.raises(FlatParamError, match=r"keep a reference to the model"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_sharded_module_is_not_copied(copying: Callable[[nn.Module], object]) -> None:
+    """Copying or pickling a sharded module raises, and says what to do; the module trains on."""
+    module = sharded(Stack, SingleCollectives(), units=["blocks.0"])
+    with pytest.raises(FlatParamError, match=r"cop"):
+        copying(module)
+    loss(module, 0).backward()
+    check_at_rest(module)

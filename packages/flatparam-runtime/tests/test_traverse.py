@@ -61,7 +61,7 @@ class Plain:
 
 
 class OneSlot:
-    __slots__ = "value"  # noqa: PLC0205  # a single string is legal, too
+    __slots__ = "value"  # a single string is legal, too
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -119,7 +119,9 @@ def test_a_tensor_is_found_in(place: str) -> None:
         assert found[0] is tensor
 
 
-@pytest.mark.parametrize("value", [None, 1, 2.5, 1j, "text", b"bytes", Tensor, Colour.RED, [], {}, (), object()])
+@pytest.mark.parametrize(
+    "value", [None, 1, 2.5, 1j, "text", b"bytes", Tensor, Colour.RED, [], {}, (), object()]
+)
 def test_nothing_is_found_in(value: object) -> None:
     """Values without tensors yield nothing, and nothing fails on them."""
     assert list(tensors_in(value)) == []

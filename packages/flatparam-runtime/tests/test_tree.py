@@ -108,7 +108,7 @@ def test_a_graph_survives_the_change_of_root(ranks: int) -> None:
 
 
 def test_a_unit_called_outside_the_roots_forward(ranks: int, free_after_forward: bool) -> None:
-    """After training through the root, an inner unit called directly runs, and trains, by itself; then the root again."""
+    """After training through the root, an inner unit called directly trains by itself; then the root again."""
 
     def alone(module: nn.Module, rank: int) -> Tensor:
         assert isinstance(module, Stack)

@@ -23,7 +23,7 @@ def one(collectives: Collectives | None = None, **plan: object) -> tuple[Block, 
 
 
 def test_filling_and_showing_are_two_steps(ranks: int, use_orig_params: bool) -> None:
-    """``begin_unshard`` takes memory and starts the gather, and the module shows its shards still; ``finish_unshard`` shows."""
+    """``begin_unshard`` takes memory and starts the gather; only ``finish_unshard`` changes what the module shows."""
 
     def steps(collectives: Collectives) -> None:
         module, unit = one(collectives, use_orig_params=use_orig_params)
@@ -91,7 +91,9 @@ def test_one_gather_for_each_flat_parameter() -> None:
     log = EventLog()
     with observe(module, log):
         module(batch()).sum().backward()
-    counts = {op: sum(entry[:2] == ("begin", op) for entry in wire.log) for op in ("all_gather", "reduce_scatter")}
+    counts = {
+        op: sum(entry[:2] == ("begin", op) for entry in wire.log) for op in ("all_gather", "reduce_scatter")
+    }
     assert counts == {"all_gather": 3, "reduce_scatter": 2}
     assert [event.nbytes for event in log.events if event.kind == "reduce"] == [20 * (2 + 4)]
     assert {handle.residency for handle in unit.handles} == {Residency.SHARDED}
@@ -153,7 +155,7 @@ def test_reset_may_keep_what_was_collected() -> None:
 
 
 def test_a_reduction_owns_its_tensors_until_it_is_settled(ranks: int) -> None:
-    """Between launch and settling the flat gradient is allocated; settling frees it, and gives the mean and who gave."""
+    """Between launch and settling the flat gradient is allocated; settling frees it, and gives the mean."""
 
     def steps(collectives: Collectives) -> None:
         module, unit = one(collectives)

@@ -110,7 +110,7 @@ class BreakingPending:
 
 
 class BreakingCollectives(ForwardingCollectives):
-    """The wait of transfer number ``nth`` (from 0) of ``op`` raises, as often as it is called; ``nth`` None: none does."""
+    """Every wait for transfer number ``nth`` (from 0) of ``op`` raises; with ``nth`` None none does."""
 
     def __init__(self, inner: Collectives, op: str) -> None:
         super().__init__(inner)

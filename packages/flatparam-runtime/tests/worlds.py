@@ -1,4 +1,4 @@
-"""Run a function on ranks, shard a module there, and look at all of it: parameters, gradients, and whether it is at rest."""
+"""Run a function on ranks, shard a module there, and look at its parameters, its gradients, and whether it rests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+
 from flatparam_comm import (
     Collectives,
     Fault,
@@ -17,8 +19,6 @@ from flatparam_comm import (
     run_threads,
 )
 from flatparam_core.testing import check_invariants
-from torch import Tensor, nn
-
 from flatparam_runtime import Phase, Unit, UnitPlan, full_views, gather_full, shard_module, units_in
 
 T = TypeVar("T")

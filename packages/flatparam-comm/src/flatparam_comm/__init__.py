@@ -27,11 +27,13 @@ from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads import run_threads
 from flatparam_comm.topology import Topology, resolve_topology
 from flatparam_core import (
+    FLAT_PARAM,
     FSDP_WRAPPED_MODULE,
     FlatLayout,
     FlatParamError,
     FlatParameter,
     FlatParamHandle,
+    Fragment,
     ParamSpec,
     Precision,
     Residency,
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "COMPLETED",
+    "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
     "REDUCIBLE",
     "ByteLedger",
@@ -64,6 +67,7 @@ __all__ = [
     "FlatParamError",
     "FlatParamHandle",
     "FlatParameter",
+    "Fragment",
     "ForwardingCollectives",
     "HookedCollectives",
     "Kill",

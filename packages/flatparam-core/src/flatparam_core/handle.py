@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_core.bindings import BoundParameter, memory_view
+from flatparam_core.bindings import BoundParameter, ParamInfo, memory_view
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import IllegalStepError
 from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
@@ -64,6 +64,8 @@ class FlatParamHandle:
     rank: int
     flat_param: FlatParameter
     """This rank's shard; lives for ever."""
+    param_infos: tuple[tuple[ParamInfo, ...], ...]
+    """For each parameter, the module attributes that hold it."""
     exposure: Exposure
     precision: Precision
     buffer: FlatBuffer
@@ -107,6 +109,7 @@ class FlatParamHandle:
             layout,
             rank,
             flat_param,
+            tuple(b.infos for b in bound),
             exposure,
             precision,
             FlatBuffer.create(layout, dtype=compute, device=device),

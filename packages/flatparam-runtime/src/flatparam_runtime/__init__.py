@@ -1,6 +1,14 @@
 """When things happen: units, hooks, passes, prefetch, accumulation. Shards a module by hooks, without a wrapper."""
 
-from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, clean_fqn, memory_view
+from flatparam_comm import (
+    FLAT_PARAM,
+    Collectives,
+    FlatParamError,
+    FlatParamHandle,
+    Fragment,
+    clean_fqn,
+    memory_view,
+)
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.clip import clip_grad_norm_
 from flatparam_runtime.events import Event, EventKind, EventLog, Instrument
@@ -14,6 +22,7 @@ from flatparam_runtime.unit import Unit
 __version__ = "0.1.0"
 
 __all__ = [
+    "FLAT_PARAM",
     "ROOT_NAME",
     "BackwardOrder",
     "Collectives",
@@ -22,6 +31,7 @@ __all__ = [
     "EventLog",
     "FlatParamError",
     "FlatParamHandle",
+    "Fragment",
     "Instrument",
     "Phase",
     "PrefetchPlan",

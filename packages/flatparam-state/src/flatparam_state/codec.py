@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from flatparam_runtime import full_views, gather_full, memory_view
+from flatparam_runtime import Fragment, full_views, gather_full, memory_view
 from flatparam_state.places import Place
 
-__all__ = ["fragments_of", "gather", "shard_of"]
+__all__ = ["fragment_of", "fragments_of", "gather", "shard_of"]
 
 
 def gather(
@@ -37,14 +37,20 @@ def _own(view: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return copy.copy_(view)
 
 
-def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-    """This rank's part of each full tensor (shape of its parameter), 1-D in memory order, as a view where possible."""
+def fragment_of(place: Place, index: int, tensor: torch.Tensor) -> tuple[Fragment, torch.Tensor]:
+    """This rank's part of a full tensor (the shape of parameter `index`): where it lies, and its elements.
+
+    The elements are 1-D in memory order, a view where the tensor has that order.
+    """
     layout = place.handle.layout
-    for fragment, tensor in zip(layout.fragments(place.handle.rank), tensors, strict=True):
-        if tensor is None:
-            yield None
-        else:
-            yield memory_view(tensor, layout.slots[fragment.index].spec)[fragment.in_param.as_slice()]
+    fragment = layout.fragment(index, place.handle.rank)
+    return fragment, memory_view(tensor, layout.slots[index].spec)[fragment.in_param.as_slice()]
+
+
+def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """This rank's part of each full tensor; see `fragment_of`."""
+    for index, tensor in enumerate(tensors):
+        yield None if tensor is None else fragment_of(place, index, tensor)[1]
 
 
 def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatparam_runtime import Phase, clean_fqn, inspecting, shown, units_in
-from flatparam_state.codec import fragments_of, gather
+from flatparam_state.codec import gather
 from flatparam_state.places import Place, places_in
 
-__all__ = ["clean_keys", "full_state_shown", "hidden", "load_full", "model_state_dict"]
+__all__ = ["clean_keys", "full_state_shown", "model_state_dict"]
 
 
 @contextlib.contextmanager
@@ -68,66 +68,3 @@ def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
     if metadata is not None:
         for key in list(metadata):
             metadata[clean_fqn(key)] = metadata.pop(key)
-
-
-@contextlib.contextmanager
-def hidden(model: nn.Module) -> Iterator[list[Place]]:
-    """Have the modules of `model` look as if they had no sharded parameters, so that `load_state_dict` passes over.
-
-    Yields the flat parameters that were hidden by this call, and not by one around it.
-    """
-    before = {unit for unit in units_in(model) if unit.phase is Phase.INSPECTING}
-    with contextlib.ExitStack() as stack:
-        for unit in units_in(model):
-            if unit not in before:
-                stack.enter_context(inspecting(unit))
-                nothing = [[None] * len(handle.layout.slots) for handle in unit.handles]
-                stack.enter_context(shown(unit, nothing))
-        yield [place for place in places_in(model) if place.unit not in before]
-
-
-def load_full(
-    places: Sequence[Place],
-    state: MutableMapping[str, Any],
-    prefix: str,
-    missing: list[str],
-    errors: list[str],
-) -> None:
-    """Take the parameters of `places` out of `state` and copy this rank's part of each to its shard.
-
-    No communication. Where anything does not fit, `errors` says so and nothing is copied.
-
-    Args:
-        state: full tensors under clean names that begin with `prefix`; what is used is removed.
-        missing: gets the names that are not in `state`; their parameters keep their values.
-    """
-    found = [(place, _take(place, state, prefix, missing, errors)) for place in places]
-    if errors:
-        return
-    for place, tensors in found:
-        layout, shard = place.handle.layout, place.handle.flat_param.detach()
-        for fragment, part in zip(
-            layout.fragments(place.handle.rank), fragments_of(place, tensors), strict=True
-        ):
-            if part is not None:
-                shard[fragment.in_shard.as_slice()].copy_(part)
-
-
-def _take(
-    place: Place, state: MutableMapping[str, Any], prefix: str, missing: list[str], errors: list[str]
-) -> list[torch.Tensor | None]:
-    tensors: list[torch.Tensor | None] = []
-    for names, slot in zip(place.all_fqns, place.handle.layout.slots, strict=True):
-        entries = [state.pop(prefix + name) for name in names if prefix + name in state]
-        if not entries:
-            missing.extend(prefix + name for name in names)
-        value = entries[0] if entries else None
-        if value is not None and not isinstance(value, torch.Tensor):
-            errors.append(f"parameter {prefix + names[0]!r}: expected a tensor, found {type(value).__name__}")
-        elif value is not None and tuple(value.shape) != slot.spec.shape:
-            errors.append(
-                f"parameter {prefix + names[0]!r}: expected shape {slot.spec.shape}, "
-                f"found {tuple(value.shape)} in the state dict"
-            )
-        tensors.append(value)
-    return tensors

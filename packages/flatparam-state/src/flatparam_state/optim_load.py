@@ -17,6 +17,9 @@ __all__ = ["load_optimizer_state"]
 
 State = Mapping[str, Mapping[str, Any]]
 
+_NAMES = frozenset({"params", "param_names"})
+"""The entries of a group that name its parameters; the others are settings."""
+
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 """The 0-d states of torch's optimizers that are not shaped like the parameter."""
 
@@ -45,8 +48,8 @@ def load_optimizer_state(
             if values:
                 state[index] = values
         names = [fqn for item in found for fqn in item.fqns]
-        settings = _settings(names, saved_groups) if names else group
-        groups.append({**settings, "params": numbers})
+        settings = _settings(names, saved_groups) if names else {}
+        groups.append({**group, **settings, "params": numbers})
     return {"state": state, "param_groups": groups}
 
 
@@ -157,10 +160,10 @@ def _settings(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict
                 "another model, or the "
                 "optimizer then did not hold this parameter"
             )
-    first = {key: value for key, value in home[names[0]].items() if key != "params"}
+    first = {key: value for key, value in home[names[0]].items() if key not in _NAMES}
     for name in names[1:]:
         other = home[name]
-        for key in first.keys() | (other.keys() - {"params"}):
+        for key in first.keys() | (other.keys() - _NAMES):
             if not _equal(first.get(key), other.get(key)):
                 raise FlatParamError(
                     f"the saved optimizer state has {key}={first.get(key)!r} for {names[0]!r} and "

@@ -57,9 +57,15 @@ def optimizer_state_dict(
     return {
         "state": {fqn: state[fqn] for fqn in names if fqn in state},
         "param_groups": [
-            {**group, "params": [fqn for item in found for fqn in item.fqns]} for group, found in groups
+            {**group, **_names(group, [fqn for item in found for fqn in item.fqns])}
+            for group, found in groups
         ],
     }
+
+
+def _names(group: Mapping[str, object], fqns: list[str]) -> dict[str, list[str]]:
+    """The group's names, also where the optimizer was made from named parameters."""
+    return {key: list(fqns) for key in ("params", "param_names") if key in group}
 
 
 def copy_value(value: Any, device: torch.device | None) -> Any:

@@ -12,6 +12,6 @@ class NotYetSupportedError(FlatParamError, ValueError):
 
     def __init__(self, what: str, instead: str) -> None:
         """Say what was asked for, and what to do instead."""
-        super().__init__(f"{what} is not supported by this version of flatparam; {instead}")
+        super().__init__(f"{what} is not supported by this version of flatparam: {instead}")
         self.what = what
         self.instead = instead

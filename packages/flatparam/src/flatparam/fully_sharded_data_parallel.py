@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
-from flatparam import placement, resolve, state_dicts
+from flatparam import placement, state_dicts
 from flatparam.api import BackwardPrefetch, ShardingStrategy, StateDictSettings
 from flatparam.errors import NotYetSupportedError
-from flatparam.wrap import apply_policy
+from flatparam.resolve import Ignored, Resolved, resolve
+from flatparam.wrap import chosen_by, wrap_chosen
 from flatparam_comm import ProcessGroupCollectives
-from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, FlatParameter, FlatParamHandle, clean_fqn
 from flatparam_runtime import (
     Phase,
     clip_grad_norm_,
@@ -23,10 +25,24 @@ from flatparam_runtime import (
     shard_module,
     summon_full_params,
     tree_of,
+    units_in,
 )
 from flatparam_state import load_optimizer_state, optimizer_state_dict
 
 __all__ = ["FullyShardedDataParallel"]
+
+_NOT_YET: Final = frozenset(
+    {
+        "flatten_sharded_optim_state_dict",
+        "full_optim_state_dict",
+        "register_comm_hook",
+        "rekey_optim_state_dict",
+        "scatter_full_optim_state_dict",
+        "shard_full_optim_state_dict",
+        "sharded_optim_state_dict",
+    }
+)
+"""Methods of FSDP1's that this version has not."""
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -79,53 +95,52 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         """See the class."""
         super().__init__()
-        resolve.check_unsupported(cpu_offload, mixed_precision, param_init_fn)
-        self.sharding_strategy = resolve.resolve_strategy(sharding_strategy)
-        plan = resolve.resolve_plan(
-            process_group=process_group,
-            device_mesh=device_mesh,
-            strategy=self.sharding_strategy,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            use_orig_params=use_orig_params,
-        )
-        ignored = resolve.resolve_ignored(module, ignored_modules, ignored_states)
-        if auto_wrap_policy is not None:
-            _refuse_nested(module)
-            arguments: dict[str, Any] = {
-                "process_group": plan.topology,
-                "sharding_strategy": sharding_strategy,
-                "backward_prefetch": backward_prefetch,
-                "ignored_states": ignored.parameters,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "use_orig_params": use_orig_params,
-            }
-            apply_policy(
-                module,
-                auto_wrap_policy,
-                type(self),
-                ignored_modules=ignored.modules,
-                ignored_parameters=ignored.parameters,
-                kwargs=arguments,
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"a {type(module).__name__} has no forward pass, so nothing gathers the parameters of "
+                "this unit; wrap the "
+                "modules inside it, or the module around it",
+                stacklevel=2,
             )
-        device = placement.resolve_device(device_id, module, ignored)
-        placement.move(module, device, ignored)
-        if sync_module_states:
-            placement.synchronise(module, plan.topology.shard, ignored)
+        arguments: dict[str, Any] = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": ignored_modules,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": ignored_states,
+            "device_mesh": device_mesh,
+        }
+        resolved = resolve(module, **arguments)
+        placement.refuse_meta(module, resolved.ignored)
+        if auto_wrap_policy is not None:
+            # Those below share what was resolved here: the group, and what is ignored with all below it.
+            arguments |= {"process_group": resolved.plan.topology, "device_mesh": None}
+            arguments |= {"ignored_states": resolved.ignored, "ignored_modules": None}
+            _wrap_below(type(self), module, auto_wrap_policy, resolved, arguments)
+        placement.move(module, resolved.device, resolved.ignored)
+        if resolved.sync_module_states:
+            placement.synchronise(module, resolved.plan.topology.shard, resolved.ignored)
+        self.sharding_strategy = resolved.strategy
         self._unit = shard_module(
             module,
-            plan,
-            ignored_modules=ignored.modules,
-            ignored_parameters=ignored.parameters,
-            device=device,
+            resolved.plan,
+            ignored_modules=resolved.ignored.modules,
+            ignored_parameters=resolved.ignored.parameters,
+            device=resolved.device,
         )
         self._settings = state_dicts.default_settings()
         self._modules[FSDP_WRAPPED_MODULE] = module
-        self._loading = state_dicts.Loading()
-        self.register_load_state_dict_pre_hook(self._loading.before)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(self._loading.after)  # type: ignore[no-untyped-call]
+        loading = state_dicts.Loading()
+        self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]
 
     # The wrapped module
 
@@ -146,6 +161,10 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in _NOT_YET:
+                raise AttributeError(
+                    f"FullyShardedDataParallel.{name} is not supported by this version of flatparam"
+                ) from None
             inner = self.__dict__.get("_modules", {}).get(FSDP_WRAPPED_MODULE)
             if inner is None or not hasattr(inner, name):
                 raise
@@ -265,6 +284,8 @@ class FullyShardedDataParallel(nn.Module):
             offload_to_cpu=offload_to_cpu or None,
             with_grads=with_grads or None,
         )
+        if isinstance(module, FullyShardedDataParallel):
+            module = module._modules[FSDP_WRAPPED_MODULE] or module  # which is the unit
         with summon_full_params(module, recurse=recurse, writeback=writeback):
             yield
 
@@ -286,7 +307,7 @@ class FullyShardedDataParallel(nn.Module):
             yield (clean_fqn(name) if clean else name), value
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for handle in self._unit.handles:
+        for handle in (handle for unit in units_in(self) for handle in unit.handles):
             shard = handle.flat_param.detach()
             changed = fn(shard)
             if (changed.dtype, changed.device) != (shard.dtype, shard.device):
@@ -346,12 +367,9 @@ class FullyShardedDataParallel(nn.Module):
             for wrapper, settings in zip(wrappers, before, strict=True):
                 wrapper._settings = settings
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a full state dict, which every rank passes and of which each copies its own part."""
-        try:
-            return super().load_state_dict(*args, **kwargs)
-        finally:
-            self._loading.close()
+        return super().load_state_dict(state_dicts.with_inner_versions(self, state_dict), *args, **kwargs)
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -404,9 +422,51 @@ def _refuse(**arguments: object) -> None:
             raise NotYetSupportedError(f"{name}={value!r}", "leave it out")
 
 
-def _refuse_nested(module: nn.Module) -> None:
+def _wrap_below(
+    wrapper: type[FullyShardedDataParallel],
+    module: nn.Module,
+    policy: Any,
+    resolved: Resolved,
+    arguments: dict[str, Any],
+) -> None:
+    """Wrap what `policy` chooses inside `module`; everything is checked before anything is wrapped."""
     for name, child in module.named_modules():
         if isinstance(child, FullyShardedDataParallel):
             raise ValueError(
                 f"auto_wrap_policy: {name or 'the module'!r} is wrapped already; wrap by hand or by a policy, not both"
             )
+    ignored = resolved.ignored
+    targets = chosen_by(
+        policy,
+        module,
+        ignored_modules=ignored.modules,
+        ignored_parameters=ignored.parameters,
+        kwargs=arguments,
+    )
+    for child, kwargs in targets.items():
+        resolve(child, **kwargs)
+    _refuse_ties(module, set(targets), ignored)
+    wrap_chosen(module, targets, wrapper)
+
+
+def _refuse_ties(root: nn.Module, targets: set[nn.Module], ignored: Ignored) -> None:
+    """Check that each parameter is reached from one future unit only."""
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    stack = [("", root, root)]
+    while stack:
+        prefix, module, above = stack.pop()
+        owner = module if module in targets else above
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            other, first = owners.setdefault(id(parameter), (owner, prefix + name))
+            if other is not owner:
+                raise FlatParamError(
+                    f"parameter {prefix + name!r} is the same as {first!r}, which another unit would "
+                    "hold; make one unit of "
+                    "a module that contains both, or ignore one"
+                )
+        children = [
+            (f"{prefix}{name}.", child, owner) for name, child in module._modules.items() if child is not None
+        ]
+        stack.extend(reversed(children))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,34 +12,20 @@ from flatparam.resolve import Ignored
 from flatparam_comm import Collectives, broadcast_tensors
 from flatparam_runtime import unit_of
 
-__all__ = ["move", "resolve_device", "synchronise"]
+__all__ = ["move", "refuse_meta", "synchronise"]
 
 
-def resolve_device(device_id: Any, module: nn.Module, ignored: Ignored) -> torch.device | None:
-    """The device that the unit's parameters are to live on; `None` leaves them where they are.
+def refuse_meta(module: nn.Module, ignored: Ignored) -> None:
+    """Check that everything in `module` that is not ignored has values.
 
     Raises:
-        ValueError: where `device_id` is no device, or the module is on the meta device.
+        NotYetSupportedError: naming what is on the meta device.
     """
-    for tensor in own_tensors(module, ignored):
-        if tensor.is_meta:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta and tensor not in ignored:
             raise NotYetSupportedError(
-                f"a {type(module).__name__} on the meta device",
-                "give its tensors a real device and values first",
+                f"a module with {name!r} on the meta device", "give it a real device and values first"
             )
-    if device_id is None:
-        return None
-    if not isinstance(device_id, (int, str, torch.device)):
-        raise ValueError(f"device_id: expected an int, a string or a torch.device, found {device_id!r}")
-    device = torch.device(device_id)
-    if device.type == "cpu":
-        return torch.device("cpu")  # the CPU has no index that means anything
-    if device.index is None:
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-        warnings.warn(
-            f"device_id={device_id!r} has no index: using the current device, {device}", stacklevel=3
-        )
-    return device
 
 
 def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:

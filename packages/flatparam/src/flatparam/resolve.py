@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 from typing_extensions import final
 
@@ -14,9 +15,9 @@ from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from flatparam.compat import as_config, as_enum
 from flatparam.errors import NotYetSupportedError
 from flatparam_comm import Topology, resolve_topology
-from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan
+from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan, unit_of
 
-__all__ = ["Ignored", "check_unsupported", "resolve_ignored", "resolve_plan", "resolve_strategy"]
+__all__ = ["Ignored", "Resolved", "resolve"]
 
 _FREES_EARLY = {ShardingStrategy.FULL_SHARD: True, ShardingStrategy.SHARD_GRAD_OP: False}
 
@@ -117,6 +118,77 @@ class Ignored:
         return id(parameter) in self.parameter_ids
 
 
+@final
+@attrs.frozen(eq=False)
+class Resolved:
+    """What the constructor's arguments come down to for one module."""
+
+    strategy: ShardingStrategy
+    plan: UnitPlan
+    ignored: Ignored
+    device: torch.device | None
+    sync_module_states: bool
+
+
+def resolve(
+    module: nn.Module,
+    process_group: Any = None,
+    sharding_strategy: Any = None,
+    cpu_offload: Any = None,
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+    mixed_precision: Any = None,
+    ignored_modules: Any = None,
+    param_init_fn: Any = None,
+    device_id: Any = None,
+    sync_module_states: bool = False,
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+    use_orig_params: bool = False,
+    ignored_states: Any = None,
+    device_mesh: Any = None,
+) -> Resolved:
+    """Resolve the wrapper's arguments for `module`; nothing is changed, so a refusal leaves everything as it was.
+
+    Raises:
+        NotYetSupportedError, ValueError, TypeError: naming the argument.
+    """
+    check_unsupported(cpu_offload, mixed_precision, param_init_fn)
+    strategy = resolve_strategy(sharding_strategy)
+    plan = resolve_plan(
+        process_group=process_group,
+        device_mesh=device_mesh,
+        strategy=strategy,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+        use_orig_params=use_orig_params,
+    )
+    ignored = resolve_ignored(module, ignored_modules, ignored_states)
+    return Resolved(strategy, plan, ignored, resolve_device(device_id), sync_module_states)
+
+
+def resolve_device(device_id: Any) -> torch.device | None:
+    """The device that the unit's parameters are to live on; `None` leaves them where they are.
+
+    Raises:
+        ValueError: where `device_id` is no device.
+    """
+    if device_id is None:
+        return None
+    if not isinstance(device_id, (int, str, torch.device)):
+        raise ValueError(f"device_id: expected an int, a string or a torch.device, found {device_id!r}")
+    if isinstance(device_id, int) and not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device = torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu")  # the CPU has no index that means anything
+    if device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+        warnings.warn(
+            f"device_id={device_id!r} has no index: using the current device, {device}", stacklevel=4
+        )
+    return device
+
+
 def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
     """What the two arguments ask for, of which at most one may be given.
 
@@ -126,6 +198,8 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states exclude each other: pass one of them")
+    if isinstance(ignored_states, Ignored):
+        return ignored_states  # what a wrapper passes on to those that its policy makes
     name = "ignored_modules" if ignored_states is None else "ignored_states"
     items = list(_iterable(name, ignored_modules if ignored_states is None else ignored_states))
     if items and all(isinstance(item, nn.Parameter) for item in items) and name == "ignored_states":
@@ -135,6 +209,10 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
     for item in items:
         if not isinstance(item, nn.Module):
             raise TypeError(f"{name}: expected an iterable of modules, found {type(item).__name__} in it")
+        if any(unit_of(child) is not None for child in item.modules()):
+            raise ValueError(
+                f"{name} should not include wrapped modules: {type(item).__name__} is, or has one inside"
+            )
         if item is module:
             warnings.warn(f"{name} holds the module that is wrapped: none of it is sharded", stacklevel=4)
     return _ignored(items, ())

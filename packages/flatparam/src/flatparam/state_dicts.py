@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -21,7 +23,8 @@ from flatparam.api import (
 from flatparam.compat import as_config, as_enum
 from flatparam.errors import NotYetSupportedError
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_state import clean_keys, full_state_shown, hidden, load_full
+from flatparam_runtime import unit_of
+from flatparam_state import FullLoad, clean_keys, full_state_shown, places_in
 
 __all__ = ["Loading", "default_settings", "resolve_settings", "saving"]
 
@@ -80,19 +83,22 @@ def saving(
                 state[key] = state[key].cpu()
 
 
+_LOCAL = threading.local()
+
+
 @final
 @attrs.define(eq=False)
 class Loading:
-    """The hooks around torch's loading of one wrapper: what is sharded is taken out; later, names are cleaned."""
+    """The hooks around torch's loading of one wrapper.
 
-    _open: contextlib.ExitStack | None = None
-    """What shows the sharded form again; it stays open only where an exception ended the loading."""
+    Each wrapper takes the entries of its own unit. The outermost one of a loading copies for all of them at its end,
+    and only where everything fits.
+    """
 
-    def close(self) -> None:
-        """Show the sharded form again."""
-        stack, self._open = self._open, None
-        if stack is not None:
-            stack.close()
+    _current: FullLoad | None = None
+    _errors: list[str] | None = None
+    """The list in which torch collects the errors of one loading: the same for every module in it."""
+    _inside: list[FullLoad] = attrs.field(factory=list)
 
     def before(
         self,
@@ -105,21 +111,54 @@ class Loading:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Load the sharded parameters from `state` and leave the rest to torch, under the names that it expects."""
-        self.close()
-        stack = contextlib.ExitStack()
-        places = stack.enter_context(hidden(wrapper))
-        self._open = stack
-        absent: list[str] = []
-        load_full(places, state, prefix, absent, errors)
-        if strict:
-            missing.extend(absent)
-        inner = f"{prefix}{FSDP_WRAPPED_MODULE}."
-        for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
-            state[inner + key[len(prefix) :]] = state.pop(key)
+        """Watch for the unit's parameters, and give the entries the names that torch expects inside the wrapper."""
+        if self._current is not None:
+            self._current.close()  # an exception ended the loading before
+        outermost: Loading | None = getattr(_LOCAL, "outermost", None)
+        if outermost is None or outermost._errors is not errors:
+            outermost = _LOCAL.outermost = self
+            self._inside.clear()
+        inner = wrapper._modules[FSDP_WRAPPED_MODULE]
+        assert inner is not None, "the wrapper always has its module"
+        self._current = FullLoad.begin(place for place in places_in(inner) if place.unit is unit_of(inner))
+        self._errors = errors
+        outermost._inside.append(self._current)
+        below = f"{prefix}{FSDP_WRAPPED_MODULE}."
+        for key in [key for key in state if key.startswith(prefix) and not key.startswith(below)]:
+            state[below + key[len(prefix) :]] = state.pop(key)
 
     def after(self, wrapper: nn.Module, incompatible: Any) -> None:
-        """Show the sharded form again; the names in torch's report become the user's."""
-        self.close()
-        for names in (incompatible.missing_keys, incompatible.unexpected_keys):
-            names[:] = [clean_fqn(name) for name in names]
+        """Copy to the shards; the names in torch's report become the user's."""
+        current, self._current = self._current, None
+        if current is None or self._errors is None:
+            return
+        current.stop()  # the wrapper may be reached by another path too
+        missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
+        missing[:] = map(clean_fqn, current.really_missing(missing))
+        unexpected[:] = map(clean_fqn, unexpected)
+        self._errors[:] = [error.replace(f"{FSDP_WRAPPED_MODULE}.", "") for error in self._errors]
+        if getattr(_LOCAL, "outermost", None) is self:
+            if not any(loading.refused for loading in self._inside):
+                for loading in self._inside:
+                    loading.commit()
+            for loading in self._inside:
+                loading.close()
+            self._inside.clear()
+            _LOCAL.outermost = None
+
+
+def with_inner_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A copy of `state` that tells the modules inside `wrapper` their saved versions.
+
+    Torch looks a module's version up under the module's name, which inside the wrapper is another than in the state.
+    """
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None:
+        return state
+    copied: Any = OrderedDict(state)
+    copied._metadata = OrderedDict(metadata)
+    for name, _ in wrapper.named_modules(remove_duplicate=False):
+        if clean_fqn(name) in metadata:
+            copied._metadata[name] = metadata[clean_fqn(name)]
+    result: Mapping[str, Any] = copied
+    return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -80,7 +79,7 @@ class CustomPolicy(_Policy):
                     f"the function of a CustomPolicy returns a bool or a dict of arguments, found {answer!r} "
                     f"for {type(module).__name__}"
                 )
-            if answer is not False:
+            if answer:
                 targets[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return targets
 
@@ -145,31 +144,46 @@ vars(size_based_auto_wrap_policy).update(
 )
 
 
-def apply_policy(
-    root: nn.Module,
+def chosen_by(
     policy: _Policy | WrapFunction,
-    wrapper: Callable[..., nn.Module],
+    root: nn.Module,
     *,
     ignored_modules: Collection[nn.Module],
     ignored_parameters: Collection[nn.Parameter],
     kwargs: dict[str, Any],
-) -> None:
-    """Replace the submodules of `root` that `policy` chooses by `wrapper(submodule, **kwargs)`, innermost first.
-
-    A module that is reached by several paths is wrapped once and replaced on all of them. `root` itself stays.
+) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules of `root` that `policy` chooses, each with the wrapper's arguments; `root` itself is not one.
 
     Raises:
         ValueError: for a policy that is neither a policy object nor callable.
     """
     run = getattr(policy, "_run_policy", None)
     if run is not None:
-        targets = run(root, ignored_modules, kwargs)
+        targets: dict[nn.Module, dict[str, Any]] = run(root, ignored_modules, kwargs)
     elif callable(policy):
-        targets = dict.fromkeys(_chosen(root, policy, ignored_modules, ignored_parameters), kwargs)
+        targets = {
+            module: _with_own(module, kwargs)
+            for module in _chosen(root, policy, ignored_modules, ignored_parameters)
+        }
     else:
         raise ValueError(f"auto_wrap_policy: expected a policy object or a function, found {policy!r}")
     targets.pop(root, None)
+    return targets
+
+
+def wrap_chosen(
+    root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrapper: Callable[..., nn.Module]
+) -> None:
+    """Replace the chosen submodules of `root` by `wrapper(submodule, **kwargs)`, innermost first.
+
+    A module that is reached by several paths is wrapped once and replaced on all of them.
+    """
     _replace(root, targets, wrapper, {})
+
+
+def _with_own(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with what the module itself asks for in `_wrap_overrides`."""
+    return {**kwargs, **getattr(module, "_wrap_overrides", {})}
 
 
 def _replace(
@@ -220,16 +234,22 @@ _CONTEXT = threading.local()
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have `wrap` wrap with `wrapper_cls` and these arguments inside the context."""
-    before = getattr(_CONTEXT, "wrapper", None)
-    _CONTEXT.wrapper = functools.partial(wrapper_cls, **wrapper_kwargs)
+    """Have `wrap` use `wrapper_cls` and these arguments inside the context; an inner context adds to the outer's."""
+    before: tuple[Callable[..., nn.Module], dict[str, Any]] | None = getattr(_CONTEXT, "wrapping", None)
+    _CONTEXT.wrapping = (wrapper_cls, {**(before[1] if before else {}), **wrapper_kwargs})
     try:
         yield
     finally:
-        _CONTEXT.wrapper = before
+        _CONTEXT.wrapping = before
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap `module` inside `enable_wrap`, with some arguments changed; outside return it as it is."""
-    wrapper = getattr(_CONTEXT, "wrapper", None)
-    return module if wrapper is None else wrapper(module, **wrap_overrides)
+    """Wrap `module` inside `enable_wrap`, with some arguments changed; outside return it as it is.
+
+    The module's own `_wrap_overrides`, a dict, win over both.
+    """
+    wrapping: tuple[Callable[..., nn.Module], dict[str, Any]] | None = getattr(_CONTEXT, "wrapping", None)
+    if wrapping is None:
+        return module
+    wrapper, kwargs = wrapping
+    return wrapper(module, **_with_own(module, {**kwargs, **wrap_overrides}))

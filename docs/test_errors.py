@@ -1,0 +1,283 @@
+"""The page of errors says what really happens: each row is provoked, and compared with the page word for word.
+
+After a message was changed on purpose, `python docs/test_errors.py` writes the page's tables anew.
+"""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardedStateDictConfig, ShardingStrategy, StateDictType
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
+from flatparam_comm import (
+    ByteLedger,
+    Collectives,
+    Fault,
+    Kill,
+    RankError,
+    SingleCollectives,
+    Topology,
+    run_threads,
+)
+from flatparam_runtime import UnitPlan, shard_module
+
+PAGE = Path(__file__).resolve().parent / "errors.md"
+ROW = re.compile(r"^\| (?P<what>.+?) \| `(?P<kind>\w+)` \| (?P<says>.+) \|$", re.MULTILINE)
+ALONE = SingleCollectives()
+
+Provoke = Callable[[], object]
+
+
+def wrapped(module: nn.Module | None = None, **arguments: Any) -> FSDP:
+    return FSDP(nn.Linear(2, 2) if module is None else module, process_group=ALONE, **arguments)
+
+
+def trained() -> tuple[FSDP, torch.optim.Optimizer]:
+    model = wrapped()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+# Setting up
+
+
+def sharded_twice() -> None:
+    module = nn.Linear(2, 2)
+    for _ in range(2):
+        shard_module(module, UnitPlan(Topology(ALONE)))
+
+
+def tied_across_units() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    module[0] = wrapped(module[0])
+    wrapped(module)
+
+
+def mixed_ignored_states() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped(module, ignored_states=[module[0], module[1].weight])
+
+
+def replaced() -> None:
+    model = wrapped(use_orig_params=True)
+    model.module.weight = nn.Parameter(torch.zeros(2, 2))
+    with warnings.catch_warnings():  # torch says that it raises one error and not two
+        warnings.simplefilter("ignore")
+        model(torch.ones(1, 2))
+
+
+# Training
+
+
+class SavesInForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.state_dict_of_all()
+        return super().forward(input)
+
+
+def saved_in_forward() -> None:
+    module = SavesInForward(2, 2)
+    model = wrapped(module)
+    module.state_dict_of_all = model.state_dict
+    model(torch.ones(1, 2))
+
+
+def summoned_twice() -> None:
+    model = wrapped()
+    with FSDP.summon_full_params(model), FSDP.summon_full_params(model):
+        pass
+
+
+def called_while_summoned() -> None:
+    model = wrapped()
+    with FSDP.summon_full_params(model):
+        model(torch.ones(1, 2))
+
+
+def stepped_too_early() -> None:
+    model, optimizer = trained()
+    loss = model(torch.ones(1, 2)).sum()
+    optimizer.step()
+    loss.backward()
+
+
+# State
+
+
+def loaded(**changes: torch.Tensor | None) -> None:
+    model = wrapped()
+    state = {**model.state_dict(), **changes}
+    model.load_state_dict({name: tensor for name, tensor in state.items() if tensor is not None})
+
+
+def optimizer_of_another_model() -> None:
+    FSDP.optim_state_dict(wrapped(), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+def optimizer_state_of_another_shape() -> None:
+    model, optimizer = trained()
+    state = FSDP.optim_state_dict(model, optimizer)
+    state["state"]["weight"]["exp_avg"] = torch.zeros(3)
+    FSDP.optim_state_dict_to_load(model, optimizer, state)
+
+
+def optimizer_group_of_another_model() -> None:
+    model, optimizer = trained()
+    state = FSDP.optim_state_dict(model, optimizer)
+    state["param_groups"][0]["params"] = ["head.weight"]
+    FSDP.optim_state_dict_to_load(model, optimizer, state)
+
+
+# Several ranks
+
+
+def on_two_ranks(program: Callable[[Collectives], object], **options: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        run_threads(2, program, **options)
+    assert caught.value.__cause__ is not None
+    raise caught.value.__cause__ from None
+
+
+def only_rank_0_saves(world: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2))
+    if world.rank == 0:
+        model.state_dict()
+
+
+def different_calls(world: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2))
+    if world.rank == 0:
+        model.clip_grad_norm_(1.0)
+    else:
+        model.state_dict()
+
+
+def different_models(world: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2 + 2 * world.rank))
+    model(torch.ones(1, 2))
+
+
+def wrong_size(world: Collectives) -> None:
+    world.all_gather(torch.ones(3), torch.ones(2), label="mine")
+
+
+CASES: Final[dict[str, dict[str, Provoke]]] = {
+    "Setting up": {
+        "wrapped without a group of ranks": lambda: FSDP(nn.Linear(2, 2)),
+        "passed something else as a group": lambda: FSDP(nn.Linear(2, 2), process_group="gloo"),
+        "passed a group and a mesh": lambda: wrapped(device_mesh=ALONE),
+        "named a strategy by a string": lambda: wrapped(sharding_strategy="FULL_SHARD"),
+        "asked for a strategy that is not there yet": lambda: wrapped(
+            sharding_strategy=ShardingStrategy.NO_SHARD
+        ),
+        "passed `True` as `backward_prefetch`": lambda: wrapped(backward_prefetch=True),
+        "passed `True` as `cpu_offload`": lambda: wrapped(cpu_offload=True),
+        "passed a list as `device_id`": lambda: wrapped(device_id=[0]),
+        "ignored both modules and states": lambda: wrapped(ignored_modules=[], ignored_states=[]),
+        "ignored something that is no module": lambda: wrapped(ignored_modules=["head"]),
+        "ignored a mix of modules and parameters": mixed_ignored_states,
+        "passed something else as a policy": lambda: wrapped(auto_wrap_policy="blocks"),
+        "returned something else from a `CustomPolicy`": lambda: wrapped(
+            nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=CustomPolicy(lambda module: "yes")
+        ),
+        "used a policy on a model with wrappers in it": lambda: wrapped(
+            nn.Sequential(wrapped()), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+        ),
+        "sharded a module twice": sharded_twice,
+        "tied a parameter across two units": tied_across_units,
+        "cast the model after wrapping": lambda: wrapped().half(),
+        "replaced a parameter after wrapping": replaced,
+    },
+    "Training": {
+        "called `state_dict()` inside a forward pass": saved_in_forward,
+        "nested `summon_full_params`": summoned_twice,
+        "called the model inside `summon_full_params`": called_while_summoned,
+        "stepped the optimizer between forward and backward": stepped_too_early,
+        "dropped the model before its backward pass": lambda: wrapped()(torch.ones(1, 2)).sum().backward(),
+        "copied a wrapped model": lambda: copy.deepcopy(wrapped()),
+    },
+    "State": {
+        "asked for a form that is not there yet": lambda: FSDP.set_state_dict_type(
+            wrapped(), StateDictType.SHARDED_STATE_DICT
+        ),
+        "passed another form's configuration": lambda: FSDP.set_state_dict_type(
+            wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
+        ),
+        "loaded a tensor of another shape": partial(loaded, bias=torch.zeros(3)),
+        "loaded a state with a name missing": partial(loaded, bias=None),
+        "loaded a state with a name too many": partial(loaded, scale=torch.zeros(2)),
+        "passed another model's optimizer (or one made before wrapping)": optimizer_of_another_model,
+        "loaded optimizer state of another shape": optimizer_state_of_another_shape,
+        "loaded optimizer state of other parameter groups": optimizer_group_of_another_model,
+    },
+    "Several ranks": {
+        "called a collective on one rank only": partial(on_two_ranks, only_rank_0_saves),
+        "called different things on different ranks": partial(on_two_ranks, different_calls),
+        "made different models on different ranks": partial(on_two_ranks, different_models),
+        "passed tensors that do not fit to a collective": partial(on_two_ranks, wrong_size),
+        "asked for a world of no ranks": lambda: run_threads(0, print),
+        "killed a rank that is a thread": lambda: run_threads(2, print, faults=[Fault(action=Kill())]),
+        "asked a ledger for transfers that it did not keep": lambda: ByteLedger().transfers,
+    },
+}
+
+
+def row_of(what: str, provoke: Provoke) -> str:
+    """Return the row of the page for what is raised; line breaks in a message become spaces."""
+    try:
+        provoke()
+    except Exception as error:
+        says = " ".join(str(error).split()).replace("|", r"\|").replace("<", "&lt;")
+        return f"| {what} | `{type(error).__name__}` | {says} |"
+    raise AssertionError(f"nothing was raised where somebody {what}")
+
+
+def rows() -> Iterator[tuple[str, str, Provoke]]:
+    return ((title, what, provoke) for title, cases in CASES.items() for what, provoke in cases.items())
+
+
+def parts_of_page() -> tuple[str, str]:
+    """Return what comes before the first table that is compared, and the rest."""
+    text = PAGE.read_text(encoding="utf-8")
+    start = text.index(f"## {next(iter(CASES))}\n")
+    return text[:start], text[start:]
+
+
+def tables() -> str:
+    """Return all tables as the page must have them."""
+    head = "| you | error | it says |\n| --- | --- | --- |\n"
+    return "\n".join(
+        f"## {title}\n\n{head}" + "".join(f"{row_of(*case)}\n" for case in cases.items())
+        for title, cases in CASES.items()
+    )
+
+
+@pytest.mark.parametrize(("what", "provoke"), [(what, provoke) for _, what, provoke in rows()])
+def test_row_says_what_happens(what: str, provoke: Provoke) -> None:
+    """The page has the error's class and message, word for word."""
+    row = row_of(what, provoke)
+    there = row in PAGE.read_text(encoding="utf-8").splitlines()
+    assert there, f"docs/errors.md has not this row (`python docs/test_errors.py` writes them):\n{row}"
+
+
+def test_page_has_no_other_rows() -> None:
+    """What is on the page is provoked here, in the order of the page."""
+    _, tables = parts_of_page()
+    found = [match["what"] for match in ROW.finditer(tables)]
+    assert found == [what for _, what, _ in rows()]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(parts_of_page()[0] + tables(), encoding="utf-8")

@@ -1,0 +1,63 @@
+"""The reference has every public name once, on the page of its package, and nothing else."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+PAGES = Path(__file__).resolve().parent / "reference"
+PACKAGES = ["flatparam", "flatparam_core", "flatparam_comm", "flatparam_runtime", "flatparam_state"]
+PUBLIC_MODULES = {
+    "flatparam": ["flatparam.wrap"],
+    "flatparam_core": ["flatparam_core.testing"],
+    "flatparam_comm": ["flatparam_comm.testing"],
+}
+DOCUMENTED = re.compile(r"^::: (?P<name>[\w.]+)$", re.MULTILINE)
+REEXPORTED = re.compile(
+    r"^\* \[`(?P<name>[\w.]+)`\]\((?P<page>[\w-]+\.md)#(?P<target>[\w.]+)\)$", re.MULTILINE
+)
+
+
+def page_of(package: str) -> str:
+    """Return the text of the package's page."""
+    return (PAGES / f"{package.replace('_', '-')}.md").read_text(encoding="utf-8")
+
+
+def documented(package: str) -> list[str]:
+    """Return the dotted names that the page documents itself."""
+    return DOCUMENTED.findall(page_of(package))
+
+
+def resolve(dotted: str) -> object:
+    """Return the object that a dotted name of a page stands for."""
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_page_has_every_public_name_and_no_other(package: str) -> None:
+    """A page's names are those of `__all__`; a re-exported name is a link to where it is documented."""
+    links = [match["name"] for match in REEXPORTED.finditer(page_of(package))]
+    public = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
+    below = tuple(f"{module}." for module in PUBLIC_MODULES.get(package, []))
+    found = [name for name in documented(package) if not name.startswith(below)] + links
+    assert sorted(found) == sorted(public)
+
+
+@pytest.mark.parametrize("module", [module for modules in PUBLIC_MODULES.values() for module in modules])
+def test_page_has_the_names_of_a_public_module(module: str) -> None:
+    """What a public module of a package adds to the package is on its page; what it repeats need not be."""
+    package = module.partition(".")[0]
+    repeated = set(importlib.import_module(package).__all__)
+    public = {f"{module}.{name}" for name in importlib.import_module(module).__all__ if name not in repeated}
+    assert {name for name in documented(package) if name.startswith(f"{module}.")} == public
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_reexports_point_to_the_same_object(package: str) -> None:
+    """A re-exported name links to the page that documents that very object."""
+    for match in REEXPORTED.finditer(page_of(package)):
+        home = match["page"].removesuffix(".md").replace("-", "_")
+        assert match["target"] in documented(home), match["name"]
+        assert resolve(match["name"]) is resolve(match["target"])

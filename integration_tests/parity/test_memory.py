@@ -1,0 +1,281 @@
+"""How much memory full parameters and unsharded gradients take: exactly what a formula says.
+
+``F[k]`` are the bytes of unit ``k``'s full parameters, padding included, ``G[k]`` those of its unsharded gradients; unit 0
+is the root. The units differ in size, so that a formula with the wrong unit in it gives another number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam import FullyShardedDataParallel
+from flatparam_comm import Collectives, SilentCollectives, run_threads
+from flatparam_runtime import units_in
+from integration_tests.parity import models
+from integration_tests.parity.meter import Meter, held
+from integration_tests.parity.schedules import Passes, accumulate, one_step
+from integration_tests.parity.sharded import Setting, optimizer_of, wrap
+from integration_tests.parity.zoo import Case, named, seeded, squares
+
+HIDDEN = (3, 9, 2, 8, 5)
+
+
+def uneven_chain() -> nn.Module:
+    """A layer of the root, blocks of different sizes, and another layer of the root."""
+    blocks = [models.Block(6, hidden) for hidden in HIDDEN]
+    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 2))
+
+
+CHAIN = Case(
+    "uneven chain", seeded(uneven_chain), squares(3, 4), tuple(str(k + 1) for k in range(len(HIDDEN)))
+)
+
+
+def full_nbytes(world_size: int, *, aligned: bool) -> list[int]:
+    """``F``, worked out by hand: the parameters end to end (each at a multiple of 16 bytes), padded for the ranks."""
+    units = [[24, 6, 12, 2], *([6 * hidden, hidden, hidden * 6, 6] for hidden in HIDDEN)]
+    sizes = []
+    for numels in units:
+        end = 0
+        for numel in numels:
+            end = (-(-end // 4) * 4 if aligned else end) + numel
+        sizes.append(-(-end // world_size) * world_size * 4)
+    return sizes
+
+
+def peaks(group: Collectives, setting: Setting, passes: Passes = one_step) -> dict[str, int]:
+    """The most bytes held in each part of the second step."""
+    model = wrap(CHAIN, setting, group)
+    optimizer = optimizer_of(model, setting)
+    found: dict[str, int] = {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        with Meter(model) as meter:
+            for name in passes(model, functools.partial(CHAIN.loss, model, rank=group.rank)):
+                found[name] = meter.flat_nbytes
+                meter.reset()
+        optimizer.step()
+    return found
+
+
+Formula = Callable[[Sequence[int], Sequence[int]], int]
+
+
+def forward_one(F: Sequence[int], G: Sequence[int]) -> int:
+    """The root and one unit."""
+    return F[0] + max(F[1:])
+
+
+def forward_two(F: Sequence[int], G: Sequence[int]) -> int:
+    """The root, one unit, and the one that is gathered ahead."""
+    return F[0] + max(F[k] + F[k + 1] for k in range(1, len(F) - 1))
+
+
+def forward_all(F: Sequence[int], G: Sequence[int]) -> int:
+    """Everything."""
+    return sum(F)
+
+
+def collecting(G: Sequence[int], k: int) -> int:
+    """The gradients that are collected (the root's, since its last layer; unit ``k``'s) and reduced (the one after)."""
+    return G[0] + G[k] + (G[k + 1] if k + 1 < len(G) else 0)
+
+
+def backward_two(F: Sequence[int], G: Sequence[int]) -> int:
+    """The root, the unit at work, and the one before it."""
+    return F[0] + max(F[k] + (F[k - 1] if k > 1 else 0) + collecting(G, k) for k in range(1, len(F)))
+
+
+def backward_one(F: Sequence[int], G: Sequence[int]) -> int:
+    """The root and the unit at work."""
+    return F[0] + max(F[k] + collecting(G, k) for k in range(1, len(F)))
+
+
+def backward_one_early(F: Sequence[int], G: Sequence[int]) -> int:
+    """The root and the unit at work; but when one is done, the one before it is gathered before the last is settled."""
+    handing_over = max(F[k - 1] + collecting(G, k) for k in range(2, len(F)))
+    return max(backward_one(F, G), F[0] + handing_over)
+
+
+def backward_all(F: Sequence[int], G: Sequence[int]) -> int:
+    """Everything that is not done."""
+    return max(sum(F[: k + 1]) + collecting(G, k) for k in range(1, len(F)))
+
+
+PEAKS: dict[tuple[str, bool, str | None], tuple[Formula, Formula]] = {
+    ("FULL_SHARD", False, "BACKWARD_PRE"): (forward_one, backward_two),
+    ("FULL_SHARD", False, "BACKWARD_POST"): (forward_one, backward_one_early),
+    ("FULL_SHARD", False, None): (forward_one, backward_one),
+    ("FULL_SHARD", True, "BACKWARD_PRE"): (forward_two, backward_two),
+    ("SHARD_GRAD_OP", False, "BACKWARD_PRE"): (forward_all, backward_all),
+    ("SHARD_GRAD_OP", True, None): (forward_all, backward_all),
+}
+
+
+@pytest.mark.parametrize(("strategy", "ahead", "order"), PEAKS)
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_peak_of_a_step(strategy: str, ahead: bool, order: str | None, original: bool, ranks: int) -> None:
+    """The forward and the backward pass take, at their peaks, exactly the bytes of the strategy's formula."""
+    setting = Setting(strategy, original, forward_prefetch=ahead, backward_prefetch=order)
+    full = full_nbytes(ranks, aligned=original)
+    forward, backward = PEAKS[strategy, ahead, order]
+    expected = {"forward": forward(full, full), "backward": backward(full, full)}
+    assert run_threads(ranks, peaks, setting) == ranks * [expected]
+
+
+def test_peak_of_accumulation() -> None:
+    """no_sync holds the gradients of all units it has been through; the synchronised pass gives them back one by one."""
+    F = G = full_nbytes(2, aligned=False)
+    units = range(1, len(F))
+    two = {k: F[0] + F[k] + (F[k - 1] if k > 1 else 0) for k in units}
+    expected = {
+        "quiet forward": forward_one(F, G),
+        "quiet backward": max(two[k] + G[0] + sum(G[k:]) for k in units),
+        "forward": sum(G) + forward_one(F, G),
+        "backward": max(two[k] + sum(G[: k + 2]) for k in units),
+    }
+    assert run_threads(2, peaks, Setting("FULL_SHARD"), accumulate) == 2 * [expected]
+
+
+def test_peak_of_accumulation_without_freeing() -> None:
+    """Under SHARD_GRAD_OP the full parameters stay beside the collected gradients."""
+    F = G = full_nbytes(2, aligned=False)
+    found = run_threads(2, peaks, Setting("SHARD_GRAD_OP"), accumulate)
+    everything = sum(F) + sum(G)
+    expected = {
+        "quiet forward": sum(F),
+        "quiet backward": everything,
+        "forward": everything,
+        "backward": everything,
+    }
+    assert found == 2 * [expected]
+
+
+def frozen_buffers(group: Collectives) -> list[tuple[bool, int]]:
+    """For each flat parameter, whether it is trained, and the bytes that its gradients took at most."""
+    model = wrap(named("frozen"), Setting(), group)
+    handles = [handle for unit in units_in(model) for handle in unit.handles]
+    most = [0] * len(handles)
+
+    def look(_: Tensor) -> None:
+        for number, handle in enumerate(handles):
+            most[number] = max(most[number], held([handle.gradients.buffer.tensor]))
+
+    named("frozen").loss(model, 0, group.rank)
+    for handle in handles:
+        for leaf in handle.leaves:
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(look)
+    named("frozen").loss(model, 0, group.rank).backward()
+    return [(handle.flat_param.requires_grad, size) for handle, size in zip(handles, most, strict=True)]
+
+
+def test_frozen_parameters_take_no_gradient_memory() -> None:
+    """The gradient buffer of a frozen flat parameter is never allocated; that of every trained one is."""
+    for of_rank in run_threads(2, frozen_buffers):
+        assert {trained for trained, _ in of_rank} == {True, False}
+        assert all((size > 0) == trained for trained, size in of_rank)
+
+
+def at_rest(group: Collectives, setting: Setting) -> dict[str, int]:
+    """The bytes of all that stays between two steps."""
+    model = wrap(CHAIN, setting, group)
+    optimizer = optimizer_of(model, setting)
+    for step in range(2):
+        optimizer.zero_grad()
+        CHAIN.loss(model, step, group.rank).backward()
+        optimizer.step()
+    parameters = list(model.parameters())
+    handles = [handle for unit in units_in(model) for handle in unit.handles]
+    moments = [t for p in parameters for name, t in optimizer.state[p].items() if name != "step"]
+    return {
+        "parameters": held([p.detach() for p in parameters] + [h.flat_param.detach() for h in handles]),
+        "gradients": held([p.grad for p in parameters if p.grad is not None]),
+        "moments": held(moments),
+        "full": held([t for h in handles for t in (h.buffer.tensor, h.gradients.buffer.tensor)]),
+        "leaves' gradients": sum(leaf.grad is not None for h in handles for leaf in h.leaves),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_at_rest(strategy: str, original: bool, ranks: int) -> None:
+    """Between steps each rank holds its part of the parameters, of the gradients and of AdamW's moments, and no more."""
+    shard = sum(full_nbytes(ranks, aligned=original)) // ranks
+    found = run_threads(ranks, at_rest, Setting(strategy, original, "adamw"))
+    elements = sum(p.numel() for p in CHAIN.build().parameters())
+    for of_rank in found:
+        assert (of_rank["parameters"], of_rank["gradients"]) == (shard, shard)
+        assert (of_rank["full"], of_rank["leaves' gradients"]) == (0, 0)
+        assert of_rank["moments"] <= 2 * shard
+    # The originals' moments have no padding; a flat parameter's have.
+    assert sum(of_rank["moments"] for of_rank in found) == 2 * (4 * elements if original else ranks * shard)
+
+
+WIDTH, LAYERS = 64, 6
+LAYER = WIDTH * WIDTH * 4
+ACTIVATION = WIDTH * 4
+
+
+def wide() -> nn.Module:
+    """Layers without bias, large beside the activations of a batch of one."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+WIDE = Case("wide", seeded(wide), squares(1, WIDTH), tuple(str(k) for k in range(LAYERS)))
+
+
+def live_peaks(group: Collectives, setting: Setting) -> tuple[int, int]:
+    """The most bytes of all tensors made in a forward pass, and in the backward pass after it."""
+    # What the transport itself takes is its own affair: here it takes nothing (and the numbers are wrong).
+    model: FullyShardedDataParallel = wrap(WIDE, setting, SilentCollectives(group))
+    WIDE.loss(model, 0, group.rank).backward()
+    model.zero_grad()
+    with Meter(model) as meter:
+        loss = WIDE.loss(model, 0, group.rank)
+        forward = meter.live_nbytes
+        meter.reset()
+        loss.backward()
+    return forward, meter.live_nbytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order", "forward", "backward"),
+    [
+        ("FULL_SHARD", "BACKWARD_PRE", 1, 2),
+        ("FULL_SHARD", "BACKWARD_POST", 1, 1),
+        ("SHARD_GRAD_OP", "BACKWARD_PRE", LAYERS, LAYERS - 1),
+    ],
+)
+def test_everything_that_is_live(strategy: str, order: str, forward: int, backward: int) -> None:
+    """All tensors together take what the formula says, one more gradient, and activations; nothing of a layer's size else.
+
+    On top of ``backward`` layers' parameters there are two layers' gradients, one being collected and one being reduced,
+    and the gradient that autograd has just made, until it is copied to its slot. Sharded gradients grow to their full size
+    by the end. The activations: per layer its input and a gradient of it, and some more at the ends.
+    """
+    activations = 2 * (LAYERS + 4) * ACTIVATION
+    shards = LAYERS * LAYER // 2
+    for forward_peak, backward_peak in run_threads(2, live_peaks, Setting(strategy, backward_prefetch=order)):
+        assert forward * LAYER <= forward_peak <= forward * LAYER + activations
+        assert (backward + 2) * LAYER < backward_peak <= (backward + 3) * LAYER + shards + activations
+
+
+def test_the_instrument_sees_a_leak() -> None:
+    """The meter is not blind: it counts what a local variable keeps alive, by storage and once, and lets go with it."""
+    model = nn.Linear(2, 2)
+    with Meter(model) as meter:
+        kept = torch.zeros(100)
+        again = kept.view(10, 10) + 0
+        assert meter.live_nbytes == 800
+        del kept, again
+        meter.reset()
+        torch.zeros(10)
+        assert meter.live_nbytes == 40

@@ -1,0 +1,94 @@
+"""discover: which parameters a module has, through which attributes, and under which names."""
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam_core import FlatParamError, ParamInfo, clean_fqn, discover
+
+
+def found(root: nn.Module, **options: object) -> list[str]:
+    return [bound.infos[0].fqn for bound in discover(root, **options)]  # type: ignore[arg-type]  # passed on
+
+
+class Nested(nn.Module):
+    """Parameters before and after children, a None parameter and a None child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1))
+        self.child = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        self.register_parameter("absent", None)
+        self.register_module("nobody", None)
+        self.last = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "make", [Nested, lambda: nn.Transformer(4, 2, 1, 1, 4, batch_first=True), lambda: nn.LSTM(2, 2, 2)]
+)
+def test_order_and_names_are_those_of_named_parameters(make: type[nn.Module]) -> None:
+    """The parameters come in the order and under the names of ``named_parameters()``."""
+    module = make()
+    assert found(module) == [name for name, _ in module.named_parameters()]
+    assert [bound.parameter for bound in discover(module)] == list(module.parameters())
+
+
+def test_every_name_of_a_tied_parameter() -> None:
+    """A tied parameter is found once, with every attribute that holds it."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[2].weight = module[0].weight
+    tied = discover(module)[0]
+    assert [info.fqn for info in tied.infos] == ["0.weight", "1.weight", "2.weight"]
+    assert tied.spec.aliases == ("1.weight", "2.weight")
+
+
+def test_every_name_of_a_shared_module() -> None:
+    """A module that is reached by two paths gives its parameters both names, as its state dict does."""
+    shared = nn.Linear(2, 2)
+    module = nn.ModuleDict({"a": shared, "b": shared})
+    found = discover(module)
+    names = [name for bound in found for name in (bound.spec.fqn, *bound.spec.aliases)]
+    assert sorted(names) == sorted(module.state_dict())
+    assert [len(bound.infos) for bound in found] == [1, 1]
+
+
+def test_ignored_parameters_are_compared_by_identity() -> None:
+    """An ignored parameter is left out; an equal one is not."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        module[1].weight.copy_(module[0].weight)
+    assert found(module, ignored_parameters=[module[0].weight]) == ["1.weight"]
+
+
+def test_skipped_modules_are_left_out_with_all_below_them() -> None:
+    """A skipped submodule is left out with its children, also where it is shared; the root is never skipped."""
+    inner = nn.Sequential(nn.Linear(1, 1))
+    module = nn.Sequential(inner, nn.Linear(1, 1), nn.ModuleList([inner]))
+    assert found(module, skip_module=lambda m: m is inner) == ["1.weight", "1.bias"]
+    assert found(module, skip_module=lambda m: m is module) == found(module)
+
+
+def test_names_are_clean_of_wrappers() -> None:
+    """Names leave out what sharding, checkpoint and compile wrappers put between."""
+    inner = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(1, 1, bias=False)})
+    module = nn.ModuleDict({"block": nn.ModuleDict({"_fsdp_wrapped_module": inner})})
+    assert found(module) == ["block.weight"]
+    assert (
+        clean_fqn("_fsdp_wrapped_module._orig_mod.block._checkpoint_wrapped_module.weight") == "block.weight"
+    )
+    assert clean_fqn("my_orig_mod.weight") == "my_orig_mod.weight"
+
+
+def test_a_binding_holds_its_module_weakly() -> None:
+    """A binding whose module is gone says which one it was."""
+    info = ParamInfo.of("weight", nn.Linear(1, 1), "block.0")
+    assert info.fqn == "block.0.weight"
+    with pytest.raises(FlatParamError, match=r"'block\.0' that held 'weight'"):
+        _ = info.module
+
+
+def test_a_module_that_contains_itself_below() -> None:
+    """A module that is its own descendant is searched once, without end."""
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.add_module("again", module)
+    assert found(module) == ["0.weight", "0.bias"]

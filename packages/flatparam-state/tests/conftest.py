@@ -1,0 +1,17 @@
+"""What every test of this package shares: one thread per process, a seed, and the two exposures."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the ranks share the cores
+
+
+@pytest.fixture(params=[False, True], ids=["flat", "originals"])
+def use_orig_params(request: pytest.FixtureRequest) -> bool:
+    """Both exposures."""
+    return bool(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,29 @@
+"""What every test of this package shares: one thread per process, a seed, and the two exposures."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the ranks share the cores
+
+
+@pytest.fixture(params=[False, True], ids=["flat", "originals"])
+def use_orig_params(request: pytest.FixtureRequest) -> bool:
+    """Both exposures."""
+    return bool(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def torch_world() -> Iterator[None]:
+    """torch's own process group with this process alone in it, for torch's FSDP as the oracle."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,234 @@
+"""Policies choose the modules that torch's FSDP1 chooses with its own policies on the same model."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+import torch.distributed.fsdp.wrap as their_wrap
+from torch import nn
+
+import flatparam.wrap as our_wrap
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+from flatparam_comm import SingleCollectives
+
+from .models import Block, Transformer, mlp, seeded
+from .worlds import wrapped_names
+
+HERE = SingleCollectives()
+
+
+class Tree(nn.Module):
+    """Containers, a leaf with parameters of its own, attention, and a large and many small layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(11))
+        self.large = nn.Linear(20, 20)
+        self.list = nn.ModuleList(
+            [nn.Linear(3, 3), nn.Sequential(nn.Linear(6, 6), nn.Linear(3, 3)), Block(8)]
+        )
+        self.dict = nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.ModuleDict({"c": nn.Linear(9, 9)})})
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.empty = nn.Sequential()
+        self.missing: nn.Module | None = None
+        self.register_module("none", None)
+
+
+Policy = Callable[[Any], Any]
+"""From the module that the names come from (torch's or ours) to a policy."""
+
+
+def size(wrap: Any, least: int, **more: Any) -> Any:
+    return functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=least, **more)
+
+
+POLICIES: dict[str, Policy] = {
+    "classes": lambda wrap: wrap.ModuleWrapPolicy({nn.Linear, Block}),
+    "classes of containers": lambda wrap: wrap.ModuleWrapPolicy([nn.Sequential, nn.ModuleDict]),
+    "a class and its subclasses": lambda wrap: wrap.ModuleWrapPolicy({nn.Module}),
+    "no class": lambda wrap: wrap.ModuleWrapPolicy(set()),
+    "custom": lambda wrap: wrap.CustomPolicy(lambda m: isinstance(m, nn.Linear) and m.in_features > 3),
+    "custom with overrides": lambda wrap: wrap.CustomPolicy(
+        lambda m: {"forward_prefetch": True} if isinstance(m, nn.Linear) else False
+    ),
+    "custom with nothing to override": lambda wrap: wrap.CustomPolicy(
+        lambda m: {} if isinstance(m, nn.Linear) else isinstance(m, Block)
+    ),
+    "always": lambda wrap: wrap.always_wrap_policy,
+    "lambda": lambda wrap: functools.partial(
+        wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: getattr(m, "in_features", 0) == 3
+    ),
+    "transformer": lambda wrap: functools.partial(
+        wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.LayerNorm}
+    ),
+    "classes as a function": lambda wrap: functools.partial(
+        wrap._or_policy, policies=[wrap.ModuleWrapPolicy({Block}), wrap.ModuleWrapPolicy({nn.LayerNorm})]
+    ),
+    "or": lambda wrap: functools.partial(
+        wrap._or_policy,
+        policies=[
+            size(wrap, 100),
+            functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={nn.LayerNorm}),
+        ],
+    ),
+    **{
+        f"size {n}": functools.partial(lambda wrap, n: size(wrap, n), n=n)
+        for n in (1, 12, 50, 90, 100, 420, 700, 2000, 9999)
+    },
+    "size, by default": lambda wrap: wrap.size_based_auto_wrap_policy,
+    "size with leaves": lambda wrap: size(wrap, 12, force_leaf_modules={nn.Sequential, Block}),
+    "size with exclusions": lambda wrap: size(wrap, 12, exclude_wrap_modules={nn.Linear}),
+    "size with neither": lambda wrap: size(wrap, 12, force_leaf_modules=set(), exclude_wrap_modules=set()),
+}
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tree": Tree,
+    "mlp": mlp,
+    "blocks": lambda: nn.Sequential(Block(), Block()),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_modules_that_torch_wraps(torch_world: None, name: str, model: str) -> None:
+    """The wrapped names are those of torch's FSDP1 with torch's policy of the same arguments; with torch's here too."""
+    theirs_wrapped = theirs.FullyShardedDataParallel(
+        MODELS[model](), auto_wrap_policy=POLICIES[name](their_wrap), device_id=torch.device("cpu")
+    )
+    expected = wrapped_names(theirs_wrapped, theirs.FullyShardedDataParallel)
+    for policy in (POLICIES[name](our_wrap), POLICIES[name](their_wrap)):
+        assert wrapped_names(FSDP(MODELS[model](), HERE, auto_wrap_policy=policy)) == expected
+
+
+def ignored_of(model: nn.Module) -> Iterator[nn.Module]:
+    yield model.get_submodule("list.1")
+    yield model.get_submodule("large")
+
+
+@pytest.mark.parametrize("name", ["classes", "custom", "always", "lambda", "size 12", "size 420", "size 700"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_modules_that_torch_wraps_beside_ignored_ones(torch_world: None, name: str) -> None:
+    """Ignored modules are not wrapped, nor what is in them, and do not count for sizes."""
+    found = []
+    for wrapper, wrap, where in (
+        (FSDP, our_wrap, {"process_group": HERE}),
+        (theirs.FullyShardedDataParallel, their_wrap, {"device_id": torch.device("cpu")}),
+    ):
+        module = Tree()
+        policy = POLICIES[name](wrap)
+        model = wrapper(module, auto_wrap_policy=policy, ignored_modules=list(ignored_of(module)), **where)
+        found.append(wrapped_names(model, wrapper))
+    assert found[0] == found[1]
+
+
+def test_size_policy_attributes() -> None:
+    """S-112: the defaults of the size policy can be read and changed on the function, as in torch."""
+    for name in ("FORCE_LEAF_MODULES", "EXCLUDE_WRAP_MODULES"):
+        ours = getattr(our_wrap.size_based_auto_wrap_policy, name)
+        assert ours == getattr(their_wrap.size_based_auto_wrap_policy, name)
+
+
+def test_size_policy_reads_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed default counts from then on."""
+    monkeypatch.setattr(our_wrap.size_based_auto_wrap_policy, "EXCLUDE_WRAP_MODULES", {nn.Linear})
+    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=1)
+    assert wrapped_names(FSDP(mlp(), HERE, auto_wrap_policy=policy)) == {""}
+
+
+def test_custom_policy_overrides_reach_the_wrapper() -> None:
+    """S-111: a dict changes the arguments of that module only; the others and the root keep the root's."""
+    module = mlp()
+    two = module[2]
+    policy = our_wrap.CustomPolicy(
+        lambda m: (
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if m is two else isinstance(m, nn.Linear)
+        )
+    )
+    model = FSDP(module, HERE, auto_wrap_policy=policy, use_orig_params=True)
+    strategies = [wrapper.sharding_strategy.name for wrapper in FSDP.fsdp_modules(model)]
+    assert strategies == ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"]
+    assert all(isinstance(p, nn.Parameter) for p in two.parameters()), "the other arguments are the root's"
+
+
+@pytest.mark.parametrize("answer", [1, None, "yes", [("forward_prefetch", True)]])
+def test_custom_policy_refuses_other_answers(answer: Any) -> None:
+    """S-111: anything but a bool or a dict is a ValueError that shows the answer."""
+    with pytest.raises(ValueError, match="bool or a dict") as caught:
+        FSDP(mlp(), HERE, auto_wrap_policy=our_wrap.CustomPolicy(lambda m: answer))
+    assert repr(answer) in str(caught.value)
+
+
+def test_the_root_is_asked_but_not_wrapped_twice() -> None:
+    """A policy that matches the root does not put a second wrapper inside."""
+    model = FSDP(
+        nn.Sequential(nn.Sequential(nn.Linear(2, 2))),
+        HERE,
+        auto_wrap_policy=our_wrap.ModuleWrapPolicy({nn.Sequential}),
+    )
+    assert [type(m).__name__ for m in model.modules()] == ["FullyShardedDataParallel", "Sequential"] * 2 + [
+        "Linear"
+    ]
+
+
+def shared() -> nn.Module:
+    """One layer that three places hold."""
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.Sequential(nn.Linear(3, 3), layer), nn.ModuleDict({"again": layer}))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        our_wrap.ModuleWrapPolicy({nn.Linear}),
+        their_wrap.ModuleWrapPolicy({nn.Linear}),
+        functools.partial(our_wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear)),
+        functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=12),
+    ],
+    ids=["classes", "torch's classes", "lambda", "size"],
+)
+def test_a_shared_module_is_wrapped_once(policy: Any) -> None:
+    """All the places that hold it then hold the one wrapper."""
+    module = shared()
+    model = FSDP(module, HERE, auto_wrap_policy=policy)
+    holders = [module[0], module[1][1], module[2]["again"]]
+    assert all(holder is module[0] for holder in holders)
+    assert isinstance(module[0], FSDP)
+    assert isinstance(module[0].module, nn.Linear)
+    assert len([m for m in FSDP.fsdp_modules(model) if isinstance(m.module, nn.Linear)]) == 2
+
+
+def test_a_policy_function_is_asked_with_torchs_arguments() -> None:
+    """A user's own function gets `module`, `recurse` and `nonwrapped_numel` by name, in torch's order of calls."""
+    calls: dict[Any, list[Any]] = {}
+
+    def policy(into: list[Any], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        into.append((type(module).__name__, recurse, nonwrapped_numel))
+        return recurse or nonwrapped_numel > 15
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for wrapper in (FSDP, theirs.FullyShardedDataParallel):
+            calls[wrapper] = []
+            asked = functools.partial(policy, calls[wrapper])
+            wrapper(Tree(), auto_wrap_policy=asked, device_id=torch.device("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert calls[FSDP] == calls[theirs.FullyShardedDataParallel]
+
+
+def test_tied_parameters_in_one_unit() -> None:
+    """A policy that leaves both ends of a tie to the root wraps the blocks alone, and the tie stays."""
+    model = FSDP(seeded(Transformer), HERE, auto_wrap_policy=our_wrap.ModuleWrapPolicy({Block}))
+    assert wrapped_names(model) == {"", "blocks.0", "blocks.1"}
+    state = model.state_dict()
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
+def test_policies_describe_themselves() -> None:
+    """`repr` of a class policy names the classes."""
+    assert repr(our_wrap.ModuleWrapPolicy({nn.Linear})) == "ModuleWrapPolicy(['Linear'])"

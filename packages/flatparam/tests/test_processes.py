@@ -1,0 +1,109 @@
+"""The same wrapper over torch's process groups and meshes, in real processes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import NotYetSupportedError, ShardingStrategy
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives
+from flatparam_comm.testing import run_processes
+
+from .models import mlp, seeded
+from .worlds import assert_same_state, train
+
+pytestmark = pytest.mark.processes
+
+
+def inputs(rank: int) -> list[torch.Tensor]:
+    return [torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * n + rank)) for n in range(3)]
+
+
+def trained(ranks: Collectives, **where: Any) -> Any:
+    """The model's state after three steps, each rank on batches of its own."""
+    model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **where)
+    train(model, torch.optim.Adam(model.parameters()), inputs(ranks.rank))
+    return model.state_dict()
+
+
+def ways_to_name_the_ranks(ranks: Collectives) -> Any:
+    """Three models over the same two ranks, and what each says its group is."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    model = FSDP(mlp(), device_mesh=mesh)
+    facts = [
+        model.process_group is mesh.get_group(0),
+        FSDP(mlp()).process_group is dist.group.WORLD,
+        (model.rank, model.world_size) == (dist.get_rank(), 2),
+    ]
+    states = [
+        trained(ranks),
+        trained(ranks, device_mesh=mesh, use_orig_params=True),
+        trained(
+            ranks, process_group=dist.new_group([0, 1]), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
+        ),
+    ]
+    return facts, states
+
+
+def test_groups_and_meshes_of_one_dimension() -> None:
+    """S-011, S-025: the default group, a group and a 1-D mesh train alike: as one process on the mean of the losses."""
+    reference = seeded(mlp)
+    optimizer = torch.optim.Adam(reference.parameters())
+    for batches in zip(inputs(0), inputs(1), strict=True):
+        optimizer.zero_grad()
+        (sum(reference(x).square().mean() for x in batches) / 2).backward()
+        optimizer.step()
+    for facts, states in run_processes(2, ways_to_name_the_ranks):
+        assert facts == [True, True, True]
+        for state in states:
+            assert_same_state(state, reference.state_dict())
+
+
+def a_group_of_one_of_two(ranks: Collectives) -> Any:
+    """Each rank trains alone in a group of its own."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    return trained(ranks, process_group=groups[ranks.rank])
+
+
+def test_a_group_that_is_not_the_world() -> None:
+    """S-011: only the ranks of the group share; the two groups come to different models."""
+    for rank, state in enumerate(run_processes(2, a_group_of_one_of_two)):
+        reference = seeded(mlp)
+        train(reference, torch.optim.Adam(reference.parameters()), inputs(rank))
+        assert_same_state(state, reference.state_dict())
+
+
+def meshes_and_pairs_that_are_refused(ranks: Collectives) -> list[str]:
+    """The messages."""
+    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    three = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    groups = (dist.group.WORLD, dist.group.WORLD)
+    messages = []
+    for kind, where in (
+        (NotYetSupportedError, {"device_mesh": two}),
+        (NotYetSupportedError, {"process_group": groups}),
+        (ValueError, {"device_mesh": three}),
+        (ValueError, {"device_mesh": two["shard"], "process_group": dist.group.WORLD}),
+    ):
+        module = mlp()
+        before = [id(p) for p in module.parameters()]
+        with pytest.raises(kind) as caught:
+            FSDP(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **where)
+        assert [id(p) for p in module.parameters()] == before
+        messages.append(str(caught.value))
+    assert FSDP(mlp(), device_mesh=two["replicate"]).world_size == 2
+    return messages
+
+
+def test_meshes_of_more_dimensions() -> None:
+    """S-025: a 2-D mesh and a pair of groups are refused as hybrid sharding; a slice of the mesh is taken."""
+    for hybrid_mesh, hybrid_pair, three, both in run_processes(2, meshes_and_pairs_that_are_refused):
+        assert "one dimension" in hybrid_mesh
+        assert "one group" in hybrid_pair
+        assert "found 3" in three
+        assert "exclude each other" in both

@@ -1,0 +1,107 @@
+"""Every call that is written for torch's FSDP1 can be made here."""
+
+import enum
+import inspect
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp
+import torch.distributed.fsdp.wrap
+
+import flatparam.wrap
+from flatparam import FullyShardedDataParallel
+
+Theirs = torch.distributed.fsdp.FullyShardedDataParallel
+
+METHODS = [
+    "__init__",
+    "check_is_root",
+    "clip_grad_norm_",
+    "forward",
+    "fsdp_modules",
+    "get_state_dict_type",
+    "named_buffers",
+    "named_parameters",
+    "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "set_state_dict_type",
+    "state_dict_type",
+    "summon_full_params",
+    "__getitem__",
+    "__getattr__",
+]
+
+FUNCTIONS = [
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "_or_policy",
+    "enable_wrap",
+    "wrap",
+]
+
+
+def named_parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each parameter; an enum's member stands for its name and value."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        default = parameter.default
+        if isinstance(default, enum.Enum):
+            default = (type(default).__name__, default.name, default.value)
+        found.append((parameter.name, parameter.kind, default))
+    return found
+
+
+def test_constructor() -> None:
+    """The same 16 arguments in the same order, by position and by name, with the same defaults."""
+    found = named_parameters_of(FullyShardedDataParallel)
+    assert found == named_parameters_of(Theirs)
+    assert len(found) == 16
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods(name: str) -> None:
+    """Names, order, kinds and defaults of a method's parameters are torch's, except that some are spelt out."""
+    theirs = named_parameters_of(getattr(Theirs, name))
+    ours = named_parameters_of(getattr(FullyShardedDataParallel, name))
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(kind in variadic for _, kind, _ in theirs):
+        theirs = named_parameters_of(getattr(torch.nn.Module, name)) if name.startswith("named_") else theirs
+    assert [p[:1] + p[2:] for p in ours] == [p[:1] + p[2:] for p in theirs] or name == "__getitem__"
+    assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp_modules",
+        "set_state_dict_type",
+        "get_state_dict_type",
+        "state_dict_type",
+        "summon_full_params",
+        "optim_state_dict",
+        "optim_state_dict_to_load",
+    ],
+)
+def test_static_methods(name: str) -> None:
+    """They are called on the class with a module, wherever torch's are."""
+    assert isinstance(inspect.getattr_static(Theirs, name), staticmethod)
+    assert isinstance(inspect.getattr_static(FullyShardedDataParallel, name), staticmethod)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_wrapping_functions(name: str) -> None:
+    """The policies and helpers take what torch's take."""
+    assert named_parameters_of(getattr(flatparam.wrap, name)) == named_parameters_of(
+        getattr(torch.distributed.fsdp.wrap, name)
+    )
+
+
+@pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
+def test_policy_classes(name: str) -> None:
+    """The policy classes are built from the same arguments."""
+    assert named_parameters_of(getattr(flatparam.wrap, name)) == named_parameters_of(
+        getattr(torch.distributed.fsdp.wrap, name)
+    )

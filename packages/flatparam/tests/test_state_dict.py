@@ -1,0 +1,250 @@
+"""`state_dict()` and `load_state_dict()` of anything that contains wrappers are those of the unwrapped model."""
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from flatparam import FullStateDictConfig, StateDictType
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives, SingleCollectives
+
+from .models import Batch, Block, Transformer, mlp, seeded
+from .worlds import assert_same_state, on_ranks
+
+HERE = SingleCollectives()
+LINEAR = ModuleWrapPolicy({nn.Linear})
+
+
+def parent() -> nn.Module:
+    """A plain module around others."""
+    return nn.ModuleDict({"before": nn.Linear(2, 2), "net": mlp(), "after": Batch()})
+
+
+class Encoder(nn.Module):
+    """Activation checkpointing around its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks(x))
+
+
+WAYS: dict[str, Any] = {
+    "whole": (Transformer, lambda m, **how: FSDP(m, **how)),
+    "blocks": (Transformer, lambda m, **how: FSDP(m, auto_wrap_policy=ModuleWrapPolicy({Block}), **how)),
+    "layers": (Batch, lambda m, **how: FSDP(m, auto_wrap_policy=LINEAR, **how)),
+    "a plain parent": (parent, lambda m, **how: wrap_children(m, ["net", "after"], **how)),
+    "a wrapper in a wrapper": (mlp, lambda m, **how: FSDP(FSDP(m, **how), **how)),
+    "checkpointed blocks": (Encoder, lambda m, **how: wrap_checkpointed(m, **how)),
+    "blocks checkpointed outside": (Encoder, lambda m, **how: checkpoint_wrapped(m, **how)),
+}
+
+
+def wrap_children(module: nn.Module, names: list[str], **how: Any) -> nn.Module:
+    for name in names:
+        setattr(module, name, FSDP(module.get_submodule(name), auto_wrap_policy=LINEAR, **how))
+        module._modules[name] = getattr(module, name)
+    return module
+
+
+def wrap_checkpointed(module: nn.Module, **how: Any) -> nn.Module:
+    for number in range(2):
+        module.blocks[number] = FSDP(checkpoint_wrapper(module.blocks[number]), **how)
+    return FSDP(module, **how)
+
+
+def checkpoint_wrapped(module: nn.Module, **how: Any) -> nn.Module:
+    for number in range(2):
+        module.blocks[number] = checkpoint_wrapper(FSDP(module.blocks[number], **how))
+    return FSDP(module, **how)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", WAYS)
+def test_saving_and_loading(name: str, world_size: int, use_orig_params: bool) -> None:
+    """The unwrapped model's keys in order, and its bits; loading another state reports nothing and takes it all."""
+    make, wrap = WAYS[name]
+
+    def rank(ranks: Collectives) -> Any:
+        model = wrap(seeded(make), use_orig_params=use_orig_params)
+        saved = copy.deepcopy(model.state_dict())  # what is not wrapped is in it as it is
+        report = model.load_state_dict(seeded(make, 8).state_dict())
+        return saved, (report.missing_keys, report.unexpected_keys), model.state_dict()
+
+    for saved, report, loaded in on_ranks(world_size, rank):
+        assert_same_state(saved, seeded(make).state_dict())
+        assert report == ([], [])
+        assert_same_state(loaded, seeded(make, 8).state_dict())
+
+
+def test_ways_to_call_state_dict() -> None:
+    """A destination, a prefix and `keep_vars` are honoured by name and by position, as torch's own takes them."""
+    model, reference = FSDP(seeded(mlp), HERE, auto_wrap_policy=LINEAR), seeded(mlp)
+    destination = OrderedDict([("x.other", torch.ones(1))])
+    for found in (
+        model.state_dict(destination=destination.copy(), prefix="x."),
+        model.state_dict(destination.copy(), "x.", False),
+        model.state_dict(destination.copy(), prefix="x."),
+    ):
+        assert_same_state(found, {**destination, **reference.state_dict(prefix="x.")})
+    mine = destination.copy()
+    assert model.state_dict(destination=mine, prefix="x.") is mine
+    assert all(isinstance(value, nn.Parameter) for value in model.state_dict(keep_vars=True).values())
+    assert_same_state(model.state_dict(None, ""), reference.state_dict())
+
+
+def test_versions_are_saved_under_clean_names() -> None:
+    """`_metadata` of the state has the unwrapped model's entries, with each module's version."""
+    found = FSDP(seeded(Batch), HERE, auto_wrap_policy=LINEAR).state_dict()._metadata
+    assert dict(found) == dict(seeded(Batch).state_dict()._metadata)
+
+
+class Versioned(nn.Module):
+    """Since version 2 it saves its weight negated."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.versions: list[Any] = []
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        self.versions.append(metadata.get("version"))
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_modules_are_told_the_version_that_was_saved() -> None:
+    """A module that translates old states by their version gets it, through any number of wrappers."""
+    for where in (lambda: Versioned(), lambda: nn.Sequential(Versioned())):
+        saved, unwrapped = where().state_dict(), where()
+        model = FSDP(where(), HERE)
+        if isinstance(unwrapped, nn.Sequential):
+            model = FSDP(where(), HERE, auto_wrap_policy=ModuleWrapPolicy({Versioned}))
+        model.load_state_dict(saved)
+        (told,) = [m.versions for m in model.modules() if isinstance(m, Versioned)]
+        assert told == [2]
+
+
+def test_the_users_load_hooks_rename(use_orig_params: bool) -> None:
+    """A module's own hook that translates old names works as in the unwrapped model, in a unit and below one."""
+
+    def translate(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if prefix + "gamma" in state:
+            state[prefix + "weight"] = state.pop(prefix + "gamma")
+
+    def make() -> nn.Module:
+        module = mlp()
+        for layer in (module[0], module[2]):
+            layer._register_load_state_dict_pre_hook(translate)
+        return module
+
+    state = seeded(make, 8).state_dict()
+    for name in ("0", "2"):
+        state[f"{name}.gamma"] = state.pop(f"{name}.weight")
+    module = seeded(make)
+    module[2] = FSDP(module[2], HERE, use_orig_params=use_orig_params)
+    model = FSDP(module, HERE, use_orig_params=use_orig_params)
+    report = model.load_state_dict(state)
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    assert_same_state(model.state_dict(), seeded(make, 8).state_dict())
+
+
+@pytest.mark.parametrize("policy", [None, LINEAR], ids=["whole", "policy"])
+def test_a_module_under_two_names(policy: Any, use_orig_params: bool) -> None:
+    """A module that is reached by two paths is saved under both and loaded from both."""
+
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        module.append(module[0])
+        return module
+
+    model = FSDP(seeded(make), HERE, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    state = seeded(make, 8).state_dict()
+    assert list(model.state_dict()) == list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    report = model.load_state_dict(state)
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    assert_same_state(model.state_dict(), state)
+
+
+def test_offload_and_rank0_only() -> None:
+    """S-083: with `rank0_only` the others get what is not sharded under clean names; rank 0 gets everything."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = FSDP(seeded(Batch), auto_wrap_policy=LINEAR)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+            return model.state_dict()
+
+    first, second = on_ranks(2, rank)
+    assert_same_state(first, seeded(Batch).state_dict())
+    buffers = ["mask", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert list(second) == buffers
+
+
+def test_offloading_leaves_nothing_of_the_model_in_the_state() -> None:
+    """S-083: with `offload_to_cpu` parameters are copies, and changing them does not change the model."""
+    model = FSDP(seeded(Batch), HERE)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+        for name, value in model.state_dict().items():
+            if "weight" in name or "bias" in name:
+                value.zero_()
+        assert_same_state(model.state_dict(), seeded(Batch).state_dict())
+
+
+def test_state_inside_summon_full_params() -> None:
+    """The state can be taken while full parameters are summoned, with what was changed there."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR)
+        with FSDP.summon_full_params(model):
+            with torch.no_grad():
+                model[2].bias.fill_(3.0)
+            return model.state_dict()
+
+    expected = seeded(mlp).state_dict()
+    expected["2.bias"].fill_(3.0)
+    for state in on_ranks(2, rank):
+        assert_same_state(state, expected)
+
+
+def test_a_state_that_torchs_fsdp1_saved(torch_world: None) -> None:
+    """What FSDP1 wrote with FULL_STATE_DICT loads here, and the other way round."""
+    cpu = torch.device("cpu")
+    torchs = theirs.FullyShardedDataParallel(seeded(Transformer), device_id=cpu, use_orig_params=True)
+    ours = FSDP(seeded(Transformer, 8), HERE, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    ours.load_state_dict(torchs.state_dict())
+    assert_same_state(ours.state_dict(), torchs.state_dict())
+    again = theirs.FullyShardedDataParallel(seeded(Transformer, 9), device_id=cpu)
+    again.load_state_dict(ours.state_dict())
+    assert_same_state(again.state_dict(), ours.state_dict())
+
+
+TIED_STATES = {
+    "both names": lambda state: None,
+    "the first name only": lambda state: state.pop("head.weight"),
+    "the last name only": lambda state: state.pop("embed.weight"),
+    "different values": lambda state: state.update({"head.weight": torch.ones(7, 4)}),
+}
+
+
+@pytest.mark.parametrize("change", TIED_STATES)
+def test_tied_parameters_load_as_in_torch(change: str, use_orig_params: bool) -> None:
+    """Whichever names of a tied parameter a state has: the values and the report are those of the unwrapped model."""
+    state = seeded(Transformer, 8).state_dict()
+    TIED_STATES[change](state)
+    model, reference = FSDP(seeded(Transformer), HERE, use_orig_params=use_orig_params), seeded(Transformer)
+    found, expected = (m.load_state_dict(state, strict=False) for m in (model, reference))
+    assert found.missing_keys == expected.missing_keys
+    assert found.unexpected_keys == expected.unexpected_keys
+    assert_same_state(model.state_dict(), reference.state_dict())

@@ -1,0 +1,83 @@
+"""What sharding should cost, by formula: bytes held and bytes moved."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+from .options import Options
+from .shape import Shape
+
+_FLOAT32: Final = 4
+_HELD_PER_PARAMETER: Final = 4 * _FLOAT32
+"""Parameter, gradient and AdamW's two moments, in float32."""
+
+
+@frozen
+class Costs:
+    """Formulas for one run, all in bytes of one rank and without padding.
+
+    A ring all-gather or reduce-scatter of n bytes over w ranks sends n (w - 1) / w bytes from each rank. In one pass
+    forward and backward, FULL_SHARD gathers each block twice; the root unit stays until its backward and is gathered
+    once, as is every unit under SHARD_GRAD_OP. Each reduced pass reduce-scatters every unit once.
+    """
+
+    shape: Shape
+    ranks: int
+    strategy: str
+    accumulate: int
+    no_sync: bool
+    plain: bool
+
+    @classmethod
+    def of(cls, options: Options, ranks: int) -> Costs:
+        """The formulas for these options on ``ranks`` ranks."""
+        return cls(options.shape, ranks, options.strategy, options.accumulate, options.no_sync, options.plain)
+
+    @property
+    def held_by_ddp(self) -> int:
+        """Parameters, gradients and AdamW's state, all on every rank."""
+        return _HELD_PER_PARAMETER * self.shape.numel
+
+    @property
+    def held_at_rest(self) -> int:
+        """The same, each rank its share."""
+        return -(-self.held_by_ddp // self.ranks)
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements all-gathered in one step."""
+        if self.plain:
+            return 0
+        blocks = self.shape.layers * self.shape.block_numel
+        if self.strategy == "full_shard":
+            return self.accumulate * (2 * blocks + self.shape.root_numel)
+        return (1 if self.no_sync else self.accumulate) * self.shape.numel
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements reduce-scattered in one step."""
+        if self.plain:
+            return 0
+        return (1 if self.no_sync else self.accumulate) * self.shape.numel
+
+    @property
+    def moved_per_step(self) -> int:
+        """Bytes that one rank sends in one step."""
+        return _FLOAT32 * (self.gathered_numel + self.reduced_numel) * (self.ranks - 1) // self.ranks
+
+    @property
+    def moved_by_ddp(self) -> int:
+        """Bytes that one rank of DDP sends in one step: a ring all-reduce of every gradient, in each reduced pass."""
+        passes = 1 if self.no_sync else self.accumulate
+        return 2 * _FLOAT32 * passes * self.shape.numel * (self.ranks - 1) // self.ranks
+
+    def moved_in_words(self) -> str:
+        """The formula of `moved_per_step` with its numbers."""
+        if self.ranks == 1:
+            return "one rank sends nothing"
+        return (
+            f"{self.ranks - 1}/{self.ranks} x 4 bytes x "
+            f"({self.gathered_numel:,} gathered + {self.reduced_numel:,} reduced)"
+        )

@@ -1,0 +1,61 @@
+"""A model with its optimizer: sharded over the ranks, or as it is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from attrs import define
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from flatparam import FullyShardedDataParallel, ShardingStrategy
+from flatparam.wrap import ModuleWrapPolicy
+
+from .meter import Meter
+from .model import GPT, Block
+from .options import Options
+from .ranks import Ranks
+
+
+@define(eq=False)
+class Learner:
+    """What is trained: ``model`` as it is called, ``optimizer`` over what this rank holds of it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks hold slices of the parameters."""
+        return isinstance(self.model, FullyShardedDataParallel)
+
+    def without_reduction(self) -> AbstractContextManager[Any]:
+        """Keep the gradients of the backward passes inside to this rank."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def clip(self, largest: float) -> None:
+        """Scale the gradients so that the norm over all of them is at most ``largest``. A collective."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            self.model.clip_grad_norm_(largest)
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+
+
+def build(options: Options, ranks: Ranks, meter: Meter) -> Learner:
+    """Make the model of ``options`` from its seed, the same on every rank, shard it, and give it an optimizer."""
+    torch.manual_seed(options.seed)
+    model: nn.Module = GPT(options.shape, recompute=options.checkpoint_activations).to(ranks.device)
+    if not options.plain:
+        model = FullyShardedDataParallel(
+            model,
+            process_group=meter.process_group,
+            sharding_strategy=ShardingStrategy[options.strategy.upper()],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=options.use_orig_params,
+        )
+    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    return Learner(model, optimizer)

@@ -1,0 +1,161 @@
+"""What one rank does, from beginning to end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from attrs import define
+
+from .batches import Batches
+from .checkpoint import load, save
+from .costs import Costs
+from .launch import threads_per_rank
+from .learner import Learner, build
+from .meter import Meter
+from .metrics import Metrics
+from .options import Options
+from .plan import Plan, make_plan
+from .plots import draw_loss, draw_memory
+from .progress import Progress
+from .ranks import Ranks, joined
+from .report import Console, counted
+from .sample import generate
+from .stop import StopRequests
+from .summary import Measured, summary
+from .trainer import Trainer
+
+
+def train(options: Options, world_size: int, requests: StopRequests, console: Console) -> int:
+    """Join the ranks, train, and report. Returns the number of the signal that stopped the run early, or 0."""
+    plan = make_plan(options, world_size)
+    torch.set_num_threads(threads_per_rank(options.threads, world_size))
+    describe(options, plan, world_size, console)
+    with joined(options.device, alone=options.plain) as ranks:
+        costs = Costs.of(options, ranks.size)
+        meter = Meter(ranks.device, sharded=not options.plain)
+        learner = build(options, ranks, meter)
+        if plan.resumed is not None:
+            load(plan.resumed, learner)
+        session = _Session.of(options, plan, ranks, learner, meter, requests, console)
+        session.run()
+        if not session.trainer.stopped_by:
+            session.show_sample()
+        session.report(costs)
+    return session.trainer.stopped_by or requests.pending()
+
+
+def describe(options: Options, plan: Plan, world_size: int, console: Console) -> None:
+    """Say what is about to happen."""
+    shape, corpus = options.shape, plan.corpus
+    ranks = counted(world_size, "rank")
+    how = "an ordinary module in one process" if options.plain else f"{options.strategy.upper()} on {ranks}"
+    console.say(f"A byte-level GPT, trained with {'plain PyTorch' if options.plain else 'flatparam'}")
+    console.fact("text", f"{corpus.source}: {counted(corpus.files, 'file')}, {len(corpus.text):,} bytes")
+    console.detail(f"sha256 {corpus.sha256}")
+    console.detail(f"the last {corpus.held_out_nbytes:,} bytes are held out")
+    console.fact(
+        "model", f"{shape.numel:,} parameters ({options.size}): {shape.layers} blocks of width {shape.width}, "
+        f"{shape.heads} heads, context {shape.context} bytes"
+    )  # fmt: skip
+    console.fact(
+        "sharding", how + ("" if options.plain else f", {shape.layers + 1} units (each block, and the rest)")
+    )
+    console.fact("steps", f"{options.steps:,} of {options.batch} rows x {shape.context} bytes over all ranks")
+    if plan.resumed is not None:
+        ranks_then = counted(plan.resumed.header["ranks"], "rank")
+        console.fact("resume", f"{plan.resumed.path}: {plan.start:,} steps done on {ranks_then}")
+        console.detail("(--fresh starts over)")
+    console.fact("out", str(options.out))
+    console.say()
+
+
+@define(eq=False)
+class _Session:
+    """The parts of a running job, on one rank."""
+
+    plan: Plan
+    trainer: Trainer
+    metrics: Metrics
+    console: Console
+    saved_step: int
+
+    @classmethod
+    def of(
+        cls, options: Options, plan: Plan, ranks: Ranks, learner: Learner, meter: Meter,
+        requests: StopRequests, console: Console,
+    ) -> _Session:  # fmt: skip
+        if ranks.is_first:
+            options.out.mkdir(parents=True, exist_ok=True)
+        metrics = Metrics(options.out / "metrics.jsonl" if ranks.is_first else None)
+        batches = Batches.of(
+            plan.corpus, batch=options.batch, context=options.shape.context, seed=options.seed
+        )
+        trainer = Trainer(options, ranks, learner, batches, meter, metrics, requests, done=plan.start)
+        return cls(plan, trainer, metrics, console, saved_step=plan.start)
+
+    def run(self) -> None:
+        """Train, and leave a checkpoint of the last step done."""
+        trainer, plan = self.trainer, self.plan
+        steps = trainer.options.steps
+        self.metrics.open(keep_up_to=plan.start)
+        if plan.start >= steps:
+            self.console.say(
+                f"  all {steps:,} steps are done already; --steps N goes on, --fresh starts over\n"
+            )
+        else:
+            with Progress(self.console, start=plan.start, steps=steps) as progress:
+                trainer.run(progress, lambda: self._save(progress.note))
+        if trainer.done > self.saved_step:
+            self._save(self.console.say)
+        elif trainer.stopped_by:
+            self.console.say(self._nothing_new())
+        self.metrics.close()
+
+    def _save(self, note: Callable[[str], None]) -> None:
+        trainer = self.trainer
+        path = save(
+            self.plan.shelf, trainer.learner, trainer.ranks, step=trainer.done, recipe=self.plan.recipe
+        )
+        self.saved_step = trainer.done
+        trainer.meter.bytes_moved_since_last()
+        if path is not None:
+            note(f"  step {trainer.done:>5}: checkpoint {path}")
+
+    def _nothing_new(self) -> str:
+        if self.plan.resumed is not None:
+            return f"  stopped before a new step; {self.plan.resumed.path} is as it was"
+        return "  stopped before the first step; there is no checkpoint of this run"
+
+    def show_sample(self) -> None:
+        """Print text that the model writes."""
+        trainer = self.trainer
+        if trainer.options.sample_bytes:
+            text = generate(trainer.learner, trainer.options, trainer.ranks, trainer.requests)
+            self.console.say(f"\nThe model goes on from {trainer.options.prompt!r}:\n")
+            self.console.say("\n".join(f"    {line}" for line in text.strip("\n").split("\n")))
+
+    def report(self, costs: Costs) -> None:
+        """Print the table and draw the plots, if any step was done."""
+        trainer = self.trainer
+        if not trainer.step_seconds:
+            return
+        meter = trainer.meter
+        at_rest, peak, process_peak, moved = trainer.ranks.largest(
+            [trainer.at_rest, meter.peak_bytes(), meter.process_peak_bytes(), trainer.moved_per_step]
+        )
+        milliseconds = 1000 * statistics.median(trainer.step_seconds)
+        measured = Measured(int(at_rest), int(peak), int(process_peak), int(moved), milliseconds)
+        self.console.say()
+        for line in summary(costs, measured):
+            self.console.say(line)
+        self.console.say()
+        if trainer.ranks.is_first:
+            out = trainer.options.out
+            drawn = [
+                draw_loss(self.metrics.records, out / "loss.png"),
+                draw_memory(meter.timeline, trainer.at_rest, costs, out / "memory.png"),
+            ]
+            self.console.fact("plots", ", ".join(dict.fromkeys(drawn)))
+            self.console.fact("metrics", str(out / "metrics.jsonl"))
