@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
-import torch
 from flatparam_comm import Collectives
 from flatparam_runtime import EventLog, observe
 from integration_tests.parity.programs import Loss

@@ -9,7 +9,7 @@ import pytest
 from flatparam_comm import run_threads
 from integration_tests.parity import local
 from integration_tests.parity.runs import Run, assert_same, distance
-from integration_tests.parity.sharded import Setting, join, train
+from integration_tests.parity.sharded import Setting, join, shard, train
 from integration_tests.parity.zoo import CASES, ZOO
 
 PREFETCH = {"sgd": (False, "BACKWARD_PRE"), "adamw": (True, "BACKWARD_POST")}
@@ -74,3 +74,22 @@ def test_distance_to_the_mean_of_losses(name: str, ranks: int, original: bool, o
     assert distance(found.gradients[0], expected.gradients[0]) <= ULPS
     for mine, theirs in zip(found.parameters, expected.parameters, strict=True):
         assert distance(mine, theirs) <= ULPS
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("strategy", "original"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True)])
+def test_bits_without_the_wrapper(name: str, strategy: str, original: bool) -> None:
+    """A module that is sharded in place, by hooks alone, trains to the bits of the wrapped one."""
+    setting = Setting(strategy, original, "sgd", *PREFETCH["sgd"])
+    found = join(run_threads(2, train, name, setting, shard))
+    assert_same(found, sharded_run(name, 2, strategy, original, "sgd"))
+
+
+@pytest.mark.parametrize("name", ["nested", "by-rank", "twice", "reentrant-around-unit", "dtypes"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_bits_do_not_depend_on_when_bytes_arrive(name: str, strategy: str) -> None:
+    """Results that are delivered as early as an engine can give the same bits as those that wait() delivers."""
+    forward, backward = PREFETCH["adamw"]
+    setting = Setting(strategy, False, "adamw", forward, backward)
+    early = join(run_threads(2, train, name, setting, deliver_late=False))
+    assert_same(early, sharded_run(name, 2, strategy, False, "adamw"))

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Sequence
 
 import pytest
+
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, run_threads
 from flatparam_runtime import units_in
-
 from integration_tests.parity.schedules import Passes, accumulate, evaluate, one_step
 from integration_tests.parity.sharded import Setting, optimizer_of, wrap
 from integration_tests.parity.zoo import named
@@ -20,7 +20,9 @@ from integration_tests.parity.zoo import named
 Sent = dict[str, dict[str, int]]
 
 
-def sent(group: Collectives, name: str, setting: Setting, passes: Passes) -> tuple[list[int], list[int], Sent]:
+def sent(
+    group: Collectives, name: str, setting: Setting, passes: Passes
+) -> tuple[list[int], list[int], Sent]:
     """``F`` and ``G`` of the model, and for each part of the second step the bytes sent by every kind of collective."""
     case = named(name)
     ledger = ByteLedger()
@@ -46,7 +48,15 @@ def part_of(world_size: int, sizes: Sequence[int]) -> int:
     return total
 
 
-NAMES = ("plain", "frozen", "nested", "transformer", "dtypes", "checkpoint-around-unit", "reentrant-around-unit")
+NAMES = (
+    "plain",
+    "frozen",
+    "nested",
+    "transformer",
+    "dtypes",
+    "checkpoint-around-unit",
+    "reentrant-around-unit",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

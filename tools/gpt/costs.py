@@ -20,7 +20,8 @@ class Costs:
 
     A ring all-gather or reduce-scatter of n bytes over w ranks sends n (w - 1) / w bytes from each rank. In one pass
     forward and backward, FULL_SHARD gathers each block twice; the root unit stays until its backward and is gathered
-    once, as is every unit under SHARD_GRAD_OP. Each reduced pass reduce-scatters every unit once.
+    once, as is every unit under SHARD_GRAD_OP. Each reduced pass reduce-scatters every unit once, and all-reduces one
+    byte for each parameter, which sends twice as much as a reduce-scatter of it.
     """
 
     shape: Shape
@@ -65,7 +66,15 @@ class Costs:
     @property
     def moved_per_step(self) -> int:
         """Bytes that one rank sends in one step."""
-        return _FLOAT32 * (self.gathered_numel + self.reduced_numel) * (self.ranks - 1) // self.ranks
+        elements = _FLOAT32 * (self.gathered_numel + self.reduced_numel) * (self.ranks - 1) // self.ranks
+        return elements + self.flags_per_step * 2 * (self.ranks - 1) // self.ranks
+
+    @property
+    def flags_per_step(self) -> int:
+        """Bytes all-reduced in one step to learn which parameters got a gradient on any rank: one each."""
+        if self.plain:
+            return 0
+        return (1 if self.no_sync else self.accumulate) * self.shape.tensors
 
     @property
     def moved_by_ddp(self) -> int:
@@ -79,5 +88,5 @@ class Costs:
             return "one rank sends nothing"
         return (
             f"{self.ranks - 1}/{self.ranks} x 4 bytes x "
-            f"({self.gathered_numel:,} gathered + {self.reduced_numel:,} reduced)"
+            f"({self.gathered_numel:,} gathered + {self.reduced_numel:,} reduced), and a flag per parameter"
         )

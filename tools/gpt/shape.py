@@ -47,6 +47,11 @@ class Shape:
         return (VOCABULARY + 2) * self.width
 
     @property
+    def tensors(self) -> int:
+        """How many parameters there are: eight in each block, and three outside."""
+        return 8 * self.layers + 3
+
+    @property
     def numel(self) -> int:
         """All parameters, the tied embedding counted once."""
         return self.layers * self.block_numel + self.root_numel

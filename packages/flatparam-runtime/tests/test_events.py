@@ -9,7 +9,7 @@ from torch import nn
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import Event, EventLog, Instrument, Phase, observe, units_in
 
-from .models import Chain, Stack, batch
+from .models import Stack, batch
 from .worlds import run, sharded
 
 
@@ -29,24 +29,6 @@ def test_lines_are_the_schedule() -> None:
     """``lines`` is kind and unit of each event, in order."""
     log = EventLog([event("unshard", "(root)", 8), event("use", "(root)", 8), event("reshard", "a.b", 4)])
     assert log.lines() == ["unshard (root)", "use (root)", "reshard a.b"]
-
-
-def test_the_peak_counts_parameters_and_gradients_together() -> None:
-    """Full parameters count from unshard to reshard, gradients from reduce to finish, and the most is the peak."""
-    log = EventLog()
-    assert log.peak_nbytes() == 0
-    for each in (
-        event("unshard", "a", 10),  # 10
-        event("use", "a", 10),
-        event("unshard", "b", 5),  # 15
-        event("reshard", "a", 10),  # 5
-        event("reduce", "a", 20),  # 25, the peak
-        event("reshard", "b", 5),  # 20
-        event("finish", "a", 20),  # 0
-        event("unshard", "a", 10),
-    ):
-        log.on_event(each)
-    assert log.peak_nbytes() == 25
 
 
 def step(module: nn.Module, rank: int = 0) -> None:
@@ -130,18 +112,6 @@ def test_events_carry_phase_and_bytes() -> None:
         ("reduce", Phase.REDUCING),
         ("finish", Phase.REDUCING),
     ]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_the_peak_of_full_sharding_is_a_formula(depth: int) -> None:
-    """At most two blocks' parameters and two blocks' gradients are there at once, however many blocks there are."""
-    module = sharded(lambda: Chain(depth), SingleCollectives(), units=[f"blocks.{i}" for i in range(depth)])
-    log = EventLog()
-    with observe(module, log):
-        step(module)
-    block = 36 * 4
-    assert log.peak_nbytes() <= min(3, depth + 1) * block
-    assert log.peak_nbytes() >= min(2, depth) * block
 
 
 def test_what_is_taken_is_given_back() -> None:

@@ -50,6 +50,18 @@ class Keeper(torch.optim.Optimizer):
                     }
 
 
+class Ticker(torch.optim.SGD):
+    """SGD with momentum that also counts, in a 0-d tensor under a name that no optimizer of torch uses."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for values in self.state.values():
+            values["ticks"] = values.get("ticks", torch.zeros(())) + 1
+
+
 def decay_groups(model: nn.Module, *, names: Callable[[str], bool]) -> list[dict[str, Any]]:
     """Two groups with settings of their own, divided by the parameters' names."""
     chosen = [parameter for name, parameter in model.named_parameters() if names(name)]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives
+from flatparam_runtime import no_sync
 from flatparam_state import FullLoad, model_state_dict, places_in
 
 from .models import CASES, Buffers, Case, Nested, mlp
@@ -76,6 +77,22 @@ def test_loading_replaces_parameters_that_a_forward_left_unsharded(use_orig_para
     for output, state in same_on_all(2, rank):
         assert torch.equal(output, case.build()(torch.ones(4, 3)).detach())
         assert_same_state(state, case.build().state_dict())
+
+
+def test_loading_replaces_parameters_that_are_kept_for_the_next_forward(use_orig_params: bool) -> None:
+    """After an unsynchronised backward SHARD_GRAD_OP uses the full parameters again, but not once others are loaded."""
+    case = CASES["every layer a unit"]
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard_case(case, ranks, use_orig_params=use_orig_params, seed=8, early=False)
+        with no_sync(model):
+            model(torch.ones(4, 3)).sum().backward()
+        assert all(place.handle.is_unsharded for place in places_in(model)), "the test needs stale parameters"
+        load(model, case.build().state_dict())
+        return model(torch.ones(4, 3)).detach()
+
+    for output in same_on_all(2, rank):
+        assert torch.equal(output, case.build()(torch.ones(4, 3)).detach())
 
 
 def test_optimizers_hold_the_same_parameters_after_loading(use_orig_params: bool) -> None:

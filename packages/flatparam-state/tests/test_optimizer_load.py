@@ -12,7 +12,7 @@ from flatparam_comm import Collectives
 from flatparam_state import load_optimizer_state, model_state_dict, optimizer_state_dict
 
 from .models import CASES, Case, Nested, Odd, mlp
-from .optimizers import OPTIMIZERS, Keeper, adam, decay_groups
+from .optimizers import OPTIMIZERS, Keeper, Ticker, adam, decay_groups
 from .worlds import (
     assert_same_optimizer,
     assert_same_state,
@@ -237,18 +237,20 @@ def test_zero_d_parameters_only(use_orig_params: bool, empty_first: bool) -> Non
         assert_same_state(parameters, later)
 
 
-def test_zero_d_parameters_beside_others(use_orig_params: bool) -> None:
-    """The moment of a 0-d parameter is loaded as a moment, its step count as a step count."""
-    state, optimizer_state = saved_plainly(Case(Odd), adam)
+@pytest.mark.parametrize("make", [adam, Ticker])
+def test_zero_d_parameters_beside_others(use_orig_params: bool, make: Any) -> None:
+    """The moment of a 0-d parameter is loaded as a moment, a count as a count, whatever its name."""
+    state, optimizer_state = saved_plainly(Case(Odd), make)
 
     def rank(ranks: Collectives) -> Any:
         model = shard(Case(Odd).build(8), ranks, use_orig_params=use_orig_params)
-        optimizer = adam(model.parameters())
+        optimizer = make(model.parameters())
         resume(model, optimizer, state, optimizer_state)
+        assert_same_optimizer(optimizer_state_dict(model, optimizer), optimizer_state, ordered=False)
         step(model, optimizer, made_up_gradients(Odd(), 2))
         return model_state_dict(model)
 
-    later, _ = saved_plainly(Case(Odd), adam, steps=3)
+    later, _ = saved_plainly(Case(Odd), make, steps=3)
     for parameters in same_on_all(3, rank):
         assert_same_state(parameters, later)
 

@@ -57,15 +57,3 @@ class EventLog:
     def lines(self) -> list[str]:
         """The schedule as `"kind unit"` strings, in order."""
         return [f"{event.kind} {event.unit}" for event in self.events]
-
-    def peak_nbytes(self) -> int:
-        """The most bytes that full parameters and unsharded gradients took together, from the first event on.
-
-        Gradients count from their reduction on: see `docs/memory.md` for what is added while they are collected.
-        """
-        held = peak = 0
-        for event in self.events:
-            held += {"unshard": event.nbytes, "reduce": event.nbytes}.get(event.kind, 0)
-            peak = max(peak, held)
-            held -= {"reshard": event.nbytes, "finish": event.nbytes}.get(event.kind, 0)
-        return peak

@@ -44,6 +44,11 @@ def inspecting(unit: Unit) -> Iterator[None]:
     Raises:
         FlatParamError: inside a forward or backward pass, or where it is being inspected already.
     """
+    if unit.phase is Phase.INSPECTING:
+        raise FlatParamError(
+            f"unit {unit.name!r}: its full parameters are summoned, or its state is saved, already; these "
+            "contexts do not nest"
+        )
     if tree_of(unit).is_in_a_pass:
         raise FlatParamError(
             f"unit {unit.name!r}: full parameters cannot be summoned, and state neither saved nor loaded, "

@@ -13,7 +13,7 @@ __all__ = ["BackwardOrder", "PrefetchPlan", "UnitPlan"]
 
 
 class BackwardOrder(enum.Enum):
-    """When the gather for the next unit of the backward pass starts."""
+    """When the gather for the next unit of the backward pass starts; FSDP1's BACKWARD_PRE, BACKWARD_POST and None."""
 
     BEFORE_COMPUTE = "before this unit's gradients are computed: most overlap"
     AFTER_COMPUTE = "after this unit's full parameters are freed: least memory"

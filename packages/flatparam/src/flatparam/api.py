@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ShardingStrategy(enum.Enum):
-    """What is sharded over which ranks, and when full parameters are freed; see the guide on strategies."""
+    """What is sharded over which ranks, and when full parameters are freed; `docs/memory.md` has the bytes."""
 
     FULL_SHARD = enum.auto()
     SHARD_GRAD_OP = enum.auto()
