@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 
@@ -10,29 +11,58 @@ from flatparam_comm import run_threads
 from integration_tests.parity import local
 from integration_tests.parity.runs import Run, assert_same, distance
 from integration_tests.parity.sharded import Setting, join, shard, train
-from integration_tests.parity.zoo import CASES, ZOO
+from integration_tests.parity.zoo import ZOO, named
 
 PREFETCH = {"sgd": (False, "BACKWARD_PRE"), "adamw": (True, "BACKWARD_POST")}
 """No number depends on prefetching, so one optimizer goes with one way of it."""
 
 ULPS = 4.0
 
-strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-exposures = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-optimizers = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+Way = tuple[str, int, str, bool, str]
+"""Model, ranks, strategy, use_orig_params, optimizer."""
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+EVERY_WAY = ("tied", "frozen", "uneven", "nested", "by-rank", "twice", "unused", "transformer")
+FOUR_WAYS = (
+    (2, "FULL_SHARD", False, "sgd"),
+    (2, "SHARD_GRAD_OP", True, "adamw"),
+    (3, "FULL_SHARD", True, "adamw"),
+    (3, "SHARD_GRAD_OP", False, "sgd"),
+)
+"""For the rest of the zoo: each choice comes up with each other one, but not with each pair of them."""
+
+WAYS: list[Way] = [
+    (name, *way)
+    for name in ZOO
+    for way in (
+        itertools.product((2, 3), STRATEGIES, (False, True), ("sgd", "adamw"))
+        if name in EVERY_WAY
+        else FOUR_WAYS
+    )
+]
+
+
+def ways(*, equal_bits: bool) -> list[Way]:
+    """Those in which the bits of the mean of the losses can be demanded, or those in which they cannot."""
+    return [way for way in WAYS if (way[1] == 2 and named(way[0]).used_once) is equal_bits]
+
+
+def words(value: object) -> str | None:
+    """How a part of a way is shown in the name of a test."""
+    return {True: "original", False: "flat"}[value] if isinstance(value, bool) else None
+
+
+def over(chosen: list[Way]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("name", "ranks", "strategy", "original", "optimizer"), chosen, ids=words)
 
 
 @functools.cache
 def sharded_run(name: str, ranks: int, strategy: str, original: bool, optimizer: str) -> Run:
-    forward, backward = PREFETCH[optimizer]
-    return join(run_threads(ranks, train, name, Setting(strategy, original, optimizer, forward, backward)))
+    setting = Setting(strategy, original, optimizer, *PREFETCH[optimizer])
+    return join(run_threads(ranks, train, name, setting))
 
 
-@pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("ranks", [2, 3])
-@strategies
-@exposures
-@optimizers
+@over(WAYS)
 def test_bits_of_the_reduction_rule(
     name: str, ranks: int, strategy: str, original: bool, optimizer: str
 ) -> None:
@@ -41,25 +71,19 @@ def test_bits_of_the_reduction_rule(
     assert_same(sharded_run(name, ranks, strategy, original, optimizer), expected)
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.used_once])
-@strategies
-@exposures
-@optimizers
-def test_bits_of_the_mean_of_two_losses(name: str, strategy: str, original: bool, optimizer: str) -> None:
+@over(ways(equal_bits=True))
+def test_bits_of_the_mean_of_two_losses(
+    name: str, ranks: int, strategy: str, original: bool, optimizer: str
+) -> None:
     """5 steps on two ranks have the bits of one process that trains on the mean of the ranks' losses."""
-    expected = local.mean_of_losses(name, 2, optimizer, flat=not original)
-    assert_same(sharded_run(name, 2, strategy, original, optimizer), expected)
+    expected = local.mean_of_losses(name, ranks, optimizer, flat=not original)
+    assert_same(sharded_run(name, ranks, strategy, original, optimizer), expected)
 
 
-OFF_BY_ROUNDING = [
-    (case.name, ranks) for case in CASES for ranks in (2, 3) if ranks == 3 or not case.used_once
-]
-
-
-@pytest.mark.parametrize(("name", "ranks"), OFF_BY_ROUNDING)
-@exposures
-@optimizers
-def test_distance_to_the_mean_of_losses(name: str, ranks: int, original: bool, optimizer: str) -> None:
+@over(ways(equal_bits=False))
+def test_distance_to_the_mean_of_losses(
+    name: str, ranks: int, strategy: str, original: bool, optimizer: str
+) -> None:
     """Where bits cannot be equal, the first gradients and all parameters are within 4 ulps of the model's largest element.
 
     They cannot be for two reasons. Three ranks: the graph of the mean divides the losses by 3, which rounds, and carries
@@ -69,7 +93,7 @@ def test_distance_to_the_mean_of_losses(name: str, ranks: int, original: bool, o
     each sum, and a sum can be much smaller than its summands: so the ulp is that of the largest element.
     Only the first gradients are compared, because the later ones are those of other parameters.
     """
-    found = sharded_run(name, ranks, "FULL_SHARD", original, optimizer)
+    found = sharded_run(name, ranks, strategy, original, optimizer)
     expected = local.mean_of_losses(name, ranks, optimizer, flat=not original)
     assert distance(found.gradients[0], expected.gradients[0]) <= ULPS
     for mine, theirs in zip(found.parameters, expected.parameters, strict=True):
@@ -86,10 +110,9 @@ def test_bits_without_the_wrapper(name: str, strategy: str, original: bool) -> N
 
 
 @pytest.mark.parametrize("name", ["nested", "by-rank", "twice", "reentrant-around-unit", "dtypes"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bits_do_not_depend_on_when_bytes_arrive(name: str, strategy: str) -> None:
     """Results that are delivered as early as an engine can give the same bits as those that wait() delivers."""
-    forward, backward = PREFETCH["adamw"]
-    setting = Setting(strategy, False, "adamw", forward, backward)
+    setting = Setting(strategy, False, "adamw", *PREFETCH["adamw"])
     early = join(run_threads(2, train, name, setting, deliver_late=False))
     assert_same(early, sharded_run(name, 2, strategy, False, "adamw"))

@@ -27,22 +27,18 @@ SETTINGS = (
 
 NAMES = {
     2: (
-        "tied",
         "frozen",
         "uneven",
         "nested",
         "by-step",
         "by-rank",
-        "twice",
         "unused",
         "transformer",
-        "convolutions",
         "recurrent",
         "checkpoint-in-unit",
         "reentrant-around-unit",
-        "dtypes",
     ),
-    3: ("frozen", "uneven", "nested", "by-rank", "transformer"),
+    3: ("frozen", "nested", "by-rank", "transformer"),
 }
 
 Plan = list[tuple[str, Setting, bool]]

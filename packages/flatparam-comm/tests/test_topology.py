@@ -60,7 +60,9 @@ def test_data_parallel_size_is_the_product() -> None:
     assert run_threads(4, program) == [8] * 4
 
 
-@pytest.mark.parametrize("given", ["world", 3, [SingleCollectives()], object()], ids=repr)
+@pytest.mark.parametrize(
+    "given", ["world", 3, [SingleCollectives()], object()], ids=lambda given: type(given).__name__
+)
 def test_anything_else_is_a_type_error(given: Any) -> None:
     """What is none of these is a TypeError that lists what can be passed and names the type found."""
     with pytest.raises(TypeError, match=f"DeviceMesh, found {type(given).__name__}"):
