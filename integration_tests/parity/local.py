@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from integration_tests.parity.zoo import STEPS, Case, named
 
 DIVISORS = {2: (2.0, 1.0), 3: (2.0, 1.5)}
 """By which a gradient is divided before and after the sum over this many ranks."""
+
+StepGradients: TypeAlias = Callable[[nn.Module, Case, int, int], list[Tensor]]
+"""Leaves the gradients of a step in the model and returns the losses of that many ranks."""
 
 
 @functools.cache
@@ -36,7 +40,7 @@ def mean_of_losses(name: str, ranks: int, optimizer: str, *, flat: bool) -> Run:
     return _train(named(name), ranks, optimizer, _mean_gradients, flat)
 
 
-def _train(case: Case, ranks: int, optimizer: str, step_gradients, flat: bool) -> Run:  # type: ignore[no-untyped-def]
+def _train(case: Case, ranks: int, optimizer: str, step_gradients: StepGradients, flat: bool) -> Run:
     model = case.build()
     stepper = OPTIMIZERS[optimizer](model.parameters())
     run = Run([], [], [])

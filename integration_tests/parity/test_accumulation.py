@@ -14,7 +14,7 @@ from flatparam_comm import Collectives, run_threads
 from flatparam_runtime import no_sync
 from integration_tests.parity.local import reduce_by_rule, share_zeros
 from integration_tests.parity.programs import PROGRAMS, Loss, at_once
-from integration_tests.parity.runs import OPTIMIZERS, Run, assert_same, gradients_of, parameters_of
+from integration_tests.parity.runs import OPTIMIZERS, Named, Run, assert_same, gradients_of, parameters_of
 from integration_tests.parity.sharded import (
     RankRun,
     Setting,
@@ -56,14 +56,13 @@ def local_run(name: str, program: str, ranks: int, flat: bool) -> Run:
             parameter.grad = total[parameter_name]
         if flat:
             share_zeros(model, case)
-        run.losses.append([])
         run.gradients.append(gradients_of(model))
         optimizer.step()
         run.parameters.append(parameters_of(model))
     return run
 
 
-def _next_reduction(model: nn.Module, going: list[Iterator[None]]):  # type: ignore[no-untyped-def]
+def _next_reduction(model: nn.Module, going: list[Iterator[None]]) -> Named | None:
     of_ranks = []
     for program in going:
         model.zero_grad()
@@ -96,9 +95,10 @@ def quiet(model: nn.Module) -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", ["nested", "transformer", "frozen", "checkpoint-around-unit"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["nested", "transformer", "checkpoint-around-unit"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("SHARD_GRAD_OP", 3)]
+)
 def test_bits_of_unusual_steps(program: str, name: str, strategy: str, ranks: int) -> None:
     """Each program leaves the gradients and parameters that local gradients, reduced where it says, leave: bit for bit.
 
@@ -106,12 +106,6 @@ def test_bits_of_unusual_steps(program: str, name: str, strategy: str, ranks: in
     the sum by 2. On two ranks the optimizer holds flat parameters, on three the originals; wrapped and by hooks alone.
     """
     flat = ranks == 2
-    wrapped = strategy == "FULL_SHARD"
     setting = Setting(strategy, not flat, "adamw", forward_prefetch=flat)
-    of_ranks = run_threads(ranks, sharded_run, name, program, setting, wrapped)
-    found = join(of_ranks)
-    expected = local_run(name, program, ranks, flat)
-    assert_same(
-        Run([()] * STEPS, found.gradients, found.parameters),
-        Run([()] * STEPS, expected.gradients, expected.parameters),
-    )
+    of_ranks = run_threads(ranks, sharded_run, name, program, setting, strategy == "FULL_SHARD")
+    assert_same(join(of_ranks), local_run(name, program, ranks, flat))

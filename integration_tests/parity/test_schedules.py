@@ -2,7 +2,7 @@
 
 The chain is ``root.0 -> unit 1 -> unit 2 -> root.3``: the root has parameters before and after its two units.
 
-One rule is ours: a root whose inputs need no gradient is freed when autograd is done, and not with its last gradient,
+One rule is ours: a unit whose inputs need no gradient is freed when autograd is done, and not with its last gradient,
 because a reentrant recomputation may still want its parameters, and nothing says when the last of these was.
 """
 
@@ -172,8 +172,8 @@ def test_nested_units() -> None:
         use {inner}
         reshard {inner} reduce {inner}
         reshard {middle} finish {inner} reduce {middle}
-        reshard {outer} finish {middle} reduce {outer}
-        finish {outer} reduce (root) reshard (root) finish (root)
+        finish {middle} reduce {outer}
+        finish {outer} reduce (root) reshard (root) reshard {outer} finish (root)
     """
     expected = {"forward": lines(forward), "backward": lines(backward)}
     assert schedule(named("nested"), Setting("FULL_SHARD")) == expected

@@ -57,6 +57,7 @@ def joined(device_type: str, *, alone: bool) -> Iterator[Ranks]:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        dist.barrier()  # so that no rank takes its end of a connection away while another one still uses it
     finally:
         dist.destroy_process_group()
 

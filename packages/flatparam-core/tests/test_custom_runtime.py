@@ -91,19 +91,23 @@ def test_under_torchrun(program: str, tmp_path: Path) -> None:
     source = str(Path(flatparam_core.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(
-        [sys.executable, *launch],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "error::UserWarning:__main__",
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    for _ in range(3):
+        run = subprocess.run(
+            [sys.executable, *launch],
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "error::UserWarning:__main__",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        # On a busy machine gloo's own threads now and then abort a process that is at its end; then nothing was tested.
+        if run.returncode == 0 or "terminate called without an active exception" not in run.stderr:
+            break
     assert run.returncode == 0, run.stderr
     assert final_losses(run.stdout) == [train_locally(2)]

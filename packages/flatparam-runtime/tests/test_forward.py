@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, Residency, SingleCollectives
-from flatparam_runtime import EventLog, Phase, observe, unit_of, units_in
+from flatparam_comm import (
+    COMPLETED,
+    Collectives,
+    ForwardingCollectives,
+    Pending,
+    Residency,
+    SingleCollectives,
+    Topology,
+)
+from flatparam_runtime import EventLog, Phase, UnitPlan, observe, shard_module, unit_of, units_in
 
-from .models import WIDTH, Branches, Countdown, Stack, batch
+from .models import WIDTH, Block, Branches, Countdown, Stack, batch
 from .worlds import (
     check_at_rest,
     check_same,
@@ -248,3 +256,53 @@ def test_user_hooks_see_full_parameters() -> None:
         check_at_rest(module)
     assert shapes == [(WIDTH, WIDTH)] * 2
     check_same(full_gradients(module), mean_gradients(local, lambda m, _: m(batch()).sum(), 1))
+
+
+def test_hooks_from_before_sharding_see_full_parameters(use_orig_params: bool) -> None:
+    """Hooks that the user registered before the module was sharded run inside of ours, both before and after forward."""
+    module = Block()
+    shapes = []
+    module.register_forward_pre_hook(lambda m, args: shapes.append(m.up.weight.shape))
+    module.register_forward_hook(lambda m, args, output: shapes.append(m.up.weight.shape))
+    outer = nn.Sequential(module)
+    plan = UnitPlan(Topology(SingleCollectives()), use_orig_params=use_orig_params)
+    shard_module(module, plan)
+    shard_module(outer, plan)
+    outer(batch())
+    assert shapes == [(WIDTH, WIDTH)] * 2
+
+
+class Nowhere(ForwardingCollectives):
+    """Moves nothing, so that it can do so for tensors without bytes."""
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        return COMPLETED
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return self
+
+
+def test_the_roots_inputs_go_to_its_device() -> None:
+    """Inputs of the outermost unit, in any nesting, come to its parameters' device; what is there already is not copied."""
+    seen: list[Tensor] = []
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, *, more: dict[str, list[Tensor]]) -> Tensor:
+            seen.extend([x, more["a"][0]])
+            out: Tensor = self.layer(x)
+            return out
+
+    x, y = batch(), torch.arange(3)
+    away = Looking().to("meta")
+    shard_module(away, UnitPlan(Topology(Nowhere(SingleCollectives()))))
+    with torch.no_grad():
+        away(x, more={"a": [y]})
+    assert [tensor.device.type for tensor in seen] == ["meta", "meta"]
+    seen.clear()
+    sharded(Looking, SingleCollectives())(x, more={"a": [y]})
+    assert seen[0] is x
+    assert seen[1] is y

@@ -87,9 +87,14 @@ def test_loading_replaces_parameters_that_are_kept_for_the_next_forward(use_orig
         model = shard_case(case, ranks, use_orig_params=use_orig_params, seed=8, early=False)
         with no_sync(model):
             model(torch.ones(4, 3)).sum().backward()
-        assert all(place.handle.is_unsharded for place in places_in(model)), "the test needs stale parameters"
-        load(model, case.build().state_dict())
-        return model(torch.ones(4, 3)).detach()
+            assert all(place.handle.is_unsharded for place in places_in(model)), (
+                "the test needs stale parameters"
+            )
+            load(model, case.build().state_dict())
+            assert not any(place.handle.is_unsharded for place in places_in(model)), (
+                "nobody reads the old values"
+            )
+            return model(torch.ones(4, 3)).detach()
 
     for output in same_on_all(2, rank):
         assert torch.equal(output, case.build()(torch.ones(4, 3)).detach())

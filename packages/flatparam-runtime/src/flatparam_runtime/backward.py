@@ -124,7 +124,7 @@ class BackwardPass:
             unit.finish_unshard()
         state.inputs.update(token for token, node in call.inputs.items() if _will_run(node))
         # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last.
-        state.keeps_parameters = state.keeps_parameters or (call.is_top and not call.inputs)
+        state.keeps_parameters = state.keeps_parameters or not call.inputs
 
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""

@@ -191,8 +191,16 @@ class Unit:
 
     def _wait_for_gathers(self) -> None:
         gathers, self._gathers = self._gathers, []
+        errors = []
         for pending in gathers:
-            pending.wait()
+            try:
+                pending.wait()
+            except (
+                RuntimeError
+            ) as error:  # the others write to memory that is about to be freed: wait for them too
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # Gradients
 

@@ -163,7 +163,7 @@ def _settings(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict
     first = {key: value for key, value in home[names[0]].items() if key not in _NAMES}
     for name in names[1:]:
         other = home[name]
-        for key in first.keys() | (other.keys() - _NAMES):
+        for key in sorted(first.keys() | (other.keys() - _NAMES)):  # every rank names the same
             if not _equal(first.get(key), other.get(key)):
                 raise FlatParamError(
                     f"the saved optimizer state has {key}={first.get(key)!r} for {names[0]!r} and "
