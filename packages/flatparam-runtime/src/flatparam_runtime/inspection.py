@@ -52,16 +52,14 @@ def inspecting(unit: Unit) -> Iterator[None]:
     if tree_of(unit).is_in_a_pass:
         raise FlatParamError(
             f"unit {unit.name!r}: full parameters cannot be summoned, and state neither saved nor loaded, "
-            "inside a forward or "
-            "backward pass"
+            "inside a forward or backward pass"
         )
     unit.move(Phase.INSPECTING)
     try:
         unit.reshard()
         yield
     finally:
-        if unit.phase is Phase.INSPECTING:
-            unit.move(Phase.IDLE)
+        unit.move(Phase.IDLE)
 
 
 @contextlib.contextmanager
