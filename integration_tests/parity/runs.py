@@ -44,14 +44,18 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_same(found: Run, expected: Run) -> None:
     """Demand that every loss, gradient (or its absence) and parameter is the same, bit for bit."""
-    assert len(found.losses) == len(expected.losses)
-    for step, (mine, theirs) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+    assert expected.parameters, "nothing to compare"
+    for step, of_ranks in enumerate(zip(found.losses, expected.losses, strict=True)):
+        for rank, (a, b) in enumerate(zip(*of_ranks, strict=True)):
             assert torch.equal(a, b), (
                 f"step {step}: the loss of rank {rank} is {a.item()!r}, not {b.item()!r}"
             )
-        assert_same_tensors(found.gradients[step], expected.gradients[step], f"step {step}: gradient")
-        assert_same_tensors(found.parameters[step], expected.parameters[step], f"step {step}: parameter")
+    for what, ours, oracles in (
+        ("gradient", found.gradients, expected.gradients),
+        ("parameter", found.parameters, expected.parameters),
+    ):
+        for step, (mine, theirs) in enumerate(zip(ours, oracles, strict=True)):
+            assert_same_tensors(mine, theirs, f"step {step}: {what}")
 
 
 def assert_same_tensors(found: Named, expected: Named, what: str) -> None:
