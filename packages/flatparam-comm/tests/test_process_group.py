@@ -121,7 +121,6 @@ def _absent_peer(comm: ProcessGroupCollectives) -> Any:
     if comm.rank == 1:
         time.sleep(2.5)
         return None
-    start = time.monotonic()
     pending = pair.all_reduce(torch.zeros(1), label="gradient norm")
     assert not pending.done()
     with pytest.raises(CollectiveError) as first:
@@ -132,13 +131,13 @@ def _absent_peer(comm: ProcessGroupCollectives) -> Any:
     assert pending.done()
     assert first.value.__cause__ is not None
     error = first.value
-    return time.monotonic() - start, error.rank, error.op, error.label, str(error)
+    return error.rank, error.op, error.label, str(error)
 
 
 def test_a_backends_error_names_rank_call_and_label() -> None:
     """A collective that a peer never joins is a CollectiveError on each wait; a subgroup has its parent's timeout."""
-    seconds, rank, op, label, text = run_processes(2, _absent_peer, pg_timeout=1)[0]
-    assert 0.5 < seconds < 2.5
+    rank, op, label, text = run_processes(2, _absent_peer, pg_timeout=1)[0]
+    assert "1000ms" in text  # the parent's second, not the half hour that torch gives a new group
     assert (rank, op, label) == (0, "all_reduce", "gradient norm")
     assert text.startswith("rank 0: all_reduce 'gradient norm': the process group failed with ")
     assert "did not make this call" in text

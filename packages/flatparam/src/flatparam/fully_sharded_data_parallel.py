@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from flatparam import placement, state_dicts
 from flatparam.api import BackwardPrefetch, ShardingStrategy, StateDictSettings
+from flatparam.auto_wrap import wrap_below
 from flatparam.errors import NotYetSupportedError
-from flatparam.resolve import Ignored, Resolved, resolve
-from flatparam.wrap import chosen_by, wrap_chosen
+from flatparam.resolve import resolve
 from flatparam_comm import ProcessGroupCollectives
-from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, FlatParameter, FlatParamHandle, clean_fqn
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn
 from flatparam_runtime import (
     Phase,
     clip_grad_norm_,
@@ -124,7 +124,7 @@ class FullyShardedDataParallel(nn.Module):
             # Those below share what was resolved here: the group, and what is ignored with all below it.
             arguments |= {"process_group": resolved.plan.topology, "device_mesh": None}
             arguments |= {"ignored_states": resolved.ignored, "ignored_modules": None}
-            _wrap_below(type(self), module, auto_wrap_policy, resolved, arguments)
+            wrap_below(type(self), module, auto_wrap_policy, resolved.ignored, arguments)
         placement.move(module, resolved.device, resolved.ignored)
         if resolved.sync_module_states:
             placement.synchronise(module, resolved.plan.topology.shard, resolved.ignored)
@@ -420,53 +420,3 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotYetSupportedError(f"{name}={value!r}", "leave it out")
-
-
-def _wrap_below(
-    wrapper: type[FullyShardedDataParallel],
-    module: nn.Module,
-    policy: Any,
-    resolved: Resolved,
-    arguments: dict[str, Any],
-) -> None:
-    """Wrap what `policy` chooses inside `module`; everything is checked before anything is wrapped."""
-    for name, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel):
-            raise ValueError(
-                f"auto_wrap_policy: {name or 'the module'!r} is wrapped already; wrap by hand or by a policy, not both"
-            )
-    ignored = resolved.ignored
-    targets = chosen_by(
-        policy,
-        module,
-        ignored_modules=ignored.modules,
-        ignored_parameters=ignored.parameters,
-        kwargs=arguments,
-    )
-    for child, kwargs in targets.items():
-        resolve(child, **kwargs)
-    _refuse_ties(module, set(targets), ignored)
-    wrap_chosen(module, targets, wrapper)
-
-
-def _refuse_ties(root: nn.Module, targets: set[nn.Module], ignored: Ignored) -> None:
-    """Check that each parameter is reached from one future unit only."""
-    owners: dict[int, tuple[nn.Module, str]] = {}
-    stack = [("", root, root)]
-    while stack:
-        prefix, module, above = stack.pop()
-        owner = module if module in targets else above
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
-                continue
-            other, first = owners.setdefault(id(parameter), (owner, prefix + name))
-            if other is not owner:
-                raise FlatParamError(
-                    f"parameter {prefix + name!r} is the same as {first!r}, which another unit would "
-                    "hold; make one unit of "
-                    "a module that contains both, or ignore one"
-                )
-        children = [
-            (f"{prefix}{name}.", child, owner) for name, child in module._modules.items() if child is not None
-        ]
-        stack.extend(reversed(children))
