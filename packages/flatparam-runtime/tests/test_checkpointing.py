@@ -230,3 +230,51 @@ def test_recomputation_inside_a_unit_gathers_once() -> None:
             f"reduce parts.{i}",
             f"finish parts.{i}",
         ]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_recomputation_around_a_unit_gathers_once(reentrant: bool) -> None:
+    """A unit inside a checkpoint is gathered once in backward, for its recomputation and its gradients together."""
+    module = sharded(
+        lambda: Model(reentrant), SingleCollectives(), units=[f"parts.{i}.inner" for i in range(3)]
+    )
+    output = module(batch())
+    log = EventLog()
+    with observe(module, log):
+        output.sum().backward()
+    for i in range(3):
+        name = f"parts.{i}.inner"
+        assert [event.kind for event in log.events if event.unit == name] == [
+            "unshard",
+            "use",
+            "reshard",
+            "reduce",
+            "finish",
+        ]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_a_unit_inside_and_outside_of_a_checkpoint(reentrant: bool, ranks: int) -> None:
+    """A unit that is recomputed while its gradients of another call are being reduced waits for that reduction."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(4, 4)
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.block, self.stem(x), use_reentrant=reentrant)
+            out: Tensor = self.block(torch.sin(x))
+            return out
+
+    def step(collectives: Collectives) -> Grads:
+        module = sharded(Twice, collectives, units=["stem", "block"])
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Twice), loss, ranks)
+    for found in run(ranks, step):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)

@@ -330,6 +330,26 @@ def test_shards_and_reduced_gradients_are_kept(place: str, ranks: int) -> None:
         check_same(found, expected)
 
 
+def test_a_failed_forward_keeps_what_was_collected(ranks: int) -> None:
+    """Gradients collected in ``no_sync`` outlive a forward that fails after them, and are reduced with the next ones."""
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(Fragile, collectives, units=UNITS)
+        with no_sync(module):
+            loss(module, collectives.rank).backward()
+        module.forward_trap = Trap(Boom, 2, armed=True)
+        with pytest.raises(Boom):
+            module(batch())
+        module.forward_trap.armed = False
+        loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    once = mean_gradients(seeded(Fragile), loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, {name: None if value is None else value * 2 for name, value in once.items()})
+
+
 def test_a_failed_forward_frees_at_once() -> None:
     """When an exception has left the root's forward, every unit is idle and nothing is allocated, at once."""
     from flatparam_comm import SingleCollectives

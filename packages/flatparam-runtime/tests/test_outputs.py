@@ -171,28 +171,43 @@ def test_an_output_without_gradient_is_freed(ranks: int) -> None:
         assert found["inner.up.weight"] is None
 
 
+class Nothing(nn.Module):
+    """Keeps its tensors to itself, and returns something else."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.kept: list[Tensor] = []
+        self.value = value
+
+    def forward(self, x: Tensor) -> object:
+        self.kept.append(self.second(self.first(x)))
+        return self.value
+
+
+@pytest.mark.parametrize("inside", ["plainly", "in an except block"])
 @pytest.mark.parametrize("value", [None, 3, "text", (), {"a": 1}])
-def test_an_output_without_tensors(value: object) -> None:
-    """A module may return no tensor at all: ``None`` is no failure, and the next pass is as ever."""
-
-    class Nothing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.kept: list[Tensor] = []
-
-        def forward(self, x: Tensor) -> object:
-            self.kept.append(self.layer(x))
-            return value
-
-    module = sharded(Nothing, SingleCollectives())
-    assert module(batch()) == value
+def test_an_output_without_tensors(value: object, inside: str) -> None:
+    """A module may return no tensor at all: ``None`` is no failure, also while an exception is being handled."""
+    module = sharded(lambda: Nothing(value), SingleCollectives())
+    if inside == "plainly":
+        assert module(batch()) == value
+    else:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert module(batch()) == value
     module.kept.pop().sum().backward()
     check_at_rest(module)
+    found = full_gradients(module)
+    local = seeded(lambda: Nothing(value))
+    local(batch())
+    local.kept.pop().sum().backward()
+    check_same(found, {name: parameter.grad for name, parameter in local.named_parameters()})
     with torch.no_grad():
         module(batch())
     check_at_rest(module)
-    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_an_output_that_is_the_input(ranks: int) -> None:

@@ -7,6 +7,7 @@ when it is called, so that importing this package works on a torch that was buil
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -87,17 +88,34 @@ def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
 
 
 def exchange(value: object, group: ProcessGroup) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks."""
-    values: list[Any] = [None] * group.size()
-    _first_of("all_gather_object")(values, value, group=group)
-    return values
+    """Every rank's value, in the order of the group's ranks.
+
+    Two gathers of bytes: torch's own function for objects cannot do without numpy.
+    """
+    device = _control_device(group)
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group).wait()
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    all_gather(gathered, padded, group).wait()
+    rows = zip(gathered.view(group.size(), longest), sizes.tolist(), strict=True)
+    return [pickle.loads(bytes(row[:size].tolist())) for row, size in rows]
+
+
+def _control_device(group: ProcessGroup) -> torch.device:
+    """Where small facts travel: on the CPU, unless the group has no backend there."""
+    on_gpu_only = torch.cuda.is_available() and "cpu" not in _first_of("get_backend_config")(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu_only else torch.device("cpu")
 
 
 def barrier(group: ProcessGroup) -> None:
     """Return when every rank of the group is here."""
-    on_gpu_only = torch.cuda.is_available() and "cpu" not in _first_of("get_backend_config")(group)
     # Without the device NCCL guesses one from the global rank, and warns.
-    devices = [torch.cuda.current_device()] if on_gpu_only else None
+    device = _control_device(group)
+    devices = [device.index] if device.type == "cuda" else None
     _first_of("barrier")(group=group, device_ids=devices)
 
 
