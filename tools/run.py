@@ -46,6 +46,7 @@ TOOLS = [
     "mkdocstrings",
     "mkdocstrings-python",
     "mypy",
+    "numpy",  # the oracle, torch's own FSDP, and warnings of torch without it
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
