@@ -135,6 +135,7 @@ def test_reset_brings_it_to_rest_from_anywhere(phase: Phase, stage: str) -> None
         unit.finish_unshard()
         module.up.weight.grad = torch.ones(WIDTH, WIDTH)
         unit.handles[0].deposit(0)
+        module.up.bias.grad = torch.ones(WIDTH)  # an interrupt came before its deposit
     unit.reset(drop_gradients=True)
     check_at_rest(module)
     assert torch.equal(unit.handles[0].flat_param, shard)
