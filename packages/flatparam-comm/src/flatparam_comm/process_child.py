@@ -79,14 +79,22 @@ def _run(plan: ChildPlan) -> Any:
     torch.set_num_threads(1)
     fn: Callable[..., Any] = plan.function.resolve()
     args: tuple[Any, ...] = pickle.loads(plan.payload)
-    dist.init_process_group(
-        "gloo",
-        init_method=Path(plan.directory, "store").as_uri(),
-        rank=plan.rank,
-        world_size=plan.world_size,
-        timeout=timedelta(seconds=plan.pg_timeout),
-    )
+    _join(plan)
     return fn(ProcessGroupCollectives(), *args)
+
+
+def _join(plan: ChildPlan) -> None:
+    """Make the default group. One that is not made is mostly another rank's doing: it has joined, failed and gone."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=Path(plan.directory, "store").as_uri(),
+            rank=plan.rank,
+            world_size=plan.world_size,
+            timeout=timedelta(seconds=plan.pg_timeout),
+        )
+    except RuntimeError as error:
+        raise CollectiveError(plan.rank, "init_process_group", "", str(error)) from error
 
 
 def _leave() -> None:
