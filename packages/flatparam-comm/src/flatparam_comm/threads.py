@@ -31,6 +31,9 @@ T = TypeVar("T")
 #: while it does; then the threads are left to themselves (they are daemons).
 _UNWIND_SECONDS = 1.0
 
+#: The longest that Ctrl-C goes unnoticed.
+_SLICE_SECONDS = 0.5
+
 
 @attrs.define(eq=False)
 class _Outcome:
@@ -135,7 +138,7 @@ def _oversee(world: ThreadWorld, threads: Sequence[threading.Thread], timeout: f
     """Start the ranks and return when all have finished; stop them on a timeout or an interrupt."""
     try:
         world.baton.start()
-        if world.baton.finished.wait(timeout):
+        if _wait_interruptibly(world.baton.finished, timeout):
             for thread in threads:
                 thread.join()
             return
@@ -145,6 +148,15 @@ def _oversee(world: ThreadWorld, threads: Sequence[threading.Thread], timeout: f
     where = "; ".join(_whereabouts(world, rank, thread) for rank, thread in enumerate(threads))
     _stop(world, threads, f"the world was stopped after {timeout} s")
     raise WorldTimeout(f"run_threads: not done after {timeout} s: {where}")
+
+
+def _wait_interruptibly(event: threading.Event, timeout: float | None) -> bool:
+    """Wait in slices: a signal that comes just before a thread begins to wait does not end that wait."""
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        if event.wait(min(left, _SLICE_SECONDS)):
+            return True
+    return event.is_set()
 
 
 def _stop(world: ThreadWorld, threads: Sequence[threading.Thread], reason: str) -> None:
