@@ -7,6 +7,7 @@ With ``W`` ranks, each gather and each reduction of ``N`` bytes sends ``N (W - 1
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -48,6 +49,9 @@ def part_of(world_size: int, sizes: Sequence[int]) -> int:
     return total
 
 
+FINGERPRINT = 16
+"""Bytes that the ranks compare beside a byte for each trained parameter: what they did, and its complement."""
+
 NAMES = (
     "plain",
     "frozen",
@@ -71,7 +75,8 @@ def test_a_step_of_full_shard(name: str, ranks: int, prefetch: tuple[bool, str |
             "forward": {"all_gather": part_of(ranks, F)},
             "backward": {"all_gather": part_of(ranks, F[1:]), "reduce_scatter": part_of(ranks, G)},
         }
-        assert 0 < flags <= 2 * len(list(named(name).build().parameters()))
+        trained = sum(p.requires_grad for p in named(name).build().parameters())
+        assert flags == math.ceil(2 * (trained + FINGERPRINT) * (ranks - 1) / ranks)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,6 +128,7 @@ def test_no_sync_without_freeing() -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation(strategy: str) -> None:
-    """Evaluation gathers everything once and sends nothing else."""
+    """Evaluation gathers everything once, and compares what the ranks did; it sends nothing else."""
     for F, _, found in run_threads(3, sent, "transformer", Setting(strategy), evaluate):
-        assert found == {"evaluation": {"all_gather": part_of(3, F)}}
+        compared = math.ceil(2 * FINGERPRINT * 2 / 3)
+        assert found == {"evaluation": {"all_gather": part_of(3, F), "all_reduce": compared}}

@@ -10,6 +10,7 @@ from .options import Options
 from .shape import Shape
 
 _FLOAT32: Final = 4
+_FINGERPRINT = 16
 _HELD_PER_PARAMETER: Final = 4 * _FLOAT32
 """Parameter, gradient and AdamW's two moments, in float32."""
 
@@ -71,10 +72,13 @@ class Costs:
 
     @property
     def flags_per_step(self) -> int:
-        """Bytes all-reduced in one step to learn which parameters got a gradient on any rank: one each."""
+        """Bytes all-reduced in one step: which parameters got a gradient on any rank, and that all ranks did alike.
+
+        One for each parameter, and 16.
+        """
         if self.plain:
             return 0
-        return (1 if self.no_sync else self.accumulate) * self.shape.tensors
+        return (1 if self.no_sync else self.accumulate) * (self.shape.tensors + _FINGERPRINT)
 
     @property
     def moved_by_ddp(self) -> int:
@@ -88,5 +92,5 @@ class Costs:
             return "one rank sends nothing"
         return (
             f"{self.ranks - 1}/{self.ranks} x 4 bytes x "
-            f"({self.gathered_numel:,} gathered + {self.reduced_numel:,} reduced), and a flag per parameter"
+            f"({self.gathered_numel:,} gathered + {self.reduced_numel:,} reduced), and flags"
         )

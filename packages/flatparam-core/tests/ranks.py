@@ -44,9 +44,9 @@ class Ranks:
             for handle in handles:
                 check_invariants(handle)
 
-    def unshard(self) -> None:
+    def unshard(self, *, full_precision: bool = False) -> None:
         for same in zip(*self.handles, strict=True):
-            gather(same)
+            gather(same, full_precision=full_precision)
         self.check()
 
     def reshard(self) -> None:
@@ -105,9 +105,9 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-def gather(handles: Sequence[FlatParamHandle]) -> None:
+def gather(handles: Sequence[FlatParamHandle], *, full_precision: bool = False) -> None:
     """Unshard one flat parameter on all its ranks."""
-    begun = [handle.begin_unshard() for handle in handles]
+    begun = [handle.begin_unshard(full_precision=full_precision) for handle in handles]
     full = torch.cat([shard for _, shard in begun])
     for output, _ in begun:
         output.copy_(full)

@@ -157,9 +157,12 @@ def test_the_gathers_input_is_not_a_graph_node() -> None:
 
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["own", "bf16"])
 def test_write_back(precision: Precision, use_orig_params: bool) -> None:
-    """Values written into the full parameters on every rank are the parameters after write_back, padding unchanged."""
+    """Values written into the full parameters, in their own dtype, on every rank are the parameters after write_back.
+
+    Padding is unchanged.
+    """
     ranks = Ranks(linear, 2, use_orig_params=use_orig_params, precision=precision)
-    ranks.unshard()
+    ranks.unshard(full_precision=True)
     for module, (handle,) in zip(ranks.modules, ranks.handles, strict=True):
         with torch.no_grad():
             module.weight.fill_(0.5)

@@ -229,7 +229,7 @@ def test_accumulating_in_the_ledger_without_reducing(use_orig_params: bool) -> N
                 grad = handle.flat_param.grad
                 grad = None if grad is None else grad[fragment.in_shard.as_slice()]
             assert grad is not None
-            parts.append(grad)
+            parts.append(grad.flatten())
         assert parameter.grad is not None
         assert torch.equal(torch.cat(parts), parameter.grad.reshape(-1))
 

@@ -89,7 +89,7 @@ def test_write_back_needs_the_full_parameters(state: str, use_orig_params: bool)
     """Writing back what is not complete in memory is refused, and the shard keeps its values."""
     _, handle = handle_in(state, use_orig_params)
     before = handle.flat_param.detach().clone()
-    with pytest.raises(IllegalStepError, match="finish an unshard first"):
+    with pytest.raises(IllegalStepError, match="finish an unshard in full precision first"):
         handle.write_back()
     assert torch.equal(handle.flat_param, before)
 

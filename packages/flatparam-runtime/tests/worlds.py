@@ -92,7 +92,7 @@ def full_gradients(module: nn.Module) -> Grads:
         else:
             for parameter, fragment in zip(shown, handle.layout.fragments(handle.rank), strict=True):
                 if parameter.grad is not None:
-                    shard[fragment.in_shard.as_slice()] = parameter.grad
+                    shard[fragment.in_shard.as_slice()] = parameter.grad.reshape(-1)
         full = gather_full(unit, handle, shard.detach())
         for fqn, view, absent in zip(handle.layout.fqns, full_views(handle, full), missing, strict=True):
             found[prefix + fqn] = None if absent else view.clone()

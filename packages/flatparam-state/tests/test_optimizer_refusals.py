@@ -80,21 +80,6 @@ def test_an_optimizer_of_another_model(use_orig_params: bool) -> None:
         assert "create the optimizer from model.parameters() after sharding" in message
 
 
-def test_an_optimizer_from_before_sharding_a_flat_model() -> None:
-    """It holds parameters that the model does not have any more: refused, with the remedy."""
-
-    def rank(ranks: Collectives) -> str:
-        model = mlp()
-        optimizer = adam(model.parameters())
-        shard(model, ranks)
-        with pytest.raises(FlatParamError) as caught:
-            load_optimizer_state(model, optimizer, saved())
-        return str(caught.value)
-
-    for message in same_on_all(2, rank):
-        assert "use_orig_params=True" in message
-
-
 def test_step_counts_that_one_flat_parameter_cannot_have() -> None:
     """Parameters of one flat parameter have one step count: if theirs differ, the error names two, and the remedy."""
     state = saved(without=("4.bias",))

@@ -7,7 +7,6 @@ import pytest
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
 from flatparam.wrap import enable_wrap, wrap
 from flatparam_comm import SingleCollectives
 
@@ -92,11 +91,13 @@ def test_with_the_real_wrapper() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first = wrap(nn.Linear(2, 3))
-            self.second = wrap(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+            self.second = wrap(nn.Linear(3, 2), use_orig_params=False)
             self.third = nn.Linear(2, 1)
 
     with enable_wrap(wrapper_cls=FSDP, process_group=HERE, use_orig_params=True):
         model = wrap(Model())
-    strategies = [(type(m.module).__name__, m.sharding_strategy.name) for m in FSDP.fsdp_modules(model)]
-    assert strategies == [("Model", "FULL_SHARD"), ("Linear", "FULL_SHARD"), ("Linear", "SHARD_GRAD_OP")]
+    kinds = [
+        (type(m.module).__name__, "_flat_param" in m.module._parameters) for m in FSDP.fsdp_modules(model)
+    ]
+    assert kinds == [("Model", False), ("Linear", False), ("Linear", True)]
     assert list(model.state_dict()) == list(Model().state_dict())

@@ -12,7 +12,6 @@ from flatparam import FullOptimStateDictConfig, FullStateDictConfig, StateDictTy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
-from flatparam_core import FlatParamError
 
 from .models import mlp, seeded
 from .worlds import assert_same_state, on_ranks, train
@@ -162,18 +161,24 @@ def test_an_optimizer_from_before_wrapping_trains() -> None:
         assert_same_optimizer(state, by_name(optimizer))
 
 
-def test_an_optimizer_from_before_wrapping_flat_is_refused() -> None:
-    """It holds parameters that are not trained any more: saving and loading say so, with the two remedies."""
-    module = mlp()
-    optimizer = adam(module)
-    model = FSDP(module, HERE)
-    plain = by_name(reference(1)[1])
-    for call in (
-        lambda: FSDP.optim_state_dict(model, optimizer),
-        lambda: FSDP.optim_state_dict_to_load(model, optimizer, plain),
-    ):
-        with pytest.raises(FlatParamError, match=r"after sharding.*use_orig_params=True"):
-            call()
+def test_an_optimizer_from_before_wrapping_flat() -> None:
+    """L-07: it holds the originals, which are views of the shards now; it trains, saves and loads as ever."""
+
+    def rank(ranks: Collectives) -> Any:
+        module = seeded(mlp)
+        optimizer = adam(module)
+        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        train(model, optimizer, INPUTS[:2])
+        optimizer.load_state_dict(
+            FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+        )
+        train(model, optimizer, INPUTS[2:3])
+        return model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+
+    model, optimizer = reference(3)
+    for parameters, state in on_ranks(2, rank):
+        assert_same_state(parameters, model.state_dict())
+        assert_same_optimizer(state, by_name(optimizer))
 
 
 def test_names_in_groups_are_clean(use_orig_params: bool) -> None:

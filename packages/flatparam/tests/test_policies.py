@@ -141,7 +141,10 @@ def test_size_policy_reads_its_attributes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_custom_policy_overrides_reach_the_wrapper() -> None:
-    """S-111: a dict changes the arguments of that module only; the others and the root keep the root's."""
+    """S-111: a dict changes the arguments of that module only; the others and the root keep the root's.
+
+    In a world of one that is `NO_SHARD`.
+    """
     module = mlp()
     two = module[2]
     policy = our_wrap.CustomPolicy(
@@ -151,7 +154,7 @@ def test_custom_policy_overrides_reach_the_wrapper() -> None:
     )
     model = FSDP(module, HERE, auto_wrap_policy=policy, use_orig_params=True)
     strategies = [wrapper.sharding_strategy.name for wrapper in FSDP.fsdp_modules(model)]
-    assert strategies == ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"]
+    assert strategies == ["NO_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
     assert all(isinstance(p, nn.Parameter) for p in two.parameters()), "the other arguments are the root's"
 
 

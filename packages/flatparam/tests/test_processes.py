@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import NotYetSupportedError, ShardingStrategy
+from flatparam import ShardingStrategy
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
@@ -85,8 +85,8 @@ def meshes_and_pairs_that_are_refused(ranks: Collectives) -> list[str]:
     groups = (dist.group.WORLD, dist.group.WORLD)
     messages = []
     for kind, where in (
-        (NotYetSupportedError, {"device_mesh": two}),
-        (NotYetSupportedError, {"process_group": groups}),
+        (ValueError, {"device_mesh": two}),
+        (ValueError, {"process_group": groups}),
         (ValueError, {"device_mesh": three}),
         (ValueError, {"device_mesh": two["shard"], "process_group": dist.group.WORLD}),
     ):
@@ -101,9 +101,9 @@ def meshes_and_pairs_that_are_refused(ranks: Collectives) -> list[str]:
 
 
 def test_meshes_of_more_dimensions() -> None:
-    """S-025: a 2-D mesh and a pair of groups are refused as hybrid sharding; a slice of the mesh is taken."""
+    """S-011, S-025: a 2-D mesh and a pair of groups are refused for FULL_SHARD; a slice of the mesh is taken."""
     for hybrid_mesh, hybrid_pair, three, both in run_processes(2, meshes_and_pairs_that_are_refused):
         assert "one dimension" in hybrid_mesh
-        assert "one group" in hybrid_pair
+        assert "a pair of groups is for the hybrid strategies" in hybrid_pair
         assert "found 3" in three
         assert "exclude each other" in both

@@ -1,4 +1,4 @@
-"""What FSDP1 has and this version has not is refused by name, with what to do, and the module is left as it was."""
+"""What cannot be honoured is refused by name, with what to do, and the module is left as it was."""
 
 import contextlib
 from typing import Any
@@ -13,6 +13,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import NotYetSupportedError
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import SingleCollectives, Topology
+from flatparam_core import FlatParamError
 
 from .models import mlp
 from .worlds import facts_of
@@ -20,27 +21,7 @@ from .worlds import facts_of
 HERE = SingleCollectives()
 
 
-def initialise(module: nn.Module) -> None:
-    raise AssertionError("must not be called")
-
-
-UNSUPPORTED: list[tuple[str, Any]] = [
-    *(("sharding_strategy", getattr(ours.ShardingStrategy, name)) for name in ("NO_SHARD", "HYBRID_SHARD")),
-    ("sharding_strategy", ours.ShardingStrategy._HYBRID_SHARD_ZERO2),
-    ("sharding_strategy", theirs.ShardingStrategy.NO_SHARD),
-    ("cpu_offload", ours.CPUOffload(offload_params=True)),
-    ("cpu_offload", theirs.CPUOffload(offload_params=True)),
-    ("mixed_precision", ours.MixedPrecision(param_dtype=torch.bfloat16)),
-    ("mixed_precision", ours.MixedPrecision(reduce_dtype=torch.bfloat16)),
-    ("mixed_precision", ours.MixedPrecision(buffer_dtype=torch.bfloat16)),
-    ("mixed_precision", ours.MixedPrecision(keep_low_precision_grads=True)),
-    ("mixed_precision", ours.MixedPrecision(cast_forward_inputs=True)),
-    ("mixed_precision", theirs.MixedPrecision(param_dtype=torch.float16)),
-    ("param_init_fn", initialise),
-    ("process_group", (SingleCollectives(), SingleCollectives())),
-]
-
-WRONG: list[tuple[str, Any, type[Exception]]] = [
+WRONG: list[tuple[str, Any, Any]] = [
     ("sharding_strategy", 1, TypeError),
     ("sharding_strategy", "FULL_SHARD", TypeError),
     ("backward_prefetch", "BACKWARD_PRE", TypeError),
@@ -54,10 +35,12 @@ WRONG: list[tuple[str, Any, type[Exception]]] = [
     ("ignored_states", ["0.weight"], TypeError),
     ("device_id", 1.5, ValueError),
     ("param_init_fn", "xavier", ValueError),
+    ("process_group", (SingleCollectives(), SingleCollectives()), ValueError),
+    ("process_group", (1, 2), (TypeError, ValueError)),
 ]
 
 
-def refused(kind: type[Exception], **arguments: Any) -> str:
+def refused(kind: Any, **arguments: Any) -> str:
     """The message; the module must be as before, usable, and trainable by somebody else."""
     module = mlp()
     before = facts_of(module)
@@ -71,27 +54,14 @@ def refused(kind: type[Exception], **arguments: Any) -> str:
 
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "policy"])
 @pytest.mark.parametrize(
-    ("argument", "value"), UNSUPPORTED, ids=lambda value: getattr(value, "__name__", str(value)[:40])
-)
-def test_an_argument_that_is_not_supported_yet(argument: str, value: Any, policy: Any) -> None:
-    """The error names the argument, its value and an alternative; no submodule is wrapped already."""
-    message = refused(NotYetSupportedError, auto_wrap_policy=policy, **{argument: value})
-    assert argument in message
-    assert "is not supported by this version of flatparam" in message
-    remedy = message.split("flatparam: ")[1]
-    assert remedy.split()[0] in {"use", "pass", "initialise", "leave"}
-
-
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "policy"])
-@pytest.mark.parametrize(
     ("argument", "value", "kind"), WRONG, ids=lambda value: getattr(value, "__name__", str(value)[:40])
 )
-def test_an_argument_of_the_wrong_kind(argument: str, value: Any, kind: type[Exception], policy: Any) -> None:
+def test_an_argument_of_the_wrong_kind(argument: str, value: Any, kind: Any, policy: Any) -> None:
     """The error names the argument and what was found; no submodule is wrapped already."""
     message = refused(kind, **{"auto_wrap_policy": policy, argument: value})
     assert argument in message
     found = value[0] if isinstance(value, list) else value
-    assert str(found) in message or type(found).__name__ in message
+    assert str(found) in message or type(found).__name__ in message or "a pair of groups" in message
 
 
 def test_a_process_group_of_the_wrong_kind() -> None:
@@ -99,9 +69,19 @@ def test_a_process_group_of_the_wrong_kind() -> None:
     assert "int" in refused((TypeError, ValueError), process_group=5)  # type: ignore[arg-type]
 
 
-def test_a_topology_with_replicas() -> None:
-    """Hybrid sharding by any way in is refused; a topology of one group is not."""
-    refused(NotYetSupportedError, process_group=Topology(HERE, HERE))
+HYBRID = (ours.ShardingStrategy.HYBRID_SHARD, ours.ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@pytest.mark.parametrize("strategy", HYBRID, ids=lambda strategy: strategy.name)
+def test_groups_that_do_not_fit_a_hybrid_strategy(strategy: ours.ShardingStrategy) -> None:
+    """S-011: one group, three groups, no groups, and what is no group at all are refused for a hybrid strategy."""
+    for groups in (HERE, (HERE, HERE, HERE), (1, 2), 5, None):
+        message = refused(ValueError, process_group=groups, sharding_strategy=strategy)
+        assert "pair" in message or "process_group=(shard group, replicate group)" in message
+
+
+def test_a_topology() -> None:
+    """A topology of one group is a way to say which ranks."""
     assert FSDP(mlp(), Topology(HERE)).world_size == 1
 
 
@@ -120,8 +100,8 @@ def test_two_arguments_for_one_thing() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        {"mixed_precision": ours.MixedPrecision(param_dtype=torch.bfloat16)},
-        {"sharding_strategy": ours.ShardingStrategy.NO_SHARD},
+        {"mixed_precision": torch.bfloat16},
+        {"sharding_strategy": "NO_SHARD"},
         {"ignored_modules": [3]},
         {"no_such_argument": 1},
     ],
@@ -138,43 +118,6 @@ def test_a_policys_override_that_is_refused(override: dict[str, Any]) -> None:
     assert facts_of(module) == before
 
 
-@pytest.mark.parametrize("where", ["first", "last", "root"])
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "policy"])
-def test_a_module_on_the_meta_device(where: str, policy: Any) -> None:
-    """Tensors without values are refused, wherever in the module, before anything is wrapped."""
-    module = mlp()
-    if where == "first":
-        module[0].to("meta")
-    elif where == "last":
-        module[4].to("meta")
-    else:
-        module.register_parameter("extra", nn.Parameter(torch.empty(2, device="meta")))
-    before = facts_of(module)
-    with pytest.raises(NotYetSupportedError, match="meta device"):
-        FSDP(module, HERE, auto_wrap_policy=policy)
-    assert facts_of(module) == before
-
-
-def test_a_parameter_shared_between_units() -> None:
-    """A policy that would wrap one end of a tie is refused by the parameter's name, before anything is wrapped."""
-    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    module[1][0].weight = module[2].weight
-    before = facts_of(module)
-    with pytest.raises(ours.NotYetSupportedError.__mro__[1], match="weight"):
-        FSDP(module, HERE, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    assert facts_of(module) == before
-
-
-def test_a_wrapped_submodule_and_a_policy() -> None:
-    """A policy over a module in which something is wrapped by hand is refused, naming it (S-014)."""
-    module = mlp()
-    module[2] = FSDP(module[2], HERE)
-    before = facts_of(module)
-    with pytest.raises(ValueError, match="'2' is wrapped already"):
-        FSDP(module, HERE, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert facts_of(module) == before
-
-
 def test_wrapping_twice() -> None:
     """A module that is a unit already is not made one again."""
     module = mlp()
@@ -183,19 +126,6 @@ def test_wrapping_twice() -> None:
     with pytest.raises(ours.NotYetSupportedError.__mro__[1], match="already"):
         FSDP(module, HERE)
     assert facts_of(module) == before
-
-
-@pytest.mark.parametrize("argument", ["rank0_only", "offload_to_cpu", "with_grads"])
-def test_summon_arguments(argument: str) -> None:
-    """S-066: the three arguments that are not default are refused by name, and nothing is shown."""
-    model = FSDP(mlp(), HERE)
-    before = facts_of(model)
-    with (
-        pytest.raises(NotYetSupportedError, match=argument),
-        FSDP.summon_full_params(model, **{argument: True}),
-    ):
-        pytest.fail("must not be entered")
-    assert facts_of(model) == before
 
 
 @pytest.mark.parametrize("api", [ours, theirs], ids=["ours", "torch's"])
@@ -235,26 +165,39 @@ def test_loading_optimizer_state_of_rank_0_only() -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, None)  # type: ignore[arg-type]
 
 
-def test_moving_and_casting_a_wrapped_module() -> None:
-    """`to`, `half` and `to_empty` of a wrapped module are refused with what to do; what changes nothing is not."""
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_casting_a_wrapped_module(use_orig_params: bool) -> None:
+    """S-053, S-068: a wrapped module is cast as a whole, its shards, views and buffers, and trains on in that dtype."""
+    inner = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    inner[1] = FSDP(inner[1], HERE, use_orig_params=use_orig_params)
+    model = FSDP(inner, HERE, use_orig_params=use_orig_params)
+    local = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    local.load_state_dict(model.state_dict())
+    held = list(model.parameters())
+    assert model.double() is model
+    local.double()
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    for module in (model, local):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(torch.arange(6.0, dtype=torch.float64).view(2, 3)).pow(2).sum().backward()
+        optimizer.step()
+    found, wanted = model.state_dict(), local.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype
+
+
+def test_casting_in_the_middle_of_a_pass() -> None:
+    """A wrapped module is not cast between a forward call's beginning and end; nothing has changed then."""
     model = FSDP(mlp(), HERE)
+    hook = model.module[2].register_forward_hook(lambda *_: model.double())
     before = facts_of(model)
-    for change in (model.half, model.double, lambda: model.to("meta"), lambda: model.to_empty(device="meta")):
-        with pytest.raises(NotYetSupportedError, match="before it is wrapped"):
-            change()
-        assert facts_of(model) == before
-    assert model.to("cpu").float() is model
-
-
-def test_casting_a_parent_changes_nothing() -> None:
-    """Where a wrapped module refuses, the buffers and parameters around it in the same wrapper keep their dtype."""
-    inner = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3))
-    inner[1] = FSDP(inner[1], HERE)
-    model = FSDP(inner, HERE)
-    before = facts_of(model)
-    with pytest.raises(NotYetSupportedError):
-        model.double()
-    assert facts_of(model) == before
+    with pytest.raises(FlatParamError, match="inside a forward or backward pass"):
+        model(torch.ones(2, 3))
+    hook.remove()
+    assert facts_of(model)["values"] == before["values"]
+    model(torch.ones(2, 3)).sum().backward()
 
 
 def test_apply_sees_full_parameters_or_is_refused() -> None:
@@ -278,7 +221,7 @@ def test_apply_sees_full_parameters_or_is_refused() -> None:
 MISSING = sorted(
     name
     for name in vars(theirs.FullyShardedDataParallel)
-    if not name.startswith("_") and not hasattr(nn.Module, name) and name not in vars(FSDP)
+    if not name.startswith("_") and not hasattr(nn.Module, name) and not hasattr(FSDP, name)
 )
 
 

@@ -29,10 +29,12 @@ from flatparam_comm.topology import Topology, resolve_topology
 from flatparam_core import (
     FLAT_PARAM,
     FSDP_WRAPPED_MODULE,
+    BoundParameter,
     FlatLayout,
     FlatParamError,
     FlatParameter,
     FlatParamHandle,
+    Flattening,
     Fragment,
     ParamSpec,
     Precision,
@@ -42,6 +44,7 @@ from flatparam_core import (
     discover,
     flatten_module,
     memory_view,
+    owner_of,
 )
 
 __version__ = "0.1.0"
@@ -51,6 +54,7 @@ __all__ = [
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
     "REDUCIBLE",
+    "BoundParameter",
     "ByteLedger",
     "CollectiveError",
     "Collectives",
@@ -67,6 +71,7 @@ __all__ = [
     "FlatParamError",
     "FlatParamHandle",
     "FlatParameter",
+    "Flattening",
     "Fragment",
     "ForwardingCollectives",
     "HookedCollectives",
@@ -96,6 +101,7 @@ __all__ = [
     "discover",
     "flatten_module",
     "memory_view",
+    "owner_of",
     "resolve_topology",
     "run_threads",
     "sent_nbytes",

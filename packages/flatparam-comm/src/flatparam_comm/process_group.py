@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -12,7 +13,7 @@ from flatparam_comm import c10d_names as c10d
 from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Pending, ReduceOp
-from flatparam_comm.errors import CollectiveError
+from flatparam_comm.errors import CollectiveError, CommError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,9 +30,12 @@ class ProcessGroupCollectives:
     Every collective is started with `async_op=True`. gloo and NCCL alike: `wait()` is `Work.wait()`, which blocks for
     CPU tensors and orders the current stream for CUDA tensors. What the backend raises comes out as `CollectiveError`.
     Raises ValueError when there is no default group, or when this process is not in the group.
+
+    The group is held weakly: torch keeps it until `destroy_process_group()`, which then really ends it. A group of gloo
+    that lives on until the interpreter exits can abort the process there.
     """
 
-    __slots__ = ("_group",)
+    __slots__ = ("_hash", "_reference")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -48,39 +52,52 @@ class ProcessGroupCollectives:
                 f"expected a process group that this process is in, found {found!r}: "
                 "make Collectives only on the ranks that were passed to new_group()"
             )
-        self._group: ProcessGroup = found
+        self._reference: weakref.ReferenceType[ProcessGroup] = weakref.ref(found)
+        self._hash = hash(found)
 
     def __repr__(self) -> str:
-        return f"ProcessGroupCollectives(rank={self.rank}, size={self.size}, backend={self._group.name()!r})"
+        if self._reference() is None:
+            return "ProcessGroupCollectives(destroyed)"
+        return f"ProcessGroupCollectives(rank={self.rank}, size={self.size}, backend={self.group.name()!r})"
 
     def __eq__(self, other: object) -> bool:
         """Two objects over one process group are the same ranks: what is done once for a group is done once."""
-        return isinstance(other, ProcessGroupCollectives) and other._group is self._group
+        return isinstance(other, ProcessGroupCollectives) and other._reference == self._reference
 
     def __hash__(self) -> int:
-        return hash(self._group)
+        return self._hash
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group underneath."""
-        return self._group
+        """The process group underneath.
+
+        Raises:
+            CommError: where it was destroyed.
+        """
+        group = self._reference()
+        if group is None:
+            raise CommError(
+                "expected the process group that this was made with, found that it has been destroyed: use what was "
+                "sharded over it only before destroy_process_group()"
+            )
+        return group
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self._group.rank()
+        return self.group.rank()
 
     @property
     def size(self) -> int:
         """How many processes the group has."""
-        return self._group.size()
+        return self.group.size()
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         site = self._site("all_gather", label)
         checks.check_all_gather(site, output, shard)
         carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
-        work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self._group))
+        work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
         return _WorkPending(site, work, (output, shard))
 
     def reduce_scatter(
@@ -90,7 +107,7 @@ class ProcessGroupCollectives:
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         carried, carried_full = output.detach(), full.detach()
-        work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self._group))
+        work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group))
         return _WorkPending(site, work, (output, full))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
@@ -98,7 +115,7 @@ class ProcessGroupCollectives:
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         carried = tensor.detach()
-        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self._group))
+        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group))
         return _WorkPending(site, work, (tensor,))
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
@@ -106,22 +123,22 @@ class ProcessGroupCollectives:
         site = self._site("broadcast", label)
         checks.check_broadcast(site, tensor, root)
         carried = c10d.as_carried(tensor)
-        work = _guarded(site, lambda: c10d.broadcast(carried, root, self._group))
+        work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group))
         return _WorkPending(site, work, (tensor,))
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
-        return _guarded(self._site("exchange", label), lambda: c10d.exchange(value, self._group))
+        return _guarded(self._site("exchange", label), lambda: c10d.exchange(value, self.group))
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
-        _guarded(self._site("barrier", label), lambda: c10d.barrier(self._group))
+        _guarded(self._site("barrier", label), lambda: c10d.barrier(self.group))
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
         """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
-        group = _guarded(site, lambda: c10d.new_subgroup(self._group, chosen))
+        group = _guarded(site, lambda: c10d.new_subgroup(self.group, chosen))
         return None if group is None else ProcessGroupCollectives(group)
 
     def _site(self, op: str, label: str) -> Site:

@@ -5,9 +5,10 @@ from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
 from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, flatten_module
+from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
+from flatparam_core.full_form import FullForm
 from flatparam_core.gradients import GradientLedger
-from flatparam_core.handle import FlatParamHandle, Residency
+from flatparam_core.handle import FlatParamHandle, Residency, owner_of
 from flatparam_core.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.names import FSDP_WRAPPED_MODULE, clean_fqn
@@ -32,7 +33,9 @@ __all__ = [
     "FlatParamHandle",
     "FlatParamShardMetadata",
     "FlatParameter",
+    "Flattening",
     "Fragment",
+    "FullForm",
     "GradientLedger",
     "IllegalStepError",
     "LayoutError",
@@ -50,6 +53,7 @@ __all__ = [
     "discover",
     "flatten_module",
     "memory_view",
+    "owner_of",
     "plan_layouts",
     "replan",
     "shard_metadata",

@@ -4,22 +4,113 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import torch
 from torch import nn
+from typing_extensions import Self, final
 
 from flatparam_core.bindings import BoundParameter, discover
 from flatparam_core.errors import FlatParamError
-from flatparam_core.handle import FlatParamHandle
-from flatparam_core.layout import plan_layouts
+from flatparam_core.handle import FlatParamHandle, pack_parameter
+from flatparam_core.layout import FlatLayout, plan_layouts
 from flatparam_core.precision import Precision
 
-__all__ = ["FLAT_PARAM", "ORIGINAL_ALIGNMENT_NBYTES", "flatten_module"]
+__all__ = ["FLAT_PARAM", "ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "flatten_module"]
 
 FLAT_PARAM = "_flat_param"
 """The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
 
 ORIGINAL_ALIGNMENT_NBYTES = 16
 """Where the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""
+
+
+@final
+@attrs.define(eq=False)
+class Flattening:
+    """A module on its way to flat parameters: the shards are filled, one parameter at a time, then they take over.
+
+    So a parameter can be made, packed and dropped before the next one is made. Between `begin` and `finish` the module
+    is as it was.
+    """
+
+    module: nn.Module
+    layouts: tuple[FlatLayout, ...]
+    shards: tuple[torch.Tensor, ...]
+    """For each layout this rank's shard, 1-D, `layout.shard_numel` elements."""
+    rank: int
+    device: torch.device
+    _use_orig_params: bool
+    _precision: Precision
+    _places: dict[str, tuple[int, int]]
+    """For each parameter's name, its layout and its slot there."""
+
+    @classmethod
+    def begin(
+        cls,
+        module: nn.Module,
+        bound: Sequence[BoundParameter],
+        *,
+        rank: int,
+        world_size: int,
+        use_orig_params: bool = False,
+        precision: Precision | None = None,
+        device: torch.device | None = None,
+        storage_device: torch.device | None = None,
+    ) -> Self:
+        """Plan the flat parameters of `bound`, which may be on the meta device, and allocate the shards, all zero.
+
+        Args:
+            device: where full parameters live; by default where the parameters are.
+            storage_device: where the shards live, by default on `device`; CPU memory beside an accelerator is pinned.
+
+        Raises:
+            FlatParamError: where a parameter belongs to another flat parameter already, or to several devices.
+        """
+        _check_unclaimed(bound)
+        home = device or _common_device(bound)
+        layouts = plan_layouts(
+            [b.spec for b in bound],
+            world_size=world_size,
+            alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES if use_orig_params else 0,
+        )
+        storage = storage_device or home
+        pinned = storage.type == "cpu" and home.type != "cpu"
+        shards = tuple(
+            torch.zeros(layout.shard_numel, dtype=layout.dtype, device=storage, pin_memory=pinned)
+            for layout in layouts
+        )
+        places = {
+            fqn: (number, index)
+            for number, layout in enumerate(layouts)
+            for index, fqn in enumerate(layout.fqns)
+        }
+        return cls(module, layouts, shards, rank, home, use_orig_params, precision or Precision(), places)
+
+    def pack(self, fqn: str, value: torch.Tensor) -> None:
+        """Copy this rank's part of parameter `fqn`, whose full value is `value`, to its shard."""
+        number, index = self._places[fqn]
+        pack_parameter(self.shards[number], self.layouts[number], index, value, rank=self.rank)
+
+    def finish(self, bound: Sequence[BoundParameter]) -> tuple[FlatParamHandle, ...]:
+        """Have the module show its sharded form.
+
+        Args:
+            bound: the parameters, with the names given to `begin`; perhaps other objects by now.
+        """
+        by_name = {b.names[0]: b for b in bound}
+        return tuple(
+            FlatParamHandle.create(
+                self.module,
+                [by_name[fqn] for fqn in layout.fqns],
+                layout,
+                shard,
+                rank=self.rank,
+                attribute=None if self._use_orig_params else _free_attribute(self.module),
+                precision=self._precision,
+                device=self.device,
+            )
+            for layout, shard in zip(self.layouts, self.shards, strict=True)
+        )
 
 
 def flatten_module(
@@ -30,6 +121,7 @@ def flatten_module(
     use_orig_params: bool = False,
     precision: Precision | None = None,
     device: torch.device | None = None,
+    storage_device: torch.device | None = None,
     parameters: Sequence[BoundParameter] | None = None,
 ) -> tuple[FlatParamHandle, ...]:
     """Shard the parameters of `module` in place; every rank calls it with equal modules.
@@ -39,7 +131,8 @@ def flatten_module(
         rank: this rank's place among the `world_size` ranks that share the parameters.
         use_orig_params: whether `module.parameters()` lists the original objects, or flat parameters.
         precision: compute and reduction dtypes; by default every parameter's own.
-        device: where the shards and full parameters live; by default where the parameters are.
+        device: where full parameters live; by default where the parameters are.
+        storage_device: where the shards live; by default on `device`.
         parameters: what to flatten, by default all that `discover` finds.
 
     Returns:
@@ -51,26 +144,19 @@ def flatten_module(
     bound = discover(module) if parameters is None else tuple(parameters)
     if not bound:
         return ()
-    _check_unclaimed(bound)
-    home = device or _common_device(bound)
-    by_name = {b.names[0]: b for b in bound}
-    layouts = plan_layouts(
-        [b.spec for b in bound],
+    flattening = Flattening.begin(
+        module,
+        bound,
+        rank=rank,
         world_size=world_size,
-        alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES if use_orig_params else 0,
+        use_orig_params=use_orig_params,
+        precision=precision,
+        device=device,
+        storage_device=storage_device,
     )
-    return tuple(
-        FlatParamHandle.create(
-            module,
-            [by_name[fqn] for fqn in layout.fqns],
-            layout,
-            rank=rank,
-            attribute=None if use_orig_params else _free_attribute(module),
-            precision=precision or Precision(),
-            device=home,
-        )
-        for layout in layouts
-    )
+    for b in bound:
+        flattening.pack(b.names[0], b.parameter)
+    return flattening.finish(bound)
 
 
 def _free_attribute(owner: nn.Module) -> str:

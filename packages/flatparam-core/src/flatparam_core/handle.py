@@ -16,7 +16,8 @@ It moves no bytes between ranks, registers no hook, and knows no strategy.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import attrs
@@ -26,15 +27,16 @@ from typing_extensions import Self, final
 
 from flatparam_core.bindings import BoundParameter, ParamInfo, memory_view
 from flatparam_core.buffer import FlatBuffer
-from flatparam_core.errors import IllegalStepError
+from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
 from flatparam_core.flat_parameter import FlatParameter
+from flatparam_core.full_form import FullForm
 from flatparam_core.gradients import GradientLedger
 from flatparam_core.layout import FlatLayout
 from flatparam_core.precision import Precision
 from flatparam_core.transitions import Transitions
 
-__all__ = ["FlatParamHandle", "Residency"]
+__all__ = ["FlatParamHandle", "Residency", "owner_of", "pack_parameter", "pack_shard"]
 
 
 class Residency(enum.Enum):
@@ -56,7 +58,7 @@ RESIDENCY: Final = Transitions(
 
 
 @final
-@attrs.define(eq=False)
+@attrs.define(eq=False, weakref_slot=True)
 class FlatParamHandle:
     """A flat parameter on one rank. Make it with `flatparam_core.flatten_module`."""
 
@@ -64,16 +66,18 @@ class FlatParamHandle:
     rank: int
     flat_param: FlatParameter
     """This rank's shard; lives for ever."""
-    param_infos: tuple[tuple[ParamInfo, ...], ...]
+    param_infos: list[tuple[ParamInfo, ...]]
     """For each parameter, the module attributes that hold it."""
     exposure: Exposure
     precision: Precision
-    buffer: FlatBuffer
-    """The full parameters in the compute dtype; allocated exactly while not SHARDED."""
+    device: torch.device
+    """Where the full parameters live; the shard may live elsewhere."""
+    form: FullForm
+    """The full parameters that are in memory now, or were last; its buffer is allocated exactly while not SHARDED."""
     gradients: GradientLedger
     residency: Residency = Residency.SHARDED
-    _leaves: tuple[nn.Parameter, ...] = ()
     _attributes: tuple[dict[str, object], ...] = ()
+    _forms: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
 
     @classmethod
     def create(
@@ -81,20 +85,22 @@ class FlatParamHandle:
         owner: nn.Module,
         bound: Sequence[BoundParameter],
         layout: FlatLayout,
+        shard: torch.Tensor,
         *,
         rank: int,
         attribute: str | None,
         precision: Precision,
         device: torch.device,
     ) -> Self:
-        """Pack the parameters in `bound` (the slots of `layout`, in order) and take them over.
+        """Take the parameters in `bound` (the slots of `layout`, in order) over, whose values `shard` holds.
 
         Args:
+            shard: 1-D, `layout.shard_numel` elements; see `pack_shard`.
             attribute: the name under which `owner` registers the flat parameter; `None` keeps the original
                 parameters, as views of the shard.
+            device: where the full parameters live.
         """
         attributes = tuple(dict(vars(b.parameter)) for b in bound)
-        shard = pack_shard([b.parameter for b in bound], layout, rank=rank, device=device)
         trainable = any(b.parameter.requires_grad for b in bound)
         flat_param = FlatParameter(shard, layout, rank, trainable)
         for b in bound:
@@ -104,18 +110,22 @@ class FlatParamHandle:
             exposure = OriginalExposure.attach(flat_param, bound)
         else:
             exposure = FlatExposure.attach(owner, attribute, flat_param, bound)
-        compute, reduce = precision.compute(layout.dtype), precision.reduce(layout.dtype)
-        return cls(
+        form = FullForm.create(layout, dtype=precision.compute(layout.dtype), device=device)
+        handle = cls(
             layout,
             rank,
             flat_param,
-            tuple(b.infos for b in bound),
+            [b.infos for b in bound],
             exposure,
             precision,
-            FlatBuffer.create(layout, dtype=compute, device=device),
-            GradientLedger.create(layout, dtype=reduce, device=device),
+            device,
+            form,
+            GradientLedger.create(layout, dtype=precision.reduce(layout.dtype), device=device),
             attributes=attributes,
         )
+        for index, b in enumerate(bound):
+            mark_owner(b.parameter, handle, index)
+        return handle
 
     def __repr__(self) -> str:
         return f"FlatParamHandle({self.residency.name}, {self.flat_param!r})"
@@ -127,9 +137,19 @@ class FlatParamHandle:
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} parameters)"
 
     @property
+    def buffer(self) -> FlatBuffer:
+        """The memory of the full parameters that are there now, or were last."""
+        return self.form.buffer
+
+    @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The full parameters, one autograd leaf each, always the same objects; empty before the first unshard."""
-        return self._leaves
+        return self.form.leaves
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard lives on another device than the full parameters."""
+        return self.flat_param.device != self.device
 
     @property
     def is_unsharded(self) -> bool:
@@ -147,33 +167,49 @@ class FlatParamHandle:
 
     def stamp(self) -> int:
         """A number that grows with every in-place change of the shard, or of the originals that are views of it."""
-        return self.flat_param._version + sum(p._version for p in self.exposure.parameters())
+        return self.exposure.stamp()
 
-    def begin_unshard(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin_unshard(self, *, full_precision: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the full buffer and say what to gather: `(output, input)`.
 
-        `output` is 1-D, `layout.numel` elements in the compute dtype, rank after rank; `input` is this rank's
-        part, `layout.shard_numel` elements. Where the compute dtype is another than the shard's, `input` is the
-        rank's own slice of `output` and is already there.
+        `output` is 1-D, `layout.numel` elements, rank after rank; `input` is this rank's part, `layout.shard_numel`
+        elements. Where the shard has another dtype or device, `input` is the rank's own slice of `output` and is
+        already there.
+
+        Args:
+            full_precision: gather the parameters in their own dtype, whatever the compute dtype.
         """
+        RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self._who)
+        self.exposure.take_over()
         self._move(Residency.UNSHARDING)
+        self.form = self._form(
+            self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
+        )
         self.buffer.allocate()
-        full = self.buffer.tensor
-        if full.dtype == self.flat_param.dtype:
-            return full, self.flat_param.detach()
+        full, shard = self.buffer.tensor, self.flat_param.detach()
+        if full.dtype == shard.dtype and not self.is_offloaded:
+            return full, shard
         own = self.buffer.shard(self.rank)
-        own.copy_(self.flat_param.detach())
+        own.copy_(shard, non_blocking=True)
         return full, own
+
+    def _form(self, dtype: torch.dtype) -> FullForm:
+        if self.form.buffer.tensor.dtype == dtype:
+            return self.form
+        self._forms[self.form.buffer.tensor.dtype] = self.form
+        if dtype not in self._forms:
+            self._forms[dtype] = FullForm.create(self.layout, dtype=dtype, device=self.device)
+        return self._forms[dtype]
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self._who)
-        if not self._leaves:
-            self._leaves = self._make_leaves()
-        for leaf, wanted in zip(self._leaves, self.exposure.requires_grad(), strict=True):
-            if leaf.requires_grad != wanted:
-                leaf.requires_grad_(wanted)
-        self.exposure.show(self._leaves)
+        wanted = self.exposure.requires_grad()
+        self.form.make_leaves(self._attributes, wanted)
+        for leaf, wants in zip(self.leaves, wanted, strict=True):
+            if leaf.requires_grad != wants:
+                leaf.requires_grad_(wants)
+        self.exposure.show(self.leaves)
         self._move(Residency.UNSHARDED)  # last: where showing is refused, the buffer can still be given back
 
     def reshard(self) -> None:
@@ -184,34 +220,64 @@ class FlatParamHandle:
         self.buffer.free()
 
     def write_back(self) -> None:
-        """Take this rank's part of the full parameters over into the shard.
+        """Take this rank's part of the full parameters over into the shard, where it has changed.
 
         Raises:
-            IllegalStepError: where the full parameters are not complete in memory.
+            IllegalStepError: where the full parameters are not complete in memory, in their own dtype.
         """
-        if not self.is_unsharded:
+        if not self.is_unsharded or self.buffer.tensor.dtype != self.flat_param.dtype:
             raise IllegalStepError(
-                f"{self!r}: there are no full parameters to write back; finish an unshard first"
+                f"{self!r}: there are no full parameters to write back; finish an unshard in full precision first"
             )
-        self.flat_param.detach().copy_(self.buffer.shard(self.rank))
+        own = self.buffer.shard(self.rank).to(self.flat_param.device)
+        if not torch.equal(own, self.flat_param.detach()):  # what has not changed counts as unchanged
+            self.flat_param.detach().copy_(own)
 
-    def _make_leaves(self) -> tuple[nn.Parameter, ...]:
-        leaves = []
-        with torch.inference_mode(False):  # or leaves made in inference mode could never be trained
-            for view, attributes, wanted in zip(
-                self.buffer.views(), self._attributes, self.exposure.requires_grad(), strict=False
-            ):
-                leaf = nn.Parameter(view, requires_grad=wanted)
-                # What users and libraries noted on the parameter they made, and that it has its flat parameter.
-                vars(leaf).update(attributes, _fsdp_flattened=True)
-                leaves.append(leaf)
-        return tuple(leaves)
+    def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
+        """Show parameter `index` under the names `infos` too, in modules of another unit that shares it."""
+        self.exposure.lend(index, infos)
+        self.param_infos[index] += tuple(infos)
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move or cast the flat parameter and its gradient, as `torch.nn.Module.to` and its kin do.
+
+        Args:
+            function: elementwise in shape; may change the device and the floating-point dtype.
+
+        Raises:
+            FlatParamError: where full parameters or unreduced gradients are in memory, or the shape changes.
+        """
+        if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
+            raise FlatParamError(
+                f"{self._who}: it can be moved or cast only outside of a pass, while it is sharded"
+            )
+        shard = self.flat_param.data
+        changed = function(shard)
+        if changed.shape != shard.shape:
+            raise FlatParamError(f"{self._who}: expected a change of device or dtype, found one of shape")
+        if self.is_offloaded:
+            changed = changed.to(shard.device)
+        else:
+            self.device = changed.device
+        grads = [(p, p.grad) for p in self.exposure.parameters() if p.grad is not None]
+        for parameter, _ in grads:
+            parameter.grad = None
+        self.layout = self.layout.with_dtype(changed.dtype)
+        self.flat_param.data, self.flat_param.flat_layout = changed, self.layout
+        self.exposure.refresh()
+        for parameter, grad in grads:
+            parameter.grad_dtype = None  # any
+            parameter.grad = function(grad).to(changed.device)
+        self._forms.clear()
+        compute, reduce = self.precision.compute(changed.dtype), self.precision.reduce(changed.dtype)
+        self.form = FullForm.create(self.layout, dtype=compute, device=self.device)
+        self.gradients = GradientLedger.create(self.layout, dtype=reduce, device=self.device)
 
     # Gradients
 
     def deposit(self, index: int, *, divisor: float = 1.0) -> None:
         """Move the finished gradient of leaf `index`, divided by `divisor`, to its slot; `None` moves nothing."""
-        leaf = self._leaves[index]
+        leaf = self.leaves[index]
         if leaf.grad is not None:
             self.gradients.deposit(index, leaf.grad, divisor=divisor)
             leaf.grad = None
@@ -243,15 +309,32 @@ class FlatParamHandle:
         self.accumulate(self.settle_reduce(reduced, divisor=divisor), arrived)
 
     def settle_reduce(self, reduced: torch.Tensor, *, divisor: float = 1.0) -> torch.Tensor:
-        """Free the flat gradient, which the reduction has read, and return the shard's mean in the shard's dtype."""
+        """Free the flat gradient, which the reduction has read, and return the shard's mean as `.grad` takes it."""
         self.gradients.release()
         if divisor != 1.0:
             reduced.div_(divisor)
-        return reduced.to(self.flat_param.dtype)
+        return self.for_grad(reduced)
+
+    def for_grad(self, reduced: torch.Tensor) -> torch.Tensor:
+        """`reduced` in the dtype of `.grad` and on the shard's device; on an accelerator the copy is only queued."""
+        dtype = self.precision.grad(self.layout.dtype)
+        return reduced.to(self.flat_param.device, dtype, non_blocking=True)
 
     def accumulate(self, gradient: torch.Tensor, arrived: Sequence[int]) -> None:
         """Add the shard's gradient to `.grad`; see `Exposure.add_gradient`."""
         self.exposure.add_gradient(gradient, arrived)
+
+
+def mark_owner(parameter: nn.Parameter, handle: FlatParamHandle, index: int) -> None:
+    """Note on an original parameter where its values are now; see `owner_of`."""
+    parameter._flatparam_owner = (weakref.ref(handle), index)  # type: ignore[attr-defined]  # a mark of ours
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
+    """The flat parameter that holds an original `parameter`, and its index there; `None` where none does."""
+    reference, index = getattr(parameter, "_flatparam_owner", (None, 0))
+    handle = None if reference is None else reference()
+    return None if handle is None else (handle, index)
 
 
 def pack_shard(
@@ -262,8 +345,16 @@ def pack_shard(
     Only the rank's own part is copied: no flat buffer of the whole unit is made.
     """
     shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
-    for fragment in layout.fragments(rank):
-        if fragment.in_param:
-            flat = memory_view(tensors[fragment.index], layout.slots[fragment.index].spec)
-            shard[fragment.in_shard.as_slice()].copy_(flat[fragment.in_param.as_slice()])
+    for index, tensor in enumerate(tensors):
+        pack_parameter(shard, layout, index, tensor, rank=rank)
     return shard
+
+
+def pack_parameter(
+    shard: torch.Tensor, layout: FlatLayout, index: int, tensor: torch.Tensor, *, rank: int
+) -> None:
+    """Copy this rank's part of parameter `index`, whose full value is `tensor`, to its place in `shard`."""
+    fragment = layout.fragment(index, rank)
+    if fragment.in_param:
+        flat = memory_view(tensor, layout.slots[index].spec)
+        shard[fragment.in_shard.as_slice()].copy_(flat[fragment.in_param.as_slice()])

@@ -119,6 +119,13 @@ class FlatLayout:
         numel = -(-end // world_size) * world_size if world_size > 0 else end
         return cls(tuple(slots), world_size, numel)
 
+    def with_dtype(self, dtype: torch.dtype) -> Self:
+        """The same intervals for parameters of another dtype."""
+        if dtype == self.dtype:
+            return self
+        slots = (Slot(attrs.evolve(slot.spec, dtype=dtype), slot.span) for slot in self.slots)
+        return attrs.evolve(self, slots=tuple(slots))
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of every parameter in the layout."""

@@ -20,6 +20,8 @@ class Precision:
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    """Whether `.grad` has the compute dtype instead of the parameter's own."""
 
     def compute(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameters of a flat parameter that is stored as `storage`."""
@@ -30,3 +32,7 @@ class Precision:
         if self.reduce_dtype and storage.is_floating_point:
             return self.reduce_dtype
         return self.compute(storage)
+
+    def grad(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype of `.grad`: that of the parameter, unless low precision is kept."""
+        return self.compute(storage) if self.keep_low_precision_grads else storage

@@ -9,13 +9,17 @@ from flatparam_comm import (
     clean_fqn,
     memory_view,
 )
+from flatparam_runtime.agreement import DivergenceError
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.clip import clip_grad_norm_
+from flatparam_runtime.comm_hooks import CommHooks, HookStage
 from flatparam_runtime.events import Event, EventKind, EventLog, Instrument
-from flatparam_runtime.inspection import full_views, gather_full, inspecting, shown, summon_full_params
+from flatparam_runtime.hooks import register_forward_method
+from flatparam_runtime.inspection import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.phases import Phase
-from flatparam_runtime.plan import BackwardOrder, PrefetchPlan, UnitPlan
-from flatparam_runtime.shard import no_sync, observe, shard_module
+from flatparam_runtime.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
+from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
+from flatparam_runtime.summon import summon_full_params
 from flatparam_runtime.tree import ROOT_NAME, UnitTree, tree_of, unit_of, units_in
 from flatparam_runtime.unit import Unit
 
@@ -25,13 +29,19 @@ __all__ = [
     "FLAT_PARAM",
     "ROOT_NAME",
     "BackwardOrder",
+    "BufferDtype",
+    "Casting",
     "Collectives",
+    "CommHooks",
+    "DivergenceError",
     "Event",
     "EventKind",
     "EventLog",
     "FlatParamError",
     "FlatParamHandle",
     "Fragment",
+    "HookStage",
+    "Initialise",
     "Instrument",
     "Phase",
     "PrefetchPlan",
@@ -47,6 +57,8 @@ __all__ = [
     "memory_view",
     "no_sync",
     "observe",
+    "refuse_in_a_pass",
+    "register_forward_method",
     "shard_module",
     "shown",
     "summon_full_params",

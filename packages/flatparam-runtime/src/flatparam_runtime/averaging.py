@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["gradient_divisors"]
+__all__ = ["gradient_divisors", "split_divisor"]
 
 
 def gradient_divisors(ranks: int) -> tuple[float, float]:
@@ -16,3 +16,12 @@ def gradient_divisors(ranks: int) -> tuple[float, float]:
     while ranks % before == 0 and ranks / before > before:
         before *= 2
     return float(before), ranks / before
+
+
+def split_divisor(factor: float, ranks: int) -> tuple[float, float]:
+    """The factors before and after the sum whose product is `factor`, a user's own divisor.
+
+    What is divided before is never more than for a mean over `ranks`, and a power of two, so that it costs no bits.
+    """
+    before, _ = gradient_divisors(ranks)
+    return before, factor / before

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -13,13 +14,16 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import Self, final
 
-from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, ReduceOp
-from flatparam_runtime.averaging import gradient_divisors
+from flatparam_comm import FlatParamError, FlatParamHandle
+from flatparam_runtime.agreement import agree_on_gradients
 from flatparam_runtime.calls import ForwardCall
+from flatparam_runtime.fingerprint import Fingerprint
+from flatparam_runtime.fused_optimizer import step_in_backward
 from flatparam_runtime.order import ForwardPass, next_backward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder
-from flatparam_runtime.unit import Reduction, Unit
+from flatparam_runtime.reduction import Reduced, Reduction
+from flatparam_runtime.unit import Unit
 
 __all__ = ["BackwardPass"]
 
@@ -72,15 +76,18 @@ class BackwardPass:
     units: Sequence[Unit]
     forward: ForwardPass
     """The forward pass that is differentiated."""
+    fingerprint: Fingerprint
     on_end: Callable[[bool], None]
     expected: dict[Unit, set[LeafKey]]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
     active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
     entered: set[Unit] = attrs.field(factory=set)
+    calls: dict[Unit, ForwardCall] = attrs.field(factory=dict)
+    """For each unit that was entered, the forward call that is differentiated, its last."""
     ready: list[Unit] = attrs.field(factory=list)
     """Complete, and waiting for their turn to be reduced."""
     reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
-    unsettled: list[tuple[FlatParamHandle, torch.Tensor, bytes]] = attrs.field(factory=list)
+    unsettled: list[Reduced] = attrs.field(factory=list)
     """Reduced gradients of which this rank cannot tell alone which parameters got any."""
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
@@ -88,14 +95,20 @@ class BackwardPass:
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
 
     @classmethod
-    def begin(cls, units: Sequence[Unit], forward: ForwardPass, on_end: Callable[[bool], None]) -> Self:
+    def begin(
+        cls,
+        units: Sequence[Unit],
+        forward: ForwardPass,
+        fingerprint: Fingerprint,
+        on_end: Callable[[bool], None],
+    ) -> Self:
         """A pass for the autograd run that this thread is in."""
         expected = {}
         for unit in sorted(units, key=forward.place, reverse=True):
             leaves = _leaves_to_come(unit)
             if leaves:
                 expected[unit] = leaves
-        current = cls(units, forward, on_end, expected)
+        current = cls(units, forward, fingerprint, on_end, expected)
         callback = _EndOfBackward(current.finish)
         current._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -108,28 +121,37 @@ class BackwardPass:
 
     # What hooks report
 
-    def enter(self, unit: Unit, call: ForwardCall) -> None:
+    def enter(self, unit: Unit, call: ForwardCall, *, again: bool = False) -> None:
         """A gradient has reached an output of `call`, a forward call of `unit`.
+
+        Args:
+            again: it has reached a gradient that an earlier backward pass made (`create_graph`), and so the graph of
+                that pass, which reads the parameters too.
 
         Raises:
             FlatParamError: where the parameters have changed since.
         """
         state = self.active.get(unit)
-        if state is None:
+        self.calls.setdefault(unit, call)
+        if state is None or unit not in self.entered:
             _check_unchanged(unit, call)
-            state = self._activate(unit)
+            state = state or self._activate(unit)
             self.entered.add(unit)
-            unit.begin_unshard()
+            unit.begin_unshard(full_precision=call.full_precision)
+            for lender in unit.lenders:
+                if lender not in self.active:
+                    self._activate(lender)
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()
         state.inputs.update(token for token, node in call.inputs.items() if _will_run(node))
-        # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last.
-        state.keeps_parameters = state.keeps_parameters or not call.inputs
+        # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last;
+        # and in the graph of a gradient nothing says which of its nodes reads them last.
+        state.keeps_parameters = state.keeps_parameters or again or not call.inputs
 
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
         state = self.active.get(unit) or self._activate(unit)
-        before, _ = gradient_divisors(unit.plan.topology.data_parallel_size)
+        before, _ = unit.divisors
         unit.handles[number].deposit(index, divisor=before)
         if (
             number,
@@ -161,12 +183,17 @@ class BackwardPass:
         return state
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
-        if unit.plan.prefetch.backward is not when:
-            return
-        for ahead in next_backward(self.forward.ended, unit):
-            if ahead not in self.entered:
-                ahead.begin_unshard()
-                return
+        plan = unit.plan.prefetch
+        if unit.backward_prefetch is not None:
+            if when is BackwardOrder.BEFORE_COMPUTE:
+                self._gather_ahead(unit.backward_prefetch, len(unit.backward_prefetch))
+        elif plan.backward is when:
+            self._gather_ahead(next_backward(self.forward.ended, unit), plan.backward_depth)
+
+    def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
+        ahead = (unit for unit in units if unit not in self.entered)
+        for unit in itertools.islice(ahead, count):
+            unit.begin_unshard(full_precision=unit.computes_in_full_precision)
 
     def _complete(self, unit: Unit) -> None:
         state = self.active.pop(unit)
@@ -204,13 +231,14 @@ class BackwardPass:
             self._settle(self.reducing.popleft())
 
     def _settle(self, reduction: Reduction) -> None:
-        for handle, gradient, arrived in reduction.settle():
+        for reduced in reduction.settle():
+            handle, arrived = reduced.handle, reduced.arrived
             known = self.given.get(handle, bytes(len(arrived)))
             self.given[handle] = bytes(a | b for a, b in zip(known, arrived, strict=True))
             if all(arrived):
-                handle.accumulate(gradient, arrived)
+                _give(handle, reduced.gradient, arrived)
             else:
-                self.unsettled.append((handle, gradient, arrived))
+                self.unsettled.append(reduced)
 
     def finish(self) -> None:
         """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
@@ -238,10 +266,12 @@ class BackwardPass:
 
     def _accumulate_unsettled(self) -> None:
         """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
-        arrived_anywhere = _agree(self.units, self.given, needed=bool(self.unsettled))
-        for handle, gradient, _ in self.unsettled:
-            handle.accumulate(gradient, arrived_anywhere[handle])
+        arrived_anywhere = agree_on_gradients(self.units, self.given, self.fingerprint)
+        for reduced in self.unsettled:
+            _give(reduced.handle, reduced.gradient, arrived_anywhere[reduced.handle])
         self.unsettled.clear()
+        if any(handle.is_offloaded for handle in self.given):
+            torch.accelerator.current_stream().synchronize()  # the copies to the host are only queued
 
     def drop(self) -> None:
         """Let go of everything after an exception; the reductions under way are waited for, since they own memory."""
@@ -281,35 +311,6 @@ def _will_run(node: Node) -> bool:
         return True
 
 
-def _agree(
-    units: Sequence[Unit], given: Mapping[FlatParamHandle, bytes], *, needed: bool
-) -> dict[FlatParamHandle, bytes]:
-    """For every flat parameter, which of its parameters got a gradient on any rank.
-
-    One small all-reduce for each group of ranks, in which every rank takes part; its result is read only on a rank that
-    needs it, so that elsewhere nothing waits for a device.
-    """
-    by_group: dict[Collectives, list[FlatParamHandle]] = {}
-    for unit in units:
-        taking_part = {*unit.trainable, *(handle for handle in unit.handles if handle in given)}
-        by_group.setdefault(unit.plan.topology.shard, []).extend(h for h in unit.handles if h in taking_part)
-    known: dict[FlatParamHandle, bytes] = {}
-    for group, handles in by_group.items():
-        if not handles:
-            continue
-        flags = b"".join(given.get(handle, bytes(len(handle.layout.slots))) for handle in handles)
-        mask = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(handles[0].flat_param.device)
-        group.all_reduce(mask, op=ReduceOp.MAX, label="parameters with a gradient").wait()
-        if needed:
-            known.update(_split(bytes(mask.tolist()), handles))
-    return known
-
-
-def _split(flags: bytes, handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, bytes]:
-    parts: dict[FlatParamHandle, bytes] = {}
-    start = 0
-    for handle in handles:
-        stop = start + len(handle.layout.slots)
-        parts[handle] = flags[start:stop]
-        start = stop
-    return parts
+def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:
+    handle.accumulate(gradient, arrived)
+    step_in_backward(handle)

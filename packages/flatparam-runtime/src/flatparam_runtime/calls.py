@@ -1,16 +1,19 @@
-"""Forward calls of a unit's module."""
+"""Forward calls of a unit's module, or of a module inside it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import attrs
+import torch
 from torch import nn
 from torch.autograd.graph import Node
 from typing_extensions import final
 
-__all__ = ["ForwardCall", "running_calls"]
+__all__ = ["ForwardCall", "call_as_forward", "running_calls"]
 
 
 @final
@@ -22,24 +25,52 @@ class ForwardCall:
         outer_error: the exception that was being handled when the call began; another one at its end is the call's own.
         is_recomputation: activation checkpointing runs the forward again inside the unit's own backward.
         is_top: the call is the outermost of its pass.
+        module: the unit's, or a module inside that was called by itself.
+        full_precision: it computes with the parameters in their own dtype.
+        restored: the dtype that floating-point outputs are cast back to, where they are.
         stamp: the stamp of the unit's parameters with which it computes.
         inputs: for each input tensor with a gradient, the graph node that will compute it, and its token.
     """
 
     outer_error: BaseException | None
+    module: nn.Module
     is_recomputation: bool = False
     is_top: bool = False
     inputs: dict[object, Node] = attrs.field(factory=dict)
     stamp: int = 0
+    full_precision: bool = False
+    restored: torch.dtype | None = None
+
+
+def call_as_forward(
+    module: nn.Module,
+    function: Callable[..., Any],
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `function`, a method of `module`, between `before` and `after`, as torch calls `forward` between hooks."""
+    args, kwargs = before(module, args, kwargs)
+    output = None
+    try:
+        output = function(*args, **kwargs)
+    finally:
+        changed = after(module, args, output)
+        output = output if changed is None else changed
+    return output
+
+
+_CALLERS = (nn.Module._call_impl.__code__, call_as_forward.__code__)
+"""The functions whose frames tell that a module is being called; their first argument is the module."""
 
 
 def running_calls(module: nn.Module) -> int:
     """How many calls of `module` are on this thread's stack."""
-    code = nn.Module._call_impl.__code__
     count = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is module:
+        if frame.f_code in _CALLERS and frame.f_locals.get(frame.f_code.co_varnames[0]) is module:
             count += 1
         frame = frame.f_back
     return count

@@ -14,14 +14,28 @@ from flatparam_runtime.tree import units_in
 __all__ = ["clip_grad_norm_"]
 
 
-def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    module: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Scale the gradients of `module` down to a total norm of at most `max_norm`; every rank calls it.
 
     A sharded gradient counts with the parts of all ranks, any other once. The local norms are computed in fp32.
 
+    Args:
+        error_if_nonfinite: raise, on every rank, instead of scaling by a total that is infinite or not a number.
+        foreach: scale all gradients in one call; by default where they are on one device.
+
     Returns:
         The total norm before scaling, 0-d, the same on every rank, in the widest dtype of this rank's gradients (fp32
         where it has none).
+
+    Raises:
+        RuntimeError: for a total that is not finite, where that is asked for; no gradient has changed then.
     """
     sharded = _sharded_gradients(module)
     known = {id(g) for gradients in sharded.values() for g in gradients}
@@ -32,12 +46,26 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     for group, gradients in sharded.items():
         parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
     total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in everything:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; look "
+            "for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
+        )
+    _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
     dtypes = [g.dtype for g in everything]
     dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
     return total.to(dtype)
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+    if foreach or (foreach is None and len(kinds) == 1):
+        for device, dtype in kinds:
+            of_kind = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
+            torch._foreach_mul_(of_kind, factor.to(device, dtype))
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
 
 def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:

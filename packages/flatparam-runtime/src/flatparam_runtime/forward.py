@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatparam_comm import Residency
 from flatparam_runtime.calls import ForwardCall, running_calls
@@ -22,15 +25,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def enter_forward(tree: UnitTree, unit: Unit) -> ForwardCall:
-    """Have the unit's full parameters in place for a forward call that begins now."""
+def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
+    """Have the unit's full parameters in place for a forward call of `module` that begins now."""
     backward = tree.backward  # clears away a pass that died
-    call = ForwardCall(sys.exc_info()[1])
+    call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
         unit.calls.append(call)
         return call
-    if unit.calls and running_calls(unit.module) < len(unit.calls) + 1:
+    if unit.calls and _was_interrupted(unit, module):
         tree.recover()  # an interrupt ended a pass without a word
     if tree.forward is None and not in_backward():
         tree.begin_forward()
@@ -40,7 +43,8 @@ def enter_forward(tree: UnitTree, unit: Unit) -> ForwardCall:
             backward.settle_until(unit)
         unit.move(Phase.FORWARD)
     unit.calls.append(call)
-    unit.begin_unshard()
+    call.full_precision = unit.computes_in_full_precision
+    unit.begin_unshard(full_precision=call.full_precision)
     call.stamp = unit.stamp()
     if tree.forward is not None and not in_backward():
         _prefetch(tree, tree.forward, unit)
@@ -48,13 +52,24 @@ def enter_forward(tree: UnitTree, unit: Unit) -> ForwardCall:
     return call
 
 
+def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
+    """Whether some call that the unit knows of is not on the stack any more; a call of `module` begins now."""
+    known = collections.Counter(call.module for call in unit.calls)
+    known[module] += 1
+    return any(running_calls(called) < count for called, count in known.items())
+
+
 def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
     current.begin(unit)
     depth = unit.plan.prefetch.forward
-    if depth and tree.last_forward is not None:
-        for ahead in next_forward(tree.last_forward.began, current.began, depth):
-            if ahead.phase is Phase.IDLE:
-                ahead.begin_unshard()
+    ahead: Sequence[Unit] = ()
+    if unit.forward_prefetch is not None:
+        ahead = unit.forward_prefetch
+    elif depth and tree.last_forward is not None:
+        ahead = next_forward(tree.last_forward.began, current.began, depth)
+    for other in ahead:
+        if other.phase is Phase.IDLE:
+            other.begin_unshard(full_precision=other.computes_in_full_precision)
 
 
 def leave_forward(
@@ -74,6 +89,9 @@ def leave_forward(
         return
     if not unit.calls:
         unit.move(Phase.IDLE)
+        for lender in unit.lenders:
+            if not lender.is_needed and lender.phase is Phase.IDLE and lender.plan.free_after_forward:
+                lender.reshard()
         if failed or not _keeps_full_parameters(tree.forward, unit, call, recorded, watched):
             unit.reshard()
     if tree.forward is not None and not in_backward():
@@ -86,6 +104,8 @@ def leave_forward(
 def _keeps_full_parameters(
     around: ForwardPass | None, unit: Unit, call: ForwardCall, recorded: bool, watched: bool
 ) -> bool:
+    if unit.is_needed:
+        return True
     if in_backward():
         return True  # a recomputation for a backward that comes at once
     if not recorded:

@@ -5,9 +5,11 @@ hook                 on                              handler                 pha
 ===================  ==============================  ======================  ==========================
 forward pre-hook     the unit's module               `_before_forward`       IDLE -> FORWARD
 forward hook         the unit's module (always)      `_after_forward`        FORWARD -> IDLE
+forward hooks        modules inside it               `_before_inner`, ...    the same, where called from outside
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
 post-accumulate      each leaf, once for ever        `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
 tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
+node pre-hook        gradients with a graph          `_before_second_...`    IDLE -> BACKWARD
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
 """
@@ -22,50 +24,120 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatparam_runtime.calls import ForwardCall
+from flatparam_comm import FlatParamError
+from flatparam_runtime.calls import ForwardCall, call_as_forward
 from flatparam_runtime.forward import enter_forward, leave_forward, result_of_exception
+from flatparam_runtime.fused_optimizer import check_in_backward_optimizers
+from flatparam_runtime.phases import Phase
 from flatparam_runtime.traverse import map_tensors, tensors_in
-from flatparam_runtime.tree import tree_of
+from flatparam_runtime.tree import inside, tree_of
 from flatparam_runtime.unit import Unit
 
-__all__ = ["attach"]
+__all__ = ["attach", "register_forward_method"]
 
 
 def attach(unit: Unit) -> None:
-    """Have `unit` follow its module's forward and backward passes."""
+    """Have `unit` follow the forward and backward passes of its module, and of the modules inside it.
+
+    One inside only counts where it is called by itself, from outside of the unit's own forward.
+    """
     module = unit.module
     module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
+    for child in inside(module):
+        child.register_forward_pre_hook(
+            functools.partial(_before_inner, unit), prepend=True, with_kwargs=True
+        )
+        child.register_forward_hook(functools.partial(_after_inner, unit), always_call=True)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have the method `name` of `module` run with the full parameters of the module's unit in place, like `forward`.
+
+    Args:
+        module: a unit, or a module inside one.
+
+    Raises:
+        FlatParamError: where it is neither, or has no such method.
+    """
+    hooks = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", None) in _BEFORE]
+    function = getattr(module, name, None)
+    if not hooks or not callable(function):
+        raise FlatParamError(
+            f"{type(module).__name__}.{name}: expected a method of a sharded module, or of a module inside one"
+        )
+    (unit,) = hooks[0].args  # type: ignore[attr-defined]  # a partial, as made in attach()
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if unit.calls:
+            return function(*args, **kwargs)
+        before = functools.partial(_before_forward, unit)
+        return call_as_forward(
+            module, function, before, functools.partial(_after_forward, unit), args, kwargs
+        )
+
+    module.__dict__[name] = method
+
+
+def _before_inner(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if unit.phase is Phase.BACKWARD or (unit.calls and unit.calls[-1].module is not module):
+        return None
+    return _before_forward(unit, module, args, kwargs)
+
+
+def _after_inner(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if unit.calls and unit.calls[-1].module is module:
+        return _after_forward(unit, module, args, output)
+    return None
 
 
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    call = enter_forward(tree_of(unit), unit)
-    if not unit.watches_leaves:
-        _watch_leaves(unit)
-    moved = _on_device(unit, (args, kwargs)) if call.is_top else (args, kwargs)
+    call = enter_forward(tree_of(unit), unit, module)
+    for handle in unit.handles:
+        if not handle.form.is_watched:
+            _watch_leaves(unit)
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
     return moved
 
 
-def _on_device(unit: Unit, inputs: Any) -> Any:
-    """The outermost unit's inputs, where its parameters are."""
-    if not unit.handles:
+_BEFORE = (_before_forward, _before_inner)
+
+
+def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
+    """The inputs on the device of the unit's parameters and in the dtype that it computes in."""
+    if call.is_top and unit.handles:
+        inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=True), inputs)
+    casting = unit.plan.casting
+    if call.full_precision or not casting.applies(is_top=call.is_top):
         return inputs
-    device = unit.handles[0].flat_param.device
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
+    if casting.restores_outputs:
+        floating = (tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point())
+        call.restored = next(floating, None)
+    return _cast(inputs, casting.dtype)
 
 
-def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not unit.calls:
-        return  # recovered from an exception further in, which is now on its way out
+        return None  # recovered from an exception further in, which is now on its way out
     call = unit.calls.pop()
     failed = result_of_exception(call, output)
     recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
+    if call.restored is not None and not failed:
+        output = _cast(output, call.restored)
     watched = recorded and _watch_outputs(unit, call, output)
     leave_forward(tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched)
+    return output if call.restored is not None and not failed else None
 
 
 def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
@@ -74,7 +146,7 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
             token = object()
             call.inputs[token] = get_gradient_edge(tensor).node
             # The hook holds only the token: the node owns its hooks, so a hook that held the node would never be freed.
-            hook = functools.partial(_input_arrived, weakref.ref(unit), token)
+            hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:  # a leaf outlives this graph; the call does not
                 weakref.finalize(call, registered.remove)
@@ -102,6 +174,9 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 def _watch_leaves(unit: Unit) -> None:
     reference = weakref.ref(unit)
     for number, handle in enumerate(unit.handles):
+        if handle.form.is_watched:
+            continue
+        check_in_backward_optimizers(handle)
         for index, leaf in enumerate(handle.leaves):
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
@@ -110,21 +185,43 @@ def _watch_leaves(unit: Unit) -> None:
             hook = functools.partial(_gradient_arrived, reference, number, index)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             leaf.requires_grad_(wanted)
-    unit.watches_leaves = True
+        handle.form.is_watched = True
 
 
 def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
     tree_of(unit).begin_backward().enter(unit, call)
 
 
+def _before_second_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
+    tree_of(unit).begin_backward().enter(unit, call, again=True)
+
+
 def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:
     unit = reference()
-    if unit is not None:
-        tree_of(unit).begin_backward().gradient_arrived(unit, number, index)
+    if unit is None:
+        return
+    current = tree_of(unit).begin_backward()
+    call = current.calls.get(unit)
+    if call is not None and leaf.grad is not None:
+        _watch_gradient(unit, call, leaf.grad)
+    current.gradient_arrived(unit, number, index)
 
 
-def _input_arrived(reference: weakref.ReferenceType[Unit], token: object, gradient: Tensor) -> None:
-    unit = reference()
+def _input_arrived(
+    reference: weakref.ReferenceType[Unit],
+    call_reference: weakref.ReferenceType[ForwardCall],
+    token: object,
+    gradient: Tensor,
+) -> None:
+    unit, call = reference(), call_reference()
     current = None if unit is None else tree_of(unit).backward
     if unit is not None and current is not None:
+        if call is not None:
+            _watch_gradient(unit, call, gradient)
         current.input_arrived(unit, token)
+
+
+def _watch_gradient(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
+    """Where the gradient has a graph of its own (`create_graph`), that graph reads the unit's parameters again."""
+    if gradient.grad_fn is not None:
+        gradient.grad_fn.register_prehook(functools.partial(_before_second_backward, unit, call))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import TypeAlias
 
 import attrs
+import torch
 from typing_extensions import final
 
 from flatparam_comm import Precision, Topology
 
-__all__ = ["BackwardOrder", "PrefetchPlan", "UnitPlan"]
+__all__ = ["BackwardOrder", "BufferDtype", "Casting", "PrefetchPlan", "UnitPlan"]
+
+BufferDtype: TypeAlias = "torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None"
+"""The dtype of floating-point buffers while training: one for all, or asked for each by name (`None` leaves it)."""
 
 
 class BackwardOrder(enum.Enum):
@@ -27,10 +33,35 @@ class PrefetchPlan:
 
     forward: int = 0
     backward: BackwardOrder = BackwardOrder.BEFORE_COMPUTE
+    backward_depth: int = 1
 
     def __attrs_post_init__(self) -> None:
         if self.forward < 0:
             raise ValueError(f"expected a forward prefetch depth of at least 0, found {self.forward}")
+        if self.backward_depth < 1:
+            raise ValueError(f"expected a backward prefetch depth of at least 1, found {self.backward_depth}")
+
+
+@final
+@attrs.frozen
+class Casting:
+    """What becomes of the floating-point tensors that a unit's module takes.
+
+    Attributes:
+        dtype: what they are cast to; `None` casts nothing.
+        at_root: whether the outermost unit of a pass casts.
+        below_root: whether a unit inside another casts.
+        restores_outputs: cast floating-point outputs back to the dtype that the inputs had.
+    """
+
+    dtype: torch.dtype | None = None
+    at_root: bool = True
+    below_root: bool = False
+    restores_outputs: bool = False
+
+    def applies(self, *, is_top: bool) -> bool:
+        """Whether the inputs of a call are cast; `is_top`: it is the outermost of its pass."""
+        return self.dtype is not None and (self.below_root or (self.at_root and is_top))
 
 
 @final
@@ -39,9 +70,12 @@ class UnitPlan:
     """Where a unit's parameters are sharded, and when its full parameters are freed.
 
     Attributes:
-        topology: the ranks over which parameters are sharded.
+        topology: the ranks over which parameters are sharded, and those that hold copies.
         free_after_forward: free the full parameters between the forward and the backward pass.
         free_after_unsynced_backward: free them after a backward pass inside `no_sync` too.
+        full_precision_in_eval: compute in the parameters' own dtype while the module is in `eval()`.
+        storage_device: where the shards live between steps; `None`: where the full parameters do.
+        broadcast_buffers: start each training forward of the root from rank 0's buffers.
     """
 
     topology: Topology
@@ -49,4 +83,9 @@ class UnitPlan:
     free_after_unsynced_backward: bool = True
     prefetch: PrefetchPlan = PrefetchPlan()
     precision: Precision = attrs.field(factory=Precision)
+    casting: Casting = Casting()
+    buffer_dtype: BufferDtype = None
+    full_precision_in_eval: bool = False
+    storage_device: torch.device | None = None
+    broadcast_buffers: bool = False
     use_orig_params: bool = False

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flatparam_comm import FlatParamError, discover, flatten_module
+from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
+from flatparam_runtime.buffers import UnitBuffers
 from flatparam_runtime.events import Instrument
 from flatparam_runtime.hooks import attach
 from flatparam_runtime.plan import UnitPlan
-from flatparam_runtime.tree import register_unit, unit_of, units_in
+from flatparam_runtime.tree import holder_of, inside, register_unit, unit_of, units_in
 from flatparam_runtime.unit import Unit
 
-__all__ = ["no_sync", "observe", "shard_module"]
+__all__ = ["Initialise", "no_sync", "observe", "shard_module"]
+
+Initialise: TypeAlias = "Callable[[Callable[[str, Tensor], None]], None]"
+"""Is given a function `pack(name, value)` and calls it for every parameter of the unit."""
 
 
 def shard_module(
@@ -26,17 +31,21 @@ def shard_module(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
+    initialise: Initialise | None = None,
 ) -> Unit:
     """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
     Every rank of `plan.topology` calls it with an equal module, in the same order. Training code stays as it was: the
-    module's forward pass gathers the parameters, the backward pass reduces the gradients.
+    module's forward pass gathers the parameters, the backward pass reduces the gradients. A parameter that another unit
+    holds already is shared: that unit keeps it, and both gather it.
 
     Args:
         module: may already contain units; must not be one.
         ignored_modules: their parameters stay whole, on every rank, and are not reduced.
         ignored_parameters: likewise.
-        device: where the parameters live from now on; by default where they are.
+        device: where full parameters live from now on; by default where they are.
+        initialise: gives the parameters their values, one module after the other, before they are packed; by default
+            they have them.
 
     Raises:
         FlatParamError: where the module is a unit already, or a parameter cannot be flattened.
@@ -44,24 +53,62 @@ def shard_module(
     if unit_of(module) is not None:
         raise FlatParamError(f"{type(module).__name__} is a unit already: shard a module once")
     ignored = set(ignored_modules)
-    shard = plan.topology.shard
-    handles = flatten_module(
-        module,
-        rank=shard.rank,
-        world_size=shard.size,
-        use_orig_params=plan.use_orig_params,
-        precision=plan.precision,
-        device=device,
-        parameters=discover(
+
+    def find() -> tuple[BoundParameter, ...]:
+        return discover(
             module,
             ignored_parameters=ignored_parameters,
             skip_module=lambda child: child in ignored or unit_of(child) is not None,
-        ),
-    )
+        )
+
+    found = find()
+    borrowed = [b for b in found if owner_of(b.parameter) is not None]
+    own = [b for b in found if owner_of(b.parameter) is None]
+    handles: tuple[FlatParamHandle, ...] = ()
+    if own:
+        flattening = Flattening.begin(
+            module,
+            own,
+            rank=plan.topology.shard.rank,
+            world_size=plan.topology.shard.size,
+            use_orig_params=plan.use_orig_params,
+            precision=plan.precision,
+            device=device,
+            storage_device=plan.storage_device,
+        )
+        if initialise is None:
+            for b in own:
+                flattening.pack(b.names[0], b.parameter)
+        else:
+            initialise(flattening.pack)
+            names = {b.names[0] for b in own}
+            own = [b for b in find() if b.names[0] in names]  # they may be other objects by now
+        handles = flattening.finish(own)
+    modules = [module, *(child for child in inside(module) if child not in ignored)]
+    names_of = {child: name for name, child in module.named_modules()}
     unit = Unit(type(module).__name__, plan, handles, weakref.ref(module))
+    unit.buffers = UnitBuffers.of((names_of[child], child) for child in modules)
     register_unit(module, unit)
+    for b in borrowed:
+        _borrow(unit, b)
     attach(unit)
     return unit
+
+
+def _borrow(unit: Unit, bound: BoundParameter) -> None:
+    owner = owner_of(bound.parameter)
+    assert owner is not None, "only parameters with an owner are borrowed"
+    handle, index = owner
+    lender = holder_of(handle)
+    if lender is None:
+        raise FlatParamError(
+            f"parameter {bound.names[0]!r} belongs to a flat parameter that no unit holds; make one unit of a module "
+            "that contains everything that shares the parameter"
+        )
+    handle.lend(index, bound.infos)
+    if lender not in unit.lenders:
+        unit.lenders.append(lender)
+        lender.borrowers.append(unit)
 
 
 @contextlib.contextmanager

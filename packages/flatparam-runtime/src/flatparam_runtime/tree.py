@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 import attrs
 import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_comm import FlatParamError, clean_fqn
+from flatparam_comm import FlatParamError, FlatParamHandle, clean_fqn
+from flatparam_runtime.agreement import agree_on_deed, agree_on_inference, agree_on_units
 from flatparam_runtime.backward import BackwardPass
+from flatparam_runtime.buffers import broadcast_buffers
 from flatparam_runtime.calls import running_calls
+from flatparam_runtime.fingerprint import Fingerprint
 from flatparam_runtime.order import ForwardPass
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.unit import Unit
 
-__all__ = ["ROOT_NAME", "UnitTree", "tree_of", "unit_of", "units_in"]
+__all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "tree_of", "unit_of", "units_in"]
 
 ROOT_NAME = "(root)"
 """How the root unit is called in labels, events and messages."""
@@ -33,11 +39,36 @@ def unit_of(module: nn.Module) -> Unit | None:
 def register_unit(module: nn.Module, unit: Unit) -> None:
     """Make `unit` the unit of `module`."""
     module.__dict__[_UNIT] = unit
+    for handle in unit.handles:
+        _HOLDERS[handle] = weakref.ref(unit)
+
+
+_HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def holder_of(handle: FlatParamHandle) -> Unit | None:
+    """The unit that holds a flat parameter, or `None`."""
+    reference = _HOLDERS.get(handle)
+    return None if reference is None else reference()
 
 
 def units_in(module: nn.Module) -> tuple[Unit, ...]:
     """The units of `module` and of everything below it, parents before children."""
     return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
+
+
+def inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules below `module` that no unit below it has, each once, depth first."""
+    seen = {module}
+    stack = list(reversed(list(module.children())))
+    while stack:
+        child = stack.pop()
+        if child not in seen and unit_of(child) is None:
+            seen.add(child)
+            stack.extend(reversed(list(child.children())))
+            yield child
 
 
 @final
@@ -55,7 +86,11 @@ class UnitTree:
     """The pass before: what prefetching expects to happen again."""
     keeps_unsharded: bool = False
     """Whether parameters that are unsharded between passes may be used as they are: after an unsynced backward pass."""
+    fingerprint: Fingerprint = attrs.field(factory=Fingerprint)
+    """Of the collectives of all units."""
     _backward: BackwardPass | None = None
+    _has_begun: bool = False
+    """Whether the ranks have compared their units."""
 
     @classmethod
     def grow(cls, root: Unit) -> Self:
@@ -67,7 +102,9 @@ class UnitTree:
                 unit.name = clean_fqn(name) or ROOT_NAME
                 units.append(unit)
         tree = cls(root, tuple(units))
-        for unit in units:
+        tree.fingerprint.before_each = agree_on_deed
+        for number, unit in enumerate(units):
+            unit.number, unit.fingerprint = number, tree.fingerprint
             unit.module.__dict__[_TREE] = tree
         return tree
 
@@ -83,7 +120,7 @@ class UnitTree:
         current = self.backward
         if current is None:
             current = self._backward = BackwardPass.begin(
-                self.units, self._differentiated(), self.end_backward
+                self.units, self._differentiated(), self.fingerprint, self.end_backward
             )
         return current
 
@@ -91,13 +128,17 @@ class UnitTree:
         """Forget the backward pass, which has finished."""
         self._backward = None
         self.keeps_unsharded = not synced
+        if synced:
+            self.fingerprint.before_each = (
+                None  # from here on one comparison at the end of each backward will do
+            )
 
     @property
     def is_in_a_pass(self) -> bool:
         """Whether a forward or backward pass is under way; what an interrupted one left is cleared away first."""
         if self.backward is not None:
             return True
-        running = [unit for unit in self.units if unit.calls and running_calls(unit.module)]
+        running = [unit for unit in self.units if any(running_calls(call.module) for call in unit.calls)]
         if not running and (self.forward is not None or any(unit.calls for unit in self.units)):
             self.recover()
         return bool(running)
@@ -111,17 +152,29 @@ class UnitTree:
         for unit in self.units:
             if unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
-                    f"unit {unit.name!r}: a forward pass cannot begin while its full parameters are "
-                    "summoned, or its state "
-                    "is saved or loaded; leave that context first"
+                    f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "
+                    "parameters are summoned on one rank, on the CPU or with gradients; leave that context first"
                 )
         if self.backward is None:
             self._settle_leftovers()
+        if not self._has_begun:
+            agree_on_units(self.units)
+            self._has_begun = True
+        for unit in self.units:
+            unit.cast_buffers()
+        if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
+            broadcast_buffers(self.units)
         self.forward = ForwardPass(recorded=torch.is_grad_enabled())
 
     def end_forward(self) -> None:
-        """The outermost unit's forward call is over."""
+        """The outermost unit's forward call is over.
+
+        Raises:
+            DivergenceError: where no backward follows, which would compare, and the ranks have run different units.
+        """
         self.last_forward, self.forward = self.forward, None
+        if self.last_forward is not None and not self.last_forward.recorded and not self.fingerprint.is_empty:
+            agree_on_inference(self.units, self.fingerprint)
 
     def _differentiated(self) -> ForwardPass:
         return self.forward or self.last_forward or ForwardPass()

@@ -7,17 +7,22 @@ import weakref
 from collections.abc import Sequence
 
 import attrs
-from torch import Tensor, nn
+import torch
+from torch import nn
 from typing_extensions import final
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Pending, Residency
-from flatparam_runtime.averaging import gradient_divisors
+from flatparam_runtime.averaging import gradient_divisors, split_divisor
+from flatparam_runtime.buffers import UnitBuffers
 from flatparam_runtime.calls import ForwardCall
+from flatparam_runtime.comm_hooks import CommHooks
 from flatparam_runtime.events import Event, EventKind, Instrument
+from flatparam_runtime.fingerprint import DeedKind, Fingerprint
 from flatparam_runtime.phases import PHASES, Phase
 from flatparam_runtime.plan import UnitPlan
+from flatparam_runtime.reduction import PartialSum, Reduction
 
-__all__ = ["Reduction", "Unit"]
+__all__ = ["Unit"]
 
 _NO_COPY = (
     "unit {!r}: a sharded module can be neither copied nor pickled yet; copy or save the module before "
@@ -27,25 +32,23 @@ _NO_COPY = (
 
 
 @final
-@attrs.define(eq=False)
-class Reduction:
-    """The gradients of one unit on their way: owns the tensors until it is settled."""
+@attrs.frozen
+class Wishes:
+    """What a caller asks of `summon_full_params`."""
 
-    unit: Unit
-    parts: list[tuple[FlatParamHandle, Tensor, Pending]]
-    """For each flat parameter, the shard of the sum that is being made, and what to wait for."""
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
 
-    def settle(self) -> list[tuple[FlatParamHandle, Tensor, bytes]]:
-        """Wait, free the unsharded gradients, and return each handle's mean and which parameters this rank gave."""
-        _, after = gradient_divisors(self.unit.plan.topology.data_parallel_size)
-        settled = []
-        for handle, output, pending in self.parts:
-            pending.wait()
-            arrived = bytes(handle.gradients.deposited)
-            settled.append((handle, handle.settle_reduce(output, divisor=after), arrived))
-        self.unit.emit("finish", sum(handle.gradients.buffer.nbytes for handle, _, _ in self.parts))
-        self.unit.move(Phase.IDLE)
-        return settled
+    @property
+    def is_copied(self) -> bool:
+        """Whether full parameters are shown in memory of their own, with which nothing can be computed."""
+        return self.rank0_only or self.with_grads
+
+    def shows(self, other: Wishes) -> bool:
+        """Whether what is shown for these wishes is enough for `other`."""
+        return (other.rank0_only or not self.rank0_only) and (self.with_grads or not other.with_grads)
 
 
 @final
@@ -62,6 +65,8 @@ class Unit:
     plan: UnitPlan
     handles: tuple[FlatParamHandle, ...]
     _module: weakref.ReferenceType[nn.Module]
+    number: int = 0
+    """Its place in its tree, the same on every rank."""
     phase: Phase = Phase.IDLE
     sync_gradients: bool = True
     """Whether the next backward pass reduces gradients; `no_sync` turns it off."""
@@ -70,8 +75,28 @@ class Unit:
     instruments: list[Instrument] = attrs.field(factory=list)
     unsynced: set[FlatParamHandle] = attrs.field(factory=set)
     """What was trained by backward passes in `no_sync` since the last reduction: the same on every rank."""
-    watches_leaves: bool = False
-    """Whether the hooks on the handles' leaves are there; leaves come to be when they are first shown."""
+    requires_all_reduce: bool = True
+    """Whether reduced shards are summed over their copies, where there are any, or wait for a pass that does."""
+    divide_factor: float | None = None
+    """What the sum of the gradients is divided by; `None`: by the number of ranks, which makes it their mean."""
+    hooks: CommHooks = attrs.field(factory=CommHooks)
+    partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
+    """Reduced shards that wait to be summed over their copies."""
+    lenders: list[Unit] = attrs.field(factory=list)
+    """Units that hold parameters which this unit's module uses too."""
+    borrowers: list[Unit] = attrs.field(factory=list)
+    """The other way round."""
+    forward_prefetch: Sequence[Unit] | None = None
+    """What to gather when this unit's forward begins, instead of what the last pass suggests."""
+    backward_prefetch: Sequence[Unit] | None = None
+    """The same for its backward."""
+    pins: int = 0
+    """How many `summon_full_params` contexts keep the full parameters in memory, in full precision."""
+    summoned: Wishes | None = None
+    """What the outermost of them asked for."""
+    buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
+    fingerprint: Fingerprint | None = None
+    """Where the unit notes its collectives; its tree's."""
     _gathers: list[Pending] = attrs.field(factory=list)
     _gathered: int = -1
     """The stamp of the shards that were gathered last."""
@@ -105,6 +130,11 @@ class Unit:
         """What is in memory; SHARDED for a unit without parameters."""
         return self.handles[0].residency if self.handles else Residency.SHARDED
 
+    @property
+    def device(self) -> torch.device:
+        """Where its full parameters live; the CPU for a unit without parameters."""
+        return self.handles[0].device if self.handles else torch.device("cpu")
+
     def stamp(self) -> int:
         """A number that is another one after every in-place change of the unit's parameters."""
         return sum(handle.stamp() for handle in self.handles)
@@ -121,9 +151,37 @@ class Unit:
         return tuple(handle for handle in self.handles if handle in trained)
 
     @property
+    def divisors(self) -> tuple[float, float]:
+        """What gradients are divided by before and after the sum over ranks."""
+        topology = self.plan.topology
+        if self.hooks.reduce is not None:  # which averages over its own ranks
+            replicas = topology.data_parallel_size // topology.shard.size
+            if topology.shard.size == 1 or self.hooks.all_reduce is not None:
+                replicas = 1
+            return 1.0, float(replicas)
+        if self.divide_factor is not None:
+            return split_divisor(self.divide_factor, topology.data_parallel_size)
+        return gradient_divisors(topology.data_parallel_size)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a forward call under way uses the full parameters: its own, or one of a unit that shares some."""
+        return bool(self.calls or self.pins or any(unit.calls for unit in self.borrowers))
+
+    @property
+    def computes_in_full_precision(self) -> bool:
+        """Whether a forward call that begins now uses the parameters in their own dtype."""
+        return bool(self.pins) or (self.plan.full_precision_in_eval and not self.module.training)
+
+    @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the full parameters."""
         return sum(handle.buffer.nbytes for handle in self.handles)
+
+    def cast_buffers(self) -> None:
+        """Give the buffers the dtype that the plan says for a forward call that begins now."""
+        if self.plan.buffer_dtype is not None:
+            self.buffers.cast(None if self.computes_in_full_precision else self.plan.buffer_dtype)
 
     def move(self, phase: Phase) -> None:
         """Take a step of the phase table."""
@@ -138,18 +196,34 @@ class Unit:
 
     # Parameters
 
-    def begin_unshard(self) -> None:
-        """Start to gather the full parameters; nothing where they are there or on their way."""
+    def begin_unshard(self, *, full_precision: bool = False) -> None:
+        """Start to gather the full parameters; nothing where they are there or on their way.
+
+        Args:
+            full_precision: in their own dtype, whatever the compute dtype.
+        """
+        for lender in self.lenders:
+            lender.begin_unshard(full_precision=full_precision)
         if self.residency is not Residency.SHARDED or not self.handles:
             return
         self.emit("unshard", self.unsharded_nbytes)
         self._gathered = self.stamp()
         for handle in self.handles:
-            full, shard = handle.begin_unshard()
-            self._gathers.append(self.plan.topology.shard.all_gather(full, shard, label=self.name))
+            full, shard = handle.begin_unshard(full_precision=full_precision)
+            self._note("gather", full.nbytes)
+            if self.hooks.all_gather is None:
+                self._gathers.append(self.plan.topology.shard.all_gather(full, shard, label=self.name))
+            else:
+                self.hooks.all_gather(shard, full)
+
+    def _note(self, kind: DeedKind, nbytes: int) -> None:
+        if self.fingerprint is not None:
+            self.fingerprint.note(kind, self, nbytes)
 
     def finish_unshard(self) -> None:
         """Wait for the gather and show the full parameters; nothing where they are shown."""
+        for lender in self.lenders:
+            lender.finish_unshard()
         if self.residency is not Residency.UNSHARDING:
             return
         self._wait_for_gathers()
@@ -157,9 +231,9 @@ class Unit:
             handle.finish_unshard()
         self.emit("use", self.unsharded_nbytes)
 
-    def unshard(self) -> None:
-        """Have the module show its full parameters."""
-        self.begin_unshard()
+    def unshard(self, *, full_precision: bool = False) -> None:
+        """Have the module show its full parameters; see `begin_unshard`."""
+        self.begin_unshard(full_precision=full_precision)
         self.finish_unshard()
 
     @property
@@ -168,8 +242,11 @@ class Unit:
         return self._gathered != self.stamp()
 
     def reshard(self) -> None:
-        """Free the full parameters, also where their gather is still under way; nothing where there are none."""
-        if all(handle.residency is Residency.SHARDED for handle in self.handles):
+        """Free the full parameters, also where their gather is still under way; nothing where there are none.
+
+        Nothing either while a context keeps them.
+        """
+        if self.pins or all(handle.residency is Residency.SHARDED for handle in self.handles):
             return
         self._wait_for_gathers()  # the buffer must not go while bytes are being written to it
         for handle in self.handles:
@@ -209,12 +286,9 @@ class Unit:
         self.move(Phase.REDUCING)
         self.unsynced.clear()
         self.emit("reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
-        parts = []
         for handle in handles:
-            output, full = handle.begin_reduce()
-            pending = self.plan.topology.shard.reduce_scatter(output, full, label=self.name)
-            parts.append((handle, output, pending))
-        return Reduction(self, parts)
+            self._note("reduce", handle.gradients.buffer.nbytes)
+        return Reduction.begin(self, handles)
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Come back to rest after an exception, whatever was under way; the shards and `.grad` stay as they are.
@@ -231,6 +305,7 @@ class Unit:
             self.reshard()
         if drop_gradients:
             self.unsynced.clear()
+            self.partial.clear()
         for handle in self.handles if drop_gradients else ():
             handle.gradients.release()
             for leaf in handle.leaves:

@@ -39,12 +39,12 @@ def held_parameters(model: nn.Module) -> Mapping[int, Held]:
     """Every parameter of `model` that an optimizer may hold, by identity."""
     held: dict[int, Held] = {}
     for place in places_in(model):
-        parameters = place.handle.exposure.parameters()
-        if parameters[0] is place.handle.flat_param:
-            held[id(parameters[0])] = Held(parameters[0], place.fqns, place, tuple(range(len(place.fqns))))
-        else:
-            for index, (parameter, fqn) in enumerate(zip(parameters, place.fqns, strict=True)):
-                held[id(parameter)] = Held(parameter, (fqn,), place, (index,))
+        exposure, fqns = place.handle.exposure, place.fqns
+        flat = place.handle.flat_param
+        if exposure.parameters()[0] is flat:
+            held[id(flat)] = Held(flat, fqns, place, tuple(range(len(fqns))))
+        for index, parameter in exposure.originals().items():
+            held[id(parameter)] = Held(parameter, (fqns[index],), place, (index,))
     for name, parameter in model.named_parameters():
         held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
     return held

@@ -41,13 +41,20 @@ def full_state_shown(
             keep = not rank0_only or unit.plan.topology.shard.rank == 0
             values: list[list[nn.Parameter | None]] = []
             for place in places.get(id(unit), []):
-                full = gather(place, place.handle.flat_param.detach(), device=device, keep=keep)
+                full = _full(place, device, keep)
                 parameters: list[nn.Parameter | None] = [
                     nn.Parameter(tensor, requires_grad=False) for tensor in full
                 ]
                 values.append(parameters or [None] * len(place.fqns))
             stack.enter_context(shown(unit, values))
         yield
+
+
+def _full(place: Place, device: torch.device | None, keep: bool) -> list[torch.Tensor]:
+    """Copies of the full parameters; of summoned ones as they are now, with what was changed there."""
+    if not place.unit.pins:
+        return gather(place, place.handle.flat_param.detach(), device=device, keep=keep)
+    return [leaf.detach().to(device or leaf.device, copy=True) for leaf in place.handle.leaves if keep]
 
 
 def model_state_dict(

@@ -147,7 +147,7 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any]) -> torch.Tensor:
         return shard_of(item.place, parts, item.parameter)
     part = parts[item.indices[0]]
     assert part is not None, "an original's state has one entry, which is a tensor"
-    return part.to(item.parameter.device, copy=True)
+    return part.to(item.parameter.device, copy=True).view(item.parameter.shape)
 
 
 def _settings(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

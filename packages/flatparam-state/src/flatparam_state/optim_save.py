@@ -102,7 +102,7 @@ def _local(place: Place, items: list[Held], optimizer: torch.optim.Optimizer) ->
                 elif item.is_flat:
                     local.parts[index] = value[layout.fragment(index, rank).in_shard.as_slice()]
                 else:
-                    local.parts[index] = value
+                    local.parts[index] = value.reshape(-1)
     return found
 
 

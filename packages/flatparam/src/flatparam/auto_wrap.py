@@ -2,70 +2,68 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
 
-from flatparam.resolve import Ignored, resolve
+from flatparam.api import MixedPrecision
+from flatparam.compat import as_config
+from flatparam.resolve import FULL_PRECISION, Arguments, Resolved, resolve
 from flatparam.wrap import chosen_by, wrap_chosen
-from flatparam_core import FlatParamError
+from flatparam_runtime import unit_of
 
 __all__ = ["wrap_below"]
 
 
-def wrap_below(
-    wrapper: type[nn.Module],
-    module: nn.Module,
-    policy: Any,
-    ignored: Ignored,
-    arguments: dict[str, Any],
-) -> None:
-    """Wrap what `policy` chooses inside `module`; everything is checked before anything is wrapped.
+def wrap_below(wrapper: type[nn.Module], module: nn.Module, arguments: Arguments, resolved: Resolved) -> None:
+    """Wrap what the policy chooses inside `module`; everything is checked before anything is wrapped.
+
+    What is wrapped already stays as it is, and nothing inside it is wrapped again.
 
     Args:
         wrapper: the class to wrap with.
         arguments: the constructor's, for every module that is wrapped.
-
-    Raises:
-        ValueError: where something inside is wrapped already.
-        FlatParamError: where two of the units to be would hold one parameter.
     """
-    for name, child in module.named_modules():
-        if isinstance(child, wrapper):
-            raise ValueError(
-                f"auto_wrap_policy: {name or 'the module'!r} is wrapped already; wrap by hand or by a policy, not both"
-            )
+    ignored = resolved.ignored
+    wrapped = {
+        child for child in module.modules() if isinstance(child, wrapper) or unit_of(child) is not None
+    }
+    inside = {child for outer in wrapped for child in outer.modules()}
+    kwargs = arguments.below(resolved)
     targets = chosen_by(
-        policy,
+        arguments.auto_wrap_policy,
         module,
-        ignored_modules=ignored.modules,
+        ignored_modules=ignored.modules | inside,
         ignored_parameters=ignored.parameters,
-        kwargs=arguments,
+        kwargs=kwargs,
     )
-    for child, kwargs in targets.items():
-        resolve(child, **kwargs)
-    _refuse_ties(module, set(targets), ignored)
+    targets = {child: chosen for child, chosen in targets.items() if child not in inside}
+    _keep_precision(module, targets, kwargs, ignored.modules | inside)
+    for child, chosen in targets.items():
+        resolve(child, Arguments(**chosen))
     wrap_chosen(module, targets, wrapper)
 
 
-def _refuse_ties(root: nn.Module, targets: set[nn.Module], ignored: Ignored) -> None:
-    """Check that each parameter is reached from one future unit only."""
-    owners: dict[int, tuple[nn.Module, str]] = {}
-    stack = [("", root, root)]
-    while stack:
-        prefix, module, above = stack.pop()
-        owner = module if module in targets else above
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
-                continue
-            other, first = owners.setdefault(id(parameter), (owner, prefix + name))
-            if other is not owner:
-                raise FlatParamError(
-                    f"parameter {prefix + name!r} is the same as {first!r}, which another unit would "
-                    "hold; make one unit of "
-                    "a module that contains both, or ignore one"
-                )
-        children = [
-            (f"{prefix}{name}.", child, owner) for name, child in module._modules.items() if child is not None
-        ]
-        stack.extend(reversed(children))
+def _keep_precision(
+    module: nn.Module,
+    targets: dict[nn.Module, dict[str, Any]],
+    kwargs: dict[str, Any],
+    left_out: frozenset[nn.Module] | set[nn.Module],
+) -> None:
+    """Make units that compute in fp32 of the classes that the mixed precision leaves out, as BatchNorm."""
+    if kwargs["mixed_precision"] in (None, FULL_PRECISION):
+        return
+    classes = tuple(
+        as_config(MixedPrecision, kwargs["mixed_precision"], "mixed_precision")._module_classes_to_ignore
+    )
+    found = [child for child in module.modules() if isinstance(child, classes) and child not in left_out]
+    for child in found:
+        if child is not module:
+            targets[child] = {**targets.get(child, kwargs), "mixed_precision": FULL_PRECISION}
+    if found:
+        names = sorted({type(child).__name__ for child in found})
+        warnings.warn(
+            f"mixed_precision leaves {', '.join(names)} out: they become units of their own that compute in fp32",
+            stacklevel=4,
+        )

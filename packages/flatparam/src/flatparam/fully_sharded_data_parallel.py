@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Final, cast
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from flatparam import placement, state_dicts
-from flatparam.api import BackwardPrefetch, ShardingStrategy, StateDictSettings
+from flatparam import placement
+from flatparam.api import BackwardPrefetch, CPUOffload, ShardingStrategy
 from flatparam.auto_wrap import wrap_below
-from flatparam.errors import NotYetSupportedError
-from flatparam.resolve import resolve
-from flatparam_comm import ProcessGroupCollectives
+from flatparam.compiling import mark_for_compiler
+from flatparam.deferred_init import initialiser
+from flatparam.resolve import Arguments, resolve
+from flatparam.training_state import UnshardHandle
+from flatparam.wrapper_state import WithState, wrappers_in
+from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn
 from flatparam_runtime import (
+    HookStage,
     Phase,
+    Unit,
     clip_grad_norm_,
     no_sync,
+    refuse_in_a_pass,
+    register_forward_method,
     shard_module,
+    shown,
     summon_full_params,
     tree_of,
+    unit_of,
     units_in,
 )
-from flatparam_state import load_optimizer_state, optimizer_state_dict
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -35,7 +42,6 @@ _NOT_YET: Final = frozenset(
     {
         "flatten_sharded_optim_state_dict",
         "full_optim_state_dict",
-        "register_comm_hook",
         "rekey_optim_state_dict",
         "scatter_full_optim_state_dict",
         "shard_full_optim_state_dict",
@@ -45,7 +51,7 @@ _NOT_YET: Final = frozenset(
 """Methods of FSDP1's that this version has not."""
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(WithState):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -55,23 +61,33 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: wrapped in place.
         process_group: the ranks to shard over: a `ProcessGroup`, a `Collectives` of `flatparam_comm`, or
-            `None` for the default group (in a world of threads: for that world).
+            `None` for the default group (in a world of threads: for that world). For the hybrid strategies a pair: the
+            ranks to shard over, and those that hold copies of a shard; `None` (with a policy): inside and across nodes.
         sharding_strategy: `FULL_SHARD` (default) frees full parameters between forward and backward,
-            `SHARD_GRAD_OP` after the backward only.
+            `SHARD_GRAD_OP` after the backward only; `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same inside groups
+            of ranks and hold copies across them; `NO_SHARD` holds everything everywhere.
+        cpu_offload: whether shards, their gradients and so the optimizer live in CPU memory.
         auto_wrap_policy: which submodules become units of their own; see `flatparam.wrap`.
         backward_prefetch: when the next unit is gathered in the backward pass.
+        mixed_precision: the dtypes of computation, reduction, buffers and inputs.
         ignored_modules: left whole, with all below them.
+        param_init_fn: gives a module on the meta device values; by default its `reset_parameters()`.
         device_id: where the parameters are to live.
         sync_module_states: start from rank 0's parameters and buffers.
-        forward_prefetch: gather the next unit while this one computes, in the order of the pass before.
+        forward_prefetch: gather the next unit while this one computes, in the order of the pass before; a number
+            gathers as many units ahead.
         limit_all_gathers: accepted for FSDP1's sake; there is nothing to limit, since memory is taken and given back in
             the order of the computation (see `docs/differences-from-torch.md`).
         use_orig_params: whether `parameters()` lists the original parameters, or one flat parameter for each unit.
         ignored_states: modules or parameters that are left whole.
-        device_mesh: the ranks to shard over, as a mesh of one dimension.
+        device_mesh: the ranks to shard over, as a mesh of one dimension; of two (replicate, shard) for the hybrid
+            strategies.
+        broadcast_buffers: start every training forward from rank 0's buffers. Not in FSDP1.
+        clean_names: have `named_parameters()` and `named_buffers()` give the names of the unwrapped module always, not
+            only while parameters are summoned. Not in FSDP1.
 
     Raises:
-        NotYetSupportedError: for what FSDP1 has and this version has not; nothing is ignored in silence.
+        ValueError, TypeError: for arguments that do not fit each other or the module, naming them.
     """
 
     def __init__(
@@ -92,55 +108,42 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = False,
         ignored_states: Any = None,
         device_mesh: Any = None,
+        *,
+        broadcast_buffers: bool = False,
+        clean_names: bool = False,
     ) -> None:
         """See the class."""
+        given = Arguments.among(locals())
         super().__init__()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
-                f"a {type(module).__name__} has no forward pass, so nothing gathers the parameters of "
-                "this unit; wrap the "
-                "modules inside it, or the module around it",
+                f"a {type(module).__name__} has no forward pass, so nothing gathers the parameters of this unit; wrap "
+                "the modules inside it, or the module around it",
                 stacklevel=2,
             )
-        arguments: dict[str, Any] = {
-            "process_group": process_group,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "ignored_modules": ignored_modules,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "ignored_states": ignored_states,
-            "device_mesh": device_mesh,
-        }
-        resolved = resolve(module, **arguments)
-        placement.refuse_meta(module, resolved.ignored)
+        resolved = resolve(module, given)
         if auto_wrap_policy is not None:
-            # Those below share what was resolved here: the group, and what is ignored with all below it.
-            arguments |= {"process_group": resolved.plan.topology, "device_mesh": None}
-            arguments |= {"ignored_states": resolved.ignored, "ignored_modules": None}
-            wrap_below(type(self), module, auto_wrap_policy, resolved.ignored, arguments)
+            wrap_below(type(self), module, given, resolved)
+        initialise = initialiser(module, resolved)
         placement.move(module, resolved.device, resolved.ignored)
-        if resolved.sync_module_states:
-            placement.synchronise(module, resolved.plan.topology.shard, resolved.ignored)
+        if resolved.sync_module_states and initialise is None:
+            tensors = placement.own_tensors(module, resolved.ignored)
+            placement.broadcast_from_first(resolved.plan.topology, list(tensors))
         self.sharding_strategy = resolved.strategy
+        self.mixed_precision = resolved.mixed_precision
+        self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
         self._unit = shard_module(
             module,
             resolved.plan,
             ignored_modules=resolved.ignored.modules,
             ignored_parameters=resolved.ignored.parameters,
             device=resolved.device,
+            initialise=initialise,
         )
-        self._settings = state_dicts.default_settings()
+        self._clean_names = clean_names
+        self._attach_state()
         self._modules[FSDP_WRAPPED_MODULE] = module
-        loading = state_dicts.Loading()
-        self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]
+        mark_for_compiler(module, resolved.plan.use_orig_params, resolved.ignored)
 
     # The wrapped module
 
@@ -179,25 +182,33 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def process_group(self) -> Any:
         """The ranks that the parameters are sharded over."""
-        shard = self._unit.plan.topology.shard
-        while not isinstance(shard, ProcessGroupCollectives) and hasattr(shard, "inner"):
-            shard = shard.inner
-        return shard.group if isinstance(shard, ProcessGroupCollectives) else shard
+        group = self._group
+        while not isinstance(group, ProcessGroupCollectives) and hasattr(group, "inner"):
+            group = group.inner
+        return group.group if isinstance(group, ProcessGroupCollectives) else group
+
+    @property
+    def _group(self) -> Collectives:
+        """The ranks that the parameters are sharded over; where they are not, those that hold copies of them."""
+        topology = self._unit.plan.topology
+        if self.sharding_strategy is ShardingStrategy.NO_SHARD and topology.replicate is not None:
+            return topology.replicate
+        return topology.shard
 
     @property
     def rank(self) -> int:
         """This process's rank among those that the parameters are sharded over."""
-        return self._unit.plan.topology.shard.rank
+        return self._group.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks the parameters are sharded over."""
-        return self._unit.plan.topology.shard.size
+        return self._group.size
 
     @property
     def compute_device(self) -> torch.device:
         """Where the unit's parameters live."""
-        return self._unit.handles[0].flat_param.device if self._unit.handles else torch.device("cpu")
+        return self._unit.device
 
     @property
     def _has_params(self) -> bool:
@@ -222,27 +233,15 @@ class FullyShardedDataParallel(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers in `module`, itself included, depth first, each once; `root_only`: the outermost ones."""
-        found: list[FullyShardedDataParallel] = []
-        seen: set[nn.Module] = set()
-        stack = [module]
-        while stack:
-            current = stack.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if isinstance(current, FullyShardedDataParallel):
-                found.append(current)
-                if root_only:
-                    continue
-            stack.extend(reversed(list(current.children())))
-        return found
+        found = wrappers_in(module, root_only=root_only)
+        return [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside with its full parameters in place, and keep what it changes.
 
         Every rank calls it, and keeps its own part of its own changes: seed them alike.
         """
-        if self._unit.phase is Phase.INSPECTING:
+        if self._unit.summoned is not None:
             return super().apply(fn)
         with summon_full_params(self):
             return super().apply(fn)
@@ -256,9 +255,79 @@ class FullyShardedDataParallel(nn.Module):
             yield
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total norm of the gradients of all ranks; every rank calls it. Returns the norm before clipping."""
-        return clip_grad_norm_(self, float(max_norm), float(norm_type))
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the total norm of the gradients of all ranks; every rank calls it. Returns the norm before clipping.
+
+        Args:
+            error_if_nonfinite: raise, on every rank, for a norm that is not finite, and change nothing.
+            foreach: see `torch.nn.utils.clip_grad_norm_`.
+        """
+        return clip_grad_norm_(
+            self, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite, foreach=foreach
+        )
+
+    def register_comm_hook(
+        self, state: object, hook: Callable[..., Any] | None, *, stage: HookStage = "reduce"
+    ) -> None:
+        """Have `hook` called instead of a collective of this unit and of all units inside; a later call replaces it.
+
+        Args:
+            state: passed to the hook.
+            hook: for `"reduce"`, FSDP1's: `(state, gradient, shard to write)`, or `(state, gradient)` in place where
+                nothing is sharded; it averages too. For `"all_reduce"`: `(state, shard of the gradient)`, in place,
+                over the copies of a shard; it averages too. For `"all_gather"`: `(state, shard, full to write)`.
+                `None` takes the hook away.
+        """
+        for unit in units_in(self):
+            whole = stage == "reduce" and unit.plan.topology.shard.size == 1
+            unit.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
+
+        FSDP2's method. What was not summed waits, sharded, for the next pass that sums.
+        """
+        for unit in units_in(self) if recurse else (self._unit,):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide the sum of the gradients by `factor` instead of by the number of ranks. FSDP2's method."""
+        if factor is not None and not factor > 0:
+            raise ValueError(f"expected a divide factor above zero, found {factor!r}")
+        for unit in units_in(self):
+            unit.divide_factor = factor
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """Gather the units of `modules` when this unit's forward begins, instead of what the last pass suggests."""
+        self._unit.forward_prefetch = None if modules is None else [_unit_of(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """Gather the units of `modules` when this unit's backward begins, instead of what the forward suggests."""
+        self._unit.backward_prefetch = None if modules is None else [_unit_of(module) for module in modules]
+
+    @staticmethod
+    def register_forward_method(module: nn.Module, name: str) -> None:
+        """Have the method `name` of a wrapped module, or of one inside, find full parameters, as `forward` does."""
+        register_forward_method(_inner(module), name)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start to gather this unit's full parameters; returns what to wait for, with `async_op`."""
+        self._unit.begin_unshard()
+        handle = UnshardHandle(self._unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Nothing to wait for: every gather is ordered before its use by the pending value that started it."""
 
     @staticmethod
     @contextlib.contextmanager
@@ -272,21 +341,23 @@ class FullyShardedDataParallel(nn.Module):
     ) -> Generator[None, None, None]:
         """Show full parameters under their own names inside the context; every rank enters it.
 
+        See `flatparam_runtime.summon_full_params` for what can be done inside.
+
         Args:
             recurse: those of the units inside too.
             writeback: keep what is changed inside; each rank keeps its own part.
-
-        Raises:
-            NotYetSupportedError: for the other three arguments.
+            rank0_only: show them on rank 0 only, whose changes are kept.
+            offload_to_cpu: show them in CPU memory.
+            with_grads: show full gradients too.
         """
-        _refuse(
-            rank0_only=rank0_only or None,
-            offload_to_cpu=offload_to_cpu or None,
-            with_grads=with_grads or None,
-        )
-        if isinstance(module, FullyShardedDataParallel):
-            module = module._modules[FSDP_WRAPPED_MODULE] or module  # which is the unit
-        with summon_full_params(module, recurse=recurse, writeback=writeback):
+        with summon_full_params(
+            _inner(module),
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
             yield
 
     def named_parameters(
@@ -302,121 +373,37 @@ class FullyShardedDataParallel(nn.Module):
         yield from self._named(super().named_buffers(prefix, recurse, remove_duplicate))
 
     def _named(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        clean = self._unit.phase is Phase.INSPECTING
+        clean = self._clean_names or self._unit.summoned is not None or self._unit.phase is Phase.INSPECTING
         for name, value in pairs:
             yield (clean_fqn(name) if clean else name), value
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for handle in (handle for unit in units_in(self) for handle in unit.handles):
-            shard = handle.flat_param.detach()
-            changed = fn(shard)
-            if (changed.dtype, changed.device) != (shard.dtype, shard.device):
-                raise NotYetSupportedError(
-                    f"moving or casting a wrapped module (here to {changed.dtype} on {changed.device})",
-                    "move and cast it before it is wrapped",
+        """Move or cast the shards as wholes; the original parameters follow as views of them."""
+        units = units_in(self)
+        for unit in units:
+            refuse_in_a_pass(unit)
+            unit.reshard()
+        handles = [handle for unit in units for handle in unit.handles]
+        with torch.no_grad():
+            for handle in handles:
+                handle.apply(fn)
+        with contextlib.ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(
+                    shown(unit, [[None] * len(handle.layout.slots) for handle in unit.handles])
                 )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-    # State
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: Any,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-    ) -> StateDictSettings | None:
-        """Choose the form of the state of every wrapper in `module`; returns the settings before."""
-        settings = state_dicts.resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        before = FullyShardedDataParallel.get_state_dict_type(module) if wrappers else None
-        for wrapper in wrappers:
-            wrapper._settings = settings
-        return before
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings of the wrappers in `module`, which must agree.
-
-        Raises:
-            AssertionError: where they differ.
-        """
-        settings = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
-        assert all(s == settings[0] for s in settings), (
-            "the wrappers in this module have different state dict types"
-        )
-        return settings[0] if settings else state_dicts.default_settings()
-
-    @staticmethod
-    @contextlib.contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: Any,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-    ) -> Generator[None, None, None]:
-        """Choose the form of the state inside the context; also an exception restores what was before."""
-        wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        before = [wrapper._settings for wrapper in wrappers]
-        FullyShardedDataParallel.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for wrapper, settings in zip(wrappers, before, strict=True):
-                wrapper._settings = settings
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a full state dict, which every rank passes and of which each copies its own part."""
-        return super().load_state_dict(state_dicts.with_inner_versions(self, state_dict), *args, **kwargs)
-
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """The state of the module as if it were not wrapped, in the form that was chosen; every rank calls it."""
-        if args:  # torch's own state_dict still takes these three by position
-            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[: len(args)] + (
-                (destination, prefix, keep_vars)[len(args) :]
-            )
-        state = destination
-        if state is None:
-            state = cast(Any, OrderedDict())
-            state._metadata = OrderedDict()  # where torch notes versions
-        with state_dicts.saving(self, self._settings, state, prefix):
-            super().state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
-        return state
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: Mapping[str, Any] | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """The optimizer's state by parameter name, in full shapes; every rank calls it."""
-        _refuse(optim_state_dict=optim_state_dict, group=group)
-        config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
-        return optimizer_state_dict(model, optim, **state_dicts.wants(config))
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: Mapping[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """This rank's part of a full optimizer state (which every rank passes), for `optim.load_state_dict`."""
-        _refuse(is_named_optimizer=is_named_optimizer or None, group=group)
-        state = load_optimizer_state(model, optim, optim_state_dict)
-        if load_directly:
-            optim.load_state_dict(state)
-        return state
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotYetSupportedError(f"{name}={value!r}", "leave it out")
+def _inner(module: nn.Module) -> nn.Module:
+    """The module that is the unit, where `module` is its wrapper."""
+    if isinstance(module, FullyShardedDataParallel):
+        return module._modules[FSDP_WRAPPED_MODULE] or module
+    return module
+
+
+def _unit_of(module: nn.Module) -> Unit:
+    unit = unit_of(_inner(module))
+    if unit is None:
+        raise ValueError(f"expected a wrapped module, found a {type(module).__name__} that is not")
+    return unit

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from flatparam.errors import NotYetSupportedError
 from flatparam.resolve import Ignored
-from flatparam_comm import Collectives, broadcast_tensors
+from flatparam_comm import Topology, broadcast_tensors
 from flatparam_runtime import unit_of
 
-__all__ = ["move", "refuse_meta", "synchronise"]
-
-
-def refuse_meta(module: nn.Module, ignored: Ignored) -> None:
-    """Check that everything in `module` that is not ignored has values.
-
-    Raises:
-        NotYetSupportedError: naming what is on the meta device.
-    """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta and tensor not in ignored:
-            raise NotYetSupportedError(
-                f"a module with {name!r} on the meta device", "give it a real device and values first"
-            )
+__all__ = ["broadcast_from_first", "move", "own_tensors"]
 
 
 def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
@@ -40,18 +26,26 @@ def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
             if unit_of(child) is None and child not in ignored.modules
         )
         for tensor in (*current.parameters(recurse=False), *current.buffers(recurse=False)):
-            if id(tensor) not in seen and tensor not in ignored:
+            if (
+                id(tensor) not in seen
+                and tensor not in ignored
+                and not getattr(tensor, "_fsdp_flattened", False)
+            ):
                 seen.add(id(tensor))
                 yield tensor
 
 
 def move(module: nn.Module, device: torch.device | None, ignored: Ignored) -> None:
-    """Put the unit's own parameters and buffers on `device`, in place."""
+    """Put the unit's own parameters and buffers on `device`, in place; those on the meta device stay there."""
     if device is not None:
         for tensor in own_tensors(module, ignored):
-            tensor.data = tensor.data.to(device)
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
 
 
-def synchronise(module: nn.Module, group: Collectives, ignored: Ignored) -> None:
-    """Give every rank rank 0's values of the unit's own parameters and buffers."""
-    broadcast_tensors(group, [tensor.detach() for tensor in own_tensors(module, ignored)])
+def broadcast_from_first(topology: Topology, tensors: Sequence[torch.Tensor]) -> None:
+    """Give every data-parallel rank the first rank's values: first across the copies of a shard, then inside."""
+    detached = [tensor.detach() for tensor in tensors]
+    for group in (topology.replicate, topology.shard):
+        if group is not None and group.size > 1 and detached:
+            broadcast_tensors(group, detached)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
+from typing_extensions import Self, final
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.compat import as_config, as_enum
-from flatparam.errors import NotYetSupportedError
-from flatparam_comm import Topology, resolve_topology
-from flatparam_runtime import BackwardOrder, PrefetchPlan, UnitPlan, unit_of
+from flatparam.environment import Environment
+from flatparam.topologies import resolve_groups
+from flatparam_comm import Topology
+from flatparam_core import Precision
+from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan, unit_of
 
-__all__ = ["Ignored", "Resolved", "resolve"]
+__all__ = ["FULL_PRECISION", "Arguments", "Ignored", "Resolved", "resolve"]
 
-_FREES_EARLY = {ShardingStrategy.FULL_SHARD: True, ShardingStrategy.SHARD_GRAD_OP: False}
+_FREES_EARLY = {
+    ShardingStrategy.FULL_SHARD: True,
+    ShardingStrategy.SHARD_GRAD_OP: False,
+    ShardingStrategy.NO_SHARD: False,
+    ShardingStrategy.HYBRID_SHARD: True,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
+}
 
 _BACKWARD_ORDER = {
     None: BackwardOrder.NEVER,
@@ -28,81 +36,15 @@ _BACKWARD_ORDER = {
 }
 
 
-def resolve_strategy(strategy: Any) -> ShardingStrategy:
-    """The strategy asked for, FULL_SHARD by default.
+class _FullPrecision:
+    """What stands for `mixed_precision` where a policy takes a class of modules out of it."""
 
-    Raises:
-        NotYetSupportedError: for one that this version has not.
-    """
-    chosen = ShardingStrategy.FULL_SHARD
-    if strategy is not None:
-        chosen = as_enum(ShardingStrategy, strategy, "sharding_strategy")
-    if chosen not in _FREES_EARLY:
-        raise NotYetSupportedError(f"sharding_strategy={chosen}", "use FULL_SHARD or SHARD_GRAD_OP")
-    return chosen
+    def __repr__(self) -> str:
+        return "FULL_PRECISION"
 
 
-def resolve_plan(
-    *,
-    process_group: Any,
-    device_mesh: Any,
-    strategy: ShardingStrategy,
-    backward_prefetch: Any,
-    forward_prefetch: bool,
-    use_orig_params: bool,
-) -> UnitPlan:
-    """The plan of a unit.
-
-    Raises:
-        ValueError: where both a group and a mesh are given, or neither and nothing is initialised.
-    """
-    if process_group is not None and device_mesh is not None:
-        raise ValueError("process_group and device_mesh exclude each other: pass one of them")
-    topology = _topology(device_mesh if process_group is None else process_group)
-    if backward_prefetch is not None:
-        backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    early = _FREES_EARLY[strategy]
-    return UnitPlan(
-        topology,
-        free_after_forward=early,
-        free_after_unsynced_backward=early,
-        prefetch=PrefetchPlan(int(forward_prefetch), _BACKWARD_ORDER[backward_prefetch]),
-        use_orig_params=use_orig_params,
-    )
-
-
-def _topology(where: Any) -> Topology:
-    topology = where if isinstance(where, Topology) else resolve_topology(where)
-    if topology.replicate is not None:
-        raise NotYetSupportedError(
-            f"sharding inside groups of ranks and replicating across them (process_group or device_mesh={where!r})",
-            "pass one group of ranks, or a mesh of one dimension",
-        )
-    return topology
-
-
-def check_unsupported(cpu_offload: Any, mixed_precision: Any, param_init_fn: Any) -> None:
-    """Refuse what is not here yet.
-
-    Raises:
-        NotYetSupportedError: naming the argument.
-    """
-    if cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params:
-        raise NotYetSupportedError(
-            f"cpu_offload={cpu_offload!r}", "pass None or CPUOffload(offload_params=False)"
-        )
-    if mixed_precision is not None:
-        asked = as_config(MixedPrecision, mixed_precision, "mixed_precision")
-        if (asked.param_dtype, asked.reduce_dtype, asked.buffer_dtype) != (None, None, None) or (
-            asked.keep_low_precision_grads or asked.cast_forward_inputs
-        ):
-            raise NotYetSupportedError(
-                f"mixed_precision={mixed_precision!r}", "pass None, or use torch.autocast"
-            )
-    if param_init_fn is not None:
-        raise NotYetSupportedError(
-            f"param_init_fn={param_init_fn!r}", "initialise the module on a real device first"
-        )
+FULL_PRECISION: Final = _FullPrecision()
+"""Compute in fp32: cast inputs up, and outputs back to the dtype of the inputs."""
 
 
 @final
@@ -120,60 +62,190 @@ class Ignored:
 
 @final
 @attrs.frozen(eq=False)
+class Arguments:
+    """The wrapper's arguments beside the module, as the caller passed them."""
+
+    process_group: Any = None
+    sharding_strategy: Any = None
+    cpu_offload: Any = None
+    auto_wrap_policy: Any = None
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: Any = None
+    ignored_modules: Any = None
+    param_init_fn: Any = None
+    device_id: Any = None
+    sync_module_states: bool = False
+    forward_prefetch: int = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    ignored_states: Any = None
+    device_mesh: Any = None
+    broadcast_buffers: bool = False
+    clean_names: bool = False
+
+    @classmethod
+    def among(cls, names: Mapping[str, Any]) -> Self:
+        """Those of `names` that are arguments."""
+        return cls(**{field.name: names[field.name] for field in attrs.fields(cls)})
+
+    def below(self, resolved: Resolved) -> dict[str, Any]:
+        """The arguments for modules inside, which share the groups and what is ignored."""
+        shared = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
+        shared |= {"process_group": resolved.plan.topology, "device_mesh": None, "auto_wrap_policy": None}
+        shared |= {"sharding_strategy": resolved.strategy}
+        return shared | {
+            "ignored_states": resolved.ignored,
+            "ignored_modules": None,
+            "broadcast_buffers": False,
+        }
+
+
+@final
+@attrs.frozen(eq=False)
 class Resolved:
-    """What the constructor's arguments come down to for one module."""
+    """What the constructor's arguments come down to for one module.
+
+    `device` is where full parameters live, `None` where they are already.
+    """
 
     strategy: ShardingStrategy
     plan: UnitPlan
     ignored: Ignored
     device: torch.device | None
     sync_module_states: bool
+    mixed_precision: MixedPrecision
+    param_init_fn: Callable[[nn.Module], None] | None
+    skip_writeback_check: bool
 
 
-def resolve(
-    module: nn.Module,
-    process_group: Any = None,
-    sharding_strategy: Any = None,
-    cpu_offload: Any = None,
-    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
-    mixed_precision: Any = None,
-    ignored_modules: Any = None,
-    param_init_fn: Any = None,
-    device_id: Any = None,
-    sync_module_states: bool = False,
-    forward_prefetch: bool = False,
-    limit_all_gathers: bool = True,
-    use_orig_params: bool = False,
-    ignored_states: Any = None,
-    device_mesh: Any = None,
-) -> Resolved:
+def resolve(module: nn.Module, arguments: Arguments) -> Resolved:
     """Resolve the wrapper's arguments for `module`; nothing is changed, so a refusal leaves everything as it was.
 
     Raises:
-        NotYetSupportedError, ValueError, TypeError: naming the argument.
+        ValueError, TypeError: naming the argument.
     """
-    check_unsupported(cpu_offload, mixed_precision, param_init_fn)
-    strategy = resolve_strategy(sharding_strategy)
-    plan = resolve_plan(
-        process_group=process_group,
-        device_mesh=device_mesh,
-        strategy=strategy,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-        use_orig_params=use_orig_params,
+    environment = Environment.read()
+    strategy = ShardingStrategy.FULL_SHARD
+    if arguments.sharding_strategy is not None:
+        strategy = as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
+    if strategy is ShardingStrategy.NO_SHARD and not isinstance(arguments.process_group, Topology):
+        warnings.warn(
+            "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
+            FutureWarning,
+            stacklevel=4,
+        )
+    if arguments.param_init_fn is not None and not callable(arguments.param_init_fn):
+        raise ValueError(f"param_init_fn: expected a function of a module, found {arguments.param_init_fn!r}")
+    ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
+    offload = resolve_offload(arguments.cpu_offload)
+    device = resolve_device(arguments.device_id, module, ignored, offload=offload)
+    topology, strategy = resolve_groups(
+        strategy,
+        arguments.process_group,
+        arguments.device_mesh,
+        has_policy=arguments.auto_wrap_policy is not None,
+        environment=environment,
     )
-    ignored = resolve_ignored(module, ignored_modules, ignored_states)
-    return Resolved(strategy, plan, ignored, resolve_device(device_id), sync_module_states)
+    precision, casting, buffer_dtype = resolve_precision(arguments.mixed_precision)
+    plan = UnitPlan(
+        topology,
+        free_after_forward=_FREES_EARLY[strategy],
+        free_after_unsynced_backward=_FREES_EARLY[strategy],
+        prefetch=resolve_prefetch(arguments.forward_prefetch, arguments.backward_prefetch),
+        precision=precision,
+        casting=casting,
+        buffer_dtype=buffer_dtype,
+        full_precision_in_eval=environment.full_precision_in_eval,
+        storage_device=torch.device("cpu") if offload else None,
+        broadcast_buffers=bool(arguments.broadcast_buffers),
+        use_orig_params=bool(arguments.use_orig_params),
+    )
+    return Resolved(
+        strategy,
+        plan,
+        ignored,
+        device,
+        bool(arguments.sync_module_states),
+        MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+        if arguments.mixed_precision in (None, FULL_PRECISION)
+        else as_config(MixedPrecision, arguments.mixed_precision, "mixed_precision"),
+        arguments.param_init_fn,
+        environment.skip_writeback_check,
+    )
 
 
-def resolve_device(device_id: Any) -> torch.device | None:
-    """The device that the unit's parameters are to live on; `None` leaves them where they are.
+def resolve_offload(cpu_offload: Any) -> bool:
+    """Whether shards live in CPU memory.
 
     Raises:
-        ValueError: where `device_id` is no device.
+        TypeError: for anything but a `CPUOffload` or `None`.
     """
-    if device_id is None:
-        return None
+    return cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params
+
+
+def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchPlan:
+    """How far ahead units are gathered: `forward_prefetch` is a number of units, or true for one.
+
+    Raises:
+        TypeError: for a backward prefetch that is not FSDP1's.
+    """
+    if backward_prefetch is not None:
+        backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
+    return PrefetchPlan(int(forward_prefetch), _BACKWARD_ORDER[backward_prefetch])
+
+
+def resolve_precision(mixed_precision: Any) -> tuple[Precision, Casting, BufferDtype]:
+    """The dtypes of parameters and gradients, of inputs, and of buffers.
+
+    Raises:
+        TypeError: for anything but a `MixedPrecision` or `None`.
+    """
+    if mixed_precision is None:
+        return Precision(), Casting(), None
+    if mixed_precision is FULL_PRECISION:
+        return Precision(), Casting(torch.float32, at_root=True, below_root=True, restores_outputs=True), None
+    asked = as_config(MixedPrecision, mixed_precision, "mixed_precision")
+    precision = Precision(asked.param_dtype, asked.reduce_dtype, asked.keep_low_precision_grads)
+    casting = Casting(asked.param_dtype, asked.cast_root_forward_inputs, asked.cast_forward_inputs)
+    return precision, casting, asked.buffer_dtype
+
+
+def resolve_device(
+    device_id: Any, module: nn.Module, ignored: Ignored, *, offload: bool
+) -> torch.device | None:
+    """The device that full parameters are to live on; `None` leaves them where they are.
+
+    Without `device_id`, parameters on the CPU and on one accelerator go to the accelerator; those on the meta device,
+    and those whose shards are to be kept in CPU memory, to the current accelerator where there is one.
+
+    Raises:
+        ValueError: where `device_id` is no device, or parameters are on other accelerators.
+    """
+    asked = None if device_id is None else _device(device_id)
+    found = {
+        p.device for p in module.parameters() if p not in ignored and not getattr(p, "_fsdp_flattened", False)
+    }
+    accelerators = sorted({device for device in found if device.type not in ("cpu", "meta")}, key=str)
+    others = [device for device in accelerators if asked is None or device != asked]
+    if others and (asked is not None or len(others) > 1):
+        wanted = "one device" if asked is None else f"device_id={asked}"
+        raise ValueError(
+            f"device_id: expected parameters on {wanted} or on the CPU, found some on {', '.join(map(str, others))}; "
+            "move the module to one device, or pass that device"
+        )
+    if asked is not None:
+        return asked
+    if accelerators and len(found) > 1:
+        return accelerators[0]
+    if offload or torch.device("meta") in found:
+        here = next((device for device in found if device.type != "meta"), torch.device("cpu"))
+        if here.type == "cpu" and torch.accelerator.is_available():
+            here = _device(torch.accelerator.current_device_index())
+        return here
+    return None
+
+
+def _device(device_id: Any) -> torch.device:
     if not isinstance(device_id, (int, str, torch.device)):
         raise ValueError(f"device_id: expected an int, a string or a torch.device, found {device_id!r}")
     if isinstance(device_id, int) and not torch.accelerator.is_available():

@@ -1,0 +1,52 @@
+"""The full parameters of a flat parameter in one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.buffer import FlatBuffer
+from flatparam_core.layout import FlatLayout
+
+__all__ = ["FullForm"]
+
+
+@final
+@attrs.define(eq=False)
+class FullForm:
+    """The buffer of the full parameters, and one autograd leaf for each, a view of the buffer that is made once.
+
+    A flat parameter has one in its compute dtype, and one in its own where that is another and was asked for.
+    """
+
+    buffer: FlatBuffer
+    leaves: tuple[nn.Parameter, ...] = ()
+    """Empty until the buffer was filled for the first time."""
+    is_watched: bool = False
+    """A runtime's note that its hooks are on the leaves."""
+
+    @classmethod
+    def create(cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device) -> Self:
+        """A form without memory and without leaves."""
+        return cls(FlatBuffer.create(layout, dtype=dtype, device=device))
+
+    def make_leaves(self, attributes: Sequence[Mapping[str, object]], wanted: Sequence[bool]) -> None:
+        """Make the leaves where there are none yet; the buffer is allocated.
+
+        Args:
+            attributes: for each parameter, what users and libraries noted on the original.
+            wanted: for each parameter, whether it requires a gradient.
+        """
+        if self.leaves:
+            return
+        leaves = []
+        with torch.inference_mode(False):  # or leaves made in inference mode could never be trained
+            for view, noted, wants in zip(self.buffer.views(), attributes, wanted, strict=True):
+                leaf = nn.Parameter(view, requires_grad=wants)
+                vars(leaf).update(noted, _fsdp_flattened=True)
+                leaves.append(leaf)
+        self.leaves = tuple(leaves)

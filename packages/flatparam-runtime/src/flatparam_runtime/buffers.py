@@ -1,0 +1,85 @@
+"""The buffers of a unit's modules: their dtype while the unit computes, and the same values on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, final
+
+from flatparam_comm import broadcast_tensors, clean_fqn
+from flatparam_runtime.plan import BufferDtype
+
+if TYPE_CHECKING:
+    from flatparam_runtime.unit import Unit
+
+__all__ = ["UnitBuffers", "broadcast_buffers"]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Site:
+    """One buffer: where it is registered, its name below the unit, and the dtype that it was made with."""
+
+    module: weakref.ReferenceType[nn.Module]
+    name: str
+    fqn: str
+    original: torch.dtype
+
+
+@final
+@attrs.define(eq=False)
+class UnitBuffers:
+    """The buffers of a unit's own modules, which are cast when the unit begins to compute."""
+
+    _sites: tuple[_Site, ...] = ()
+
+    @classmethod
+    def of(cls, modules: Iterable[tuple[str, nn.Module]]) -> Self:
+        """The floating-point buffers that `modules` (with their names below the unit) register themselves."""
+        return cls(
+            tuple(
+                _Site(
+                    weakref.ref(module), name, clean_fqn(f"{prefix}.{name}" if prefix else name), buffer.dtype
+                )
+                for prefix, module in modules
+                for name, buffer in module._buffers.items()
+                if buffer is not None and buffer.is_floating_point()
+            )
+        )
+
+    def tensors(self) -> Iterator[tuple[_Site, Tensor]]:
+        """Every buffer that is still there."""
+        for site in self._sites:
+            module = site.module()
+            buffer = None if module is None else module._buffers.get(site.name)
+            if buffer is not None:
+                yield site, buffer
+
+    def cast(self, policy: BufferDtype) -> None:
+        """Give each buffer the dtype that `policy` says, its original one where that is `None`."""
+        for site, buffer in self.tensors():
+            wanted = policy(site.fqn, buffer) if callable(policy) else policy
+            wanted = wanted or site.original
+            module = site.module()
+            if buffer.dtype != wanted and module is not None:
+                module._buffers[site.name] = buffer.to(wanted)
+
+    @property
+    def original_dtypes(self) -> Mapping[str, torch.dtype]:
+        """By name below the unit."""
+        return {site.fqn: site.original for site in self._sites}
+
+
+def broadcast_buffers(units: Sequence[Unit]) -> None:
+    """Give every rank the first rank's buffers, as `DistributedDataParallel(broadcast_buffers=True)` does."""
+    root = units[0]
+    buffers = list(root.module.buffers())
+    topology = root.plan.topology
+    for group in (topology.replicate, topology.shard):
+        if group is not None and group.size > 1 and buffers:
+            broadcast_tensors(group, buffers, label="buffers")

@@ -1,0 +1,20 @@
+"""What `torch.compile` wants to know of a wrapped module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flatparam.resolve import Ignored
+from flatparam_runtime import unit_of
+
+__all__ = ["mark_for_compiler"]
+
+
+def mark_for_compiler(module: nn.Module, use_orig_params: bool, ignored: Ignored) -> None:
+    """Mark `module` and what is inside as managed by FSDP: Dynamo then guards on neither its parameters' identity
+    nor their shapes. The names of the marks are those that Dynamo reads.
+    """
+    for child in module.modules():
+        if child not in ignored.modules and (child is module or unit_of(child) is None):
+            child.__dict__["_is_fsdp_managed_module"] = True
+            child.__dict__["_fsdp_use_orig_params"] = use_orig_params

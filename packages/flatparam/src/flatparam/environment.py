@@ -1,0 +1,52 @@
+"""The environment variables that FSDP1 reads; this is the one place that reads any."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Final
+
+import attrs
+from typing_extensions import Self, final
+
+__all__ = ["Environment"]
+
+_EFFECTS: Final = {
+    "FSDP_USE_FAKE_ALL_GATHER": "parameters are not gathered: every result is wrong, and only timings mean something",
+    "FSDP_USE_FAKE_REDUCE": "gradients are not reduced: every result is wrong, and only timings mean something",
+    "FSDP_SKIP_WRITEBACK_CHECK": "parameters that were given other data after wrapping are not noticed",
+}
+_told: set[str] = set()
+
+
+@final
+@attrs.frozen
+class Environment:
+    """What the environment asks for, each by `"1"`; noted when a wrapper is made."""
+
+    full_precision_in_eval: bool = False
+    skip_writeback_check: bool = False
+    fake_all_gather: bool = False
+    fake_reduce: bool = False
+    nodes_of: int | None = None
+    """Ranks per node as torchrun says (`LOCAL_WORLD_SIZE`), or `None`."""
+
+    @classmethod
+    def read(cls) -> Self:
+        """What it asks for now; the first time that a switch is found on, a warning says what it does."""
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return cls(
+            _is_on("FSDP_USE_FULL_PREC_IN_EVAL"),
+            _is_on("FSDP_SKIP_WRITEBACK_CHECK"),
+            _is_on("FSDP_USE_FAKE_ALL_GATHER"),
+            _is_on("FSDP_USE_FAKE_REDUCE"),
+            int(local) if local.isdigit() else None,
+        )
+
+
+def _is_on(name: str) -> bool:
+    on = os.environ.get(name) == "1"
+    if on and name in _EFFECTS and name not in _told:
+        _told.add(name)
+        warnings.warn(f"{name}=1: {_EFFECTS[name]}", stacklevel=4)
+    return on

@@ -1,0 +1,59 @@
+"""FSDP1's names for what a wrapper and its flat parameter are doing, and for a gather under way."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+from typing_extensions import final
+
+from flatparam_comm import Residency
+from flatparam_runtime import Phase, Unit
+
+__all__ = ["HandleTrainingState", "TrainingState", "UnshardHandle"]
+
+
+class TrainingState(enum.Enum):
+    """What a wrapper is doing; FSDP1's members."""
+
+    IDLE = enum.auto()
+    FORWARD_BACKWARD = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+    @classmethod
+    def of(cls, unit: Unit) -> TrainingState:
+        """That of the wrapper of `unit`."""
+        if unit.summoned is not None or unit.phase is Phase.INSPECTING:
+            return cls.SUMMON_FULL_PARAMS
+        return cls.IDLE if unit.phase is Phase.IDLE else cls.FORWARD_BACKWARD
+
+
+class HandleTrainingState(enum.Enum):
+    """What a flat parameter is doing; FSDP1's members."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+    @classmethod
+    def of(cls, unit: Unit) -> HandleTrainingState:
+        """That of the flat parameters of `unit`."""
+        if TrainingState.of(unit) is TrainingState.SUMMON_FULL_PARAMS:
+            return cls.SUMMON_FULL_PARAMS
+        if unit.phase is Phase.BACKWARD:
+            return cls.BACKWARD_PRE if unit.residency is Residency.UNSHARDED else cls.BACKWARD_POST
+        return {Phase.FORWARD: cls.FORWARD, Phase.REDUCING: cls.BACKWARD_POST}.get(unit.phase, cls.IDLE)
+
+
+@final
+@attrs.frozen(eq=False)
+class UnshardHandle:
+    """A gather that was started by hand."""
+
+    _unit: Unit
+
+    def wait(self) -> None:
+        """Have the module show its full parameters; calling it again costs nothing."""
+        self._unit.finish_unshard()

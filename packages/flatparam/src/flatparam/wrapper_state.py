@@ -1,0 +1,149 @@
+"""The wrapper's state: how `state_dict()` looks, and how model and optimizer state are saved and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Generator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from flatparam import state_dicts
+from flatparam.api import StateDictSettings
+from flatparam.errors import NotYetSupportedError
+from flatparam_state import load_optimizer_state, optimizer_state_dict
+
+__all__ = ["WithState", "wrappers_in"]
+
+
+class WithState(nn.Module):
+    """What `FullyShardedDataParallel` has of state; it is not used by itself."""
+
+    _settings: StateDictSettings
+
+    def _attach_state(self) -> None:
+        """Take part in torch's own saving and loading, with FSDP1's default settings."""
+        self._settings = state_dicts.default_settings()
+        loading = state_dicts.Loading()
+        self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> StateDictSettings | None:
+        """Choose the form of the state of every wrapper in `module`; returns the settings before."""
+        settings = state_dicts.resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        wrappers = wrappers_in(module)
+        before = WithState.get_state_dict_type(module) if wrappers else None
+        for wrapper in wrappers:
+            wrapper._settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of the wrappers in `module`, which must agree.
+
+        Raises:
+            AssertionError: where they differ.
+        """
+        settings = [wrapper._settings for wrapper in wrappers_in(module)]
+        assert all(s == settings[0] for s in settings), (
+            "the wrappers in this module have different state dict types"
+        )
+        return settings[0] if settings else state_dicts.default_settings()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Generator[None, None, None]:
+        """Choose the form of the state inside the context; also an exception restores what was before."""
+        wrappers = wrappers_in(module)
+        before = [wrapper._settings for wrapper in wrappers]
+        WithState.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for wrapper, settings in zip(wrappers, before, strict=True):
+                wrapper._settings = settings
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a full state dict, which every rank passes and of which each copies its own part."""
+        return super().load_state_dict(state_dicts.with_inner_versions(self, state_dict), *args, **kwargs)
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The state of the module as if it were not wrapped, in the form that was chosen; every rank calls it."""
+        if args:  # torch's own state_dict still takes these three by position
+            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[: len(args)] + (
+                (destination, prefix, keep_vars)[len(args) :]
+            )
+        state = destination
+        if state is None:
+            state = cast(Any, OrderedDict())
+            state._metadata = OrderedDict()  # where torch notes versions
+        with state_dicts.saving(self, self._settings, state, prefix):
+            super().state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
+        return state
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter name, in full shapes; every rank calls it."""
+        _refuse(optim_state_dict=optim_state_dict, group=group)
+        config = WithState.get_state_dict_type(model).optim_state_dict_config
+        return optimizer_state_dict(model, optim, **state_dicts.wants(config))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a full optimizer state (which every rank passes), for `optim.load_state_dict`."""
+        _refuse(is_named_optimizer=is_named_optimizer or None, group=group)
+        state = load_optimizer_state(model, optim, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(state)
+        return state
+
+
+def wrappers_in(module: nn.Module, *, root_only: bool = False) -> list[WithState]:
+    """The wrappers in `module`, itself included, depth first, each once; `root_only`: the outermost ones."""
+    found: list[WithState] = []
+    seen: set[nn.Module] = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if isinstance(current, WithState):
+            found.append(current)
+            if root_only:
+                continue
+        stack.extend(reversed(list(current.children())))
+    return found
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotYetSupportedError(f"{name}={value!r}", "leave it out")
