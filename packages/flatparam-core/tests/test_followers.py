@@ -197,12 +197,6 @@ def test_the_stamp_counts_a_followers_step() -> None:
     assert handle.stamp() > before
 
 
-# Gaps: each of these is a bug of src at the time of writing; take the mark away with the repair.
-
-gap = pytest.mark.xfail(strict=True, reason="a known gap of FlatExposure's followers")
-
-
-@gap
 def test_the_stamp_counts_a_change_before_the_first_gradient() -> None:
     """Values written through an original that somebody holds are a change of the shard, also before any training."""
     module = nn.Linear(2, 2)
@@ -214,7 +208,6 @@ def test_the_stamp_counts_a_change_before_the_first_gradient() -> None:
     assert handle.stamp() > before
 
 
-@gap
 def test_zero_grad_of_the_module_counts_for_followers() -> None:
     """After ``module.zero_grad()`` a parameter that the next round does not use has no gradient to be stepped on."""
     module = TwoBranches()
@@ -226,7 +219,6 @@ def test_zero_grad_of_the_module_counts_for_followers() -> None:
     assert [parameter.grad is None for parameter in held] == [False, False, True, True]
 
 
-@gap
 def test_new_data_of_a_follower_is_not_lost() -> None:
     """``.data =`` on an original that follows the shard is taken over, or refused; never lost silently."""
     module = nn.Linear(2, 2)

@@ -221,11 +221,6 @@ def test_a_part_of_another_rank_is_refused() -> None:
         handle.begin_unshard()
 
 
-# Gaps: each of these is a bug of src at the time of writing; take the mark away with the repair.
-
-gap = pytest.mark.xfail(strict=True, reason="a known gap of OriginalExposure.take_over")
-
-
 def train_once(module: nn.Linear, handle: FlatParamHandle) -> None:
     gather([handle])
     module(torch.ones(1, 2)).sum().backward()
@@ -235,7 +230,6 @@ def train_once(module: nn.Linear, handle: FlatParamHandle) -> None:
     reduce([handle])
 
 
-@gap
 def test_another_shape_of_as_many_elements_is_refused() -> None:
     """A transposed weight is neither the full shape nor the sharded one: its elements would land in wrong places."""
     module = nn.Linear(3, 2)
@@ -245,7 +239,6 @@ def test_another_shape_of_as_many_elements_is_refused() -> None:
         handle.begin_unshard()
 
 
-@gap
 def test_data_of_a_sibling_is_taken_over() -> None:
     """``a.data = b.data`` gives a the values of b, and leaves the two apart."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -257,7 +250,6 @@ def test_data_of_a_sibling_is_taken_over() -> None:
     assert module[0].weight.data_ptr() != module[1].weight.data_ptr()
 
 
-@gap
 def test_emptied_data_is_refused() -> None:
     """``.data = torch.empty(0)`` on a rank that holds elements of the parameter is refused before the gather."""
     module = nn.Linear(2, 2)
@@ -267,7 +259,6 @@ def test_emptied_data_is_refused() -> None:
         handle.begin_unshard()
 
 
-@gap
 def test_a_replacement_under_the_second_name_is_refused_before_the_gather() -> None:
     """Which of two tied names was replaced makes no difference: no rank enters the collective alone."""
     module = Tied()
@@ -277,7 +268,6 @@ def test_a_replacement_under_the_second_name_is_refused_before_the_gather() -> N
         handle.begin_unshard()
 
 
-@gap
 def test_a_new_object_is_owned_as_the_old_one_was() -> None:
     """After it was taken over, the new object is what owner_of knows, and the old one belongs to nobody."""
     module = nn.Linear(2, 2)
@@ -292,7 +282,6 @@ def test_a_new_object_is_owned_as_the_old_one_was() -> None:
         flatten_alone(module)
 
 
-@gap
 def test_the_stamp_grows_with_a_new_object() -> None:
     """Taking over an object whose own count of changes starts at zero is a change like any other."""
     module = nn.Linear(2, 2)
@@ -306,7 +295,6 @@ def test_the_stamp_grows_with_a_new_object() -> None:
     assert handle.stamp() > before
 
 
-@gap
 def test_a_new_object_with_a_full_gradient_is_no_trap() -> None:
     """A full gradient of the replacement is dropped, as one from before sharding is, and training goes on."""
     module = nn.Linear(2, 2)

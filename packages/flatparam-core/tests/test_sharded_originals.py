@@ -59,7 +59,7 @@ def test_gradients_have_the_shape_of_the_fragment() -> None:
     ranks.unshard()
     ranks.backward([module(torch.ones(1, 2, 4, 4)).sum() for module in ranks.modules])
     shapes = [[tuple(p.grad.shape) for p in module.parameters()] for module in ranks.modules]
-    assert shapes == [[(10, 1, 1, 1), (0,)], [(10, 1, 1, 1), (0,)], [(4, 1, 1, 1), (3,)]]
+    assert shapes == [[(9, 1, 1, 1), (0,)], [(9, 1, 1, 1), (0,)], [(6, 1, 1, 1), (3,)]]
     assert all(p.grad.shape == p.shape for module in ranks.modules for p in module.parameters())
 
 

@@ -3,7 +3,8 @@
 from flatparam_core.bindings import BoundParameter, ParamInfo, discover, memory_view
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
-from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
+from flatparam_core.exposure import Exposure
+from flatparam_core.flat_exposure import FlatExposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
 from flatparam_core.full_form import FullForm
@@ -12,6 +13,7 @@ from flatparam_core.handle import FlatParamHandle, Residency, owner_of
 from flatparam_core.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.names import FSDP_WRAPPED_MODULE, clean_fqn
+from flatparam_core.original_exposure import OriginalExposure
 from flatparam_core.precision import Precision
 from flatparam_core.replan import Move, Place, replan
 from flatparam_core.spans import Span

@@ -43,6 +43,9 @@ class FlatParameter(nn.Parameter):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return FlatParameter, (self.data, self.flat_layout, self.rank, self.requires_grad)
+
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes a private keyword
         names = ", ".join(self.flat_layout.fqns[:3]) + (", ..." if len(self.flat_layout.fqns) > 3 else "")
         return (

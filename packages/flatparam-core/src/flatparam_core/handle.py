@@ -28,11 +28,13 @@ from typing_extensions import Self, final
 from flatparam_core.bindings import BoundParameter, ParamInfo, memory_view
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError
-from flatparam_core.exposure import Exposure, FlatExposure, OriginalExposure
+from flatparam_core.exposure import Exposure
+from flatparam_core.flat_exposure import FlatExposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.full_form import FullForm
 from flatparam_core.gradients import GradientLedger
 from flatparam_core.layout import FlatLayout
+from flatparam_core.original_exposure import OriginalExposure
 from flatparam_core.precision import Precision
 from flatparam_core.transitions import Transitions
 
@@ -103,29 +105,71 @@ class FlatParamHandle:
         attributes = tuple(dict(vars(b.parameter)) for b in bound)
         trainable = any(b.parameter.requires_grad for b in bound)
         flat_param = FlatParameter(shard, layout, rank, trainable)
-        for b in bound:
-            b.parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark that other libraries read too
         exposure: Exposure
         if attribute is None:
             exposure = OriginalExposure.attach(flat_param, bound)
         else:
             exposure = FlatExposure.attach(owner, attribute, flat_param, bound)
+        infos = [b.infos for b in bound]
+        handle = cls._over(flat_param, exposure, infos, attributes, precision=precision, device=device)
+        for index, b in enumerate(bound):
+            mark_owner(b.parameter, handle, index)
+        return handle
+
+    @classmethod
+    def _over(
+        cls,
+        flat_param: FlatParameter,
+        exposure: Exposure,
+        infos: list[tuple[ParamInfo, ...]],
+        attributes: tuple[dict[str, object], ...],
+        *,
+        precision: Precision,
+        device: torch.device,
+    ) -> Self:
+        layout = flat_param.flat_layout
         form = FullForm.create(layout, dtype=precision.compute(layout.dtype), device=device)
-        handle = cls(
+        ledger = GradientLedger.create(layout, dtype=precision.reduce(layout.dtype), device=device)
+        return cls(
             layout,
-            rank,
+            flat_param.rank,
             flat_param,
-            [b.infos for b in bound],
+            infos,
             exposure,
             precision,
             device,
             form,
-            GradientLedger.create(layout, dtype=precision.reduce(layout.dtype), device=device),
+            ledger,
             attributes=attributes,
         )
-        for index, b in enumerate(bound):
-            mark_owner(b.parameter, handle, index)
-        return handle
+
+    def copied(
+        self,
+        flat_param: FlatParameter,
+        module_of: Callable[[nn.Module], nn.Module],
+        original_of: Callable[[nn.Parameter], nn.Parameter],
+    ) -> Self:
+        """The handle of a copy of the modules; this one is SHARDED.
+
+        Args:
+            flat_param: the copy of the shard.
+            module_of: the copy of a module.
+            original_of: the copy of an original parameter, which the copied modules hold.
+        """
+        infos = [
+            tuple(
+                ParamInfo(info.param_name, info.module_name, weakref.ref(module_of(info.module)))
+                for info in each
+            )
+            for each in self.param_infos
+        ]
+        exposure = self.exposure.copied(flat_param, infos, module_of, original_of)
+        copy = type(self)._over(
+            flat_param, exposure, infos, self._attributes, precision=self.precision, device=self.device
+        )
+        for index, parameter in exposure.originals().items():
+            mark_owner(parameter, copy, index)
+        return copy
 
     def __repr__(self) -> str:
         return f"FlatParamHandle({self.residency.name}, {self.flat_param!r})"
@@ -180,7 +224,9 @@ class FlatParamHandle:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
         """
         RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self._who)
-        self.exposure.take_over()
+        for index, old in self.exposure.take_over().items():
+            vars(old).pop("_flatparam_owner", None)
+            mark_owner(self.exposure.originals()[index], self, index)
         self._move(Residency.UNSHARDING)
         self.form = self._form(
             self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
@@ -327,6 +373,7 @@ class FlatParamHandle:
 
 def mark_owner(parameter: nn.Parameter, handle: FlatParamHandle, index: int) -> None:
     """Note on an original parameter where its values are now; see `owner_of`."""
+    parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark that other libraries read too
     parameter._flatparam_owner = (weakref.ref(handle), index)  # type: ignore[attr-defined]  # a mark of ours
 
 

@@ -1,0 +1,145 @@
+"""A sharded module that lists its original parameters, each a view of its part of the shard: `use_orig_params=True`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.bindings import BoundParameter, ParamInfo
+from flatparam_core.errors import FlatParamError
+from flatparam_core.exposure import Memory, add_to_grad, fragment_view, memory_of, new_values
+from flatparam_core.flat_parameter import FlatParameter
+from flatparam_core.layout import Fragment
+from flatparam_core.sites import Sites, replaced
+
+__all__ = ["OriginalExposure"]
+
+
+@final
+@attrs.define(eq=False)
+class OriginalExposure:
+    """`parameters()` lists the original parameter objects, each a view of its part of the shard."""
+
+    flat_param: FlatParameter
+    _originals: list[nn.Parameter]
+    _sites: Sites
+    _homes: list[Memory] = attrs.field(factory=list)
+    """Where each original's part of the shard is."""
+    _changes: int = 0
+    """Of originals that are gone."""
+
+    @classmethod
+    def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
+        """Turn the original parameters into views of the shard, once; optimizers that hold them go on working."""
+        exposure = cls(flat_param, [b.parameter for b in bound], Sites.of(bound))
+        for parameter in exposure._originals:
+            parameter.grad = None  # a full one; what is added from now on has the fragment's shape
+        exposure.refresh()
+        return exposure
+
+    def copied(
+        self,
+        flat_param: FlatParameter,
+        infos: list[tuple[ParamInfo, ...]],
+        module_of: Callable[[nn.Module], nn.Module],
+        original_of: Callable[[nn.Parameter], nn.Parameter],
+    ) -> OriginalExposure:
+        """See `Exposure.copied`."""
+        originals = [original_of(parameter) for parameter in self._originals]
+        copy = type(self)(flat_param, originals, Sites(list(infos), list(originals)))
+        copy.refresh()
+        return copy
+
+    def _fragments(self) -> Iterator[Fragment]:
+        return self.flat_param.flat_layout.fragments(self.flat_param.rank)
+
+    def _view(self, fragment: Fragment) -> torch.Tensor:
+        return fragment_view(self.flat_param.data, self.flat_param.flat_layout, fragment)
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """See `Exposure.parameters`."""
+        return self._originals
+
+    def originals(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.originals`."""
+        return dict(enumerate(self._originals))
+
+    def requires_grad(self) -> Sequence[bool]:
+        """See `Exposure.requires_grad`."""
+        return [parameter.requires_grad for parameter in self._originals]
+
+    def stamp(self) -> int:
+        """See `Exposure.stamp`."""
+        return (
+            self.flat_param._version
+            + self._changes
+            + sum(parameter._version for parameter in self._originals)
+        )
+
+    def take_over(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.take_over`."""
+        given: dict[int, nn.Parameter] = {}
+        for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):
+            found = infos[0].module._parameters.get(infos[0].param_name)
+            for info in infos[1:]:
+                if info.module._parameters.get(info.param_name) is not found:
+                    raise FlatParamError(
+                        f"parameter {infos[0].fqn!r} was replaced after its module was sharded, but not under its "
+                        f"other name {info.fqn!r} too: which modules share a parameter cannot change any more"
+                    )
+            if found is None:
+                raise replaced(infos[0])
+            if found is not parameter or memory_of(found) != self._homes[index]:
+                given[index] = found
+        if not given:
+            return {}
+        parts = {
+            index: new_values(self.flat_param, index, found, self._sites.infos[index][0].fqn)
+            for index, found in given.items()
+        }
+        before = {index: self._originals[index] for index in given}
+        for index, found in given.items():
+            self._adopt(index, found, parts[index])
+        return {index: old for index, old in before.items() if old is not given[index]}
+
+    def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor) -> None:
+        """Take `found` as original `index`, with the values `part`."""
+        view = self._view(self.flat_param.flat_layout.fragment(index, self.flat_param.rank))
+        view.view(-1).copy_(part)
+        if found.grad is not None and found.grad.shape != view.shape:
+            found.grad = None  # a full one, as from before sharding
+        self._changes += self._originals[index]._version + 1  # the new one's own count may be lower
+        found.data = view
+        self._originals[index] = self._sites.shown[index] = found
+
+    def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
+        """See `Exposure.lend`."""
+        self._sites.add(index, infos)
+
+    def refresh(self) -> None:
+        """See `Exposure.refresh`."""
+        for parameter, fragment in zip(self._originals, self._fragments(), strict=True):
+            parameter.data = self._view(fragment)
+        self._homes = [memory_of(parameter) for parameter in self._originals]
+
+    def show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+        """See `Exposure.show`."""
+        self._sites.put(tensors)
+
+    def show_shard(self) -> None:
+        """See `Exposure.show_shard`."""
+        self._sites.put(self._originals)
+
+    def list_flat_parameter(self, listed: bool) -> None:
+        """Nothing: it is never listed."""
+
+    def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
+        """See `Exposure.add_gradient`."""
+        layout = self.flat_param.flat_layout
+        for parameter, fragment in zip(self._originals, self._fragments(), strict=True):
+            if arrived[fragment.index] and parameter.requires_grad:
+                add_to_grad(parameter, fragment_view(reduced, layout, fragment))
