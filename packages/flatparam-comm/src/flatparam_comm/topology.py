@@ -11,6 +11,7 @@ from flatparam_comm import c10d_names as c10d
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.current import current_collectives
 from flatparam_comm.process_group import ProcessGroupCollectives
+from flatparam_comm.single import SingleCollectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +31,13 @@ class Topology:
 
     shard: Collectives
     replicate: Collectives | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Topology:
+        return self  # a copy of a model works over the same ranks
+
+    def __reduce__(self) -> tuple[object, ...]:
+        replicate = None if self.replicate is None else (self.replicate.size, self.replicate.rank)
+        return _same_again, ((self.shard.size, self.shard.rank), replicate)
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,3 +125,36 @@ def _topology_of_mesh(mesh: DeviceMesh) -> Topology:
         f"expected a DeviceMesh of 1 dimension (shard) or 2 (replicate, shard), found {mesh.ndim} of them: "
         f"{mesh.mesh_dim_names}; pass a slice of it, as in mesh['replicate', 'shard']"
     )
+
+
+def _same_again(shard: tuple[int, int], replicate: tuple[int, int] | None) -> Topology:
+    """In a world of the same size, a topology that was pickled; every rank calls it, with its own.
+
+    Args:
+        shard: size of the group, and this rank's number in it.
+        replicate: the same; ranks of one shard group follow each other in the world.
+
+    Raises:
+        ValueError: in another world, or on another rank.
+    """
+    (shards, position), (copies, which) = shard, replicate or (1, 0)
+    if shards * copies == 1:
+        alone = SingleCollectives()
+        return Topology(alone, None if replicate is None else alone)
+    world = _default_collectives()
+    if (world.size, world.rank) != (shards * copies, which * shards + position):
+        raise ValueError(
+            f"a model that was pickled on rank {which * shards + position} of {shards * copies} can be read on that "
+            f"rank only, found rank {world.rank} of {world.size}; save its state_dict() instead"
+        )
+    if replicate is None:
+        return Topology(world)
+    if shards == 1:
+        return Topology(SingleCollectives(), world)
+    if copies == 1:
+        return Topology(world, SingleCollectives())
+    numbers = range(world.size)
+    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
+    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
+    mine = [next(group for group in groups if group is not None) for groups in (rows, columns)]
+    return Topology(*mine)

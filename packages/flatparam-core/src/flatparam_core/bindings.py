@@ -34,6 +34,15 @@ class ParamInfo:
         """The binding of `param_name` in `module`, which is held weakly."""
         return cls(param_name, clean_fqn(module_name), weakref.ref(module))
 
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of: the module with it."""
+        return self.param_name, self.module_name, self.module
+
+    def __setstate__(self, state: tuple[str, str, nn.Module]) -> None:
+        """Become a copy, which holds its module weakly again."""
+        param_name, module_name, module = state
+        type(self).__init__(self, param_name, module_name, weakref.ref(module))
+
     @property
     def module(self) -> nn.Module:
         """The module that has the attribute.

@@ -6,7 +6,7 @@ the full parameters, as leaves, while they are unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -51,16 +51,6 @@ class Exposure(Protocol):
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` of another unit's modules too."""
-        ...
-
-    def copied(
-        self,
-        flat_param: FlatParameter,
-        infos: list[tuple[ParamInfo, ...]],
-        module_of: Callable[[nn.Module], nn.Module],
-        original_of: Callable[[nn.Parameter], nn.Parameter],
-    ) -> Exposure:
-        """The same for copies of the modules, in sharded form; see `FlatParamHandle.copied`."""
         ...
 
     def refresh(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -17,10 +17,6 @@ from flatparam_core.layout import Fragment
 from flatparam_core.sites import Sites
 
 __all__ = ["FlatExposure"]
-
-
-def _gone() -> None:
-    """A reference to an original that nobody holds."""
 
 
 @final
@@ -47,7 +43,7 @@ class FlatExposure:
     attribute: str
     """The name under which the owner registers the flat parameter."""
     _sites: Sites
-    _originals: list[Callable[[], nn.Parameter | None]]
+    _originals: list[weakref.ReferenceType[nn.Parameter]]
     _views: tuple[torch.Tensor, ...] = ()
     _followers: dict[int, _Follower] | None = None
     """The originals that outlived sharding, by index; who they are is seen at the first gradient."""
@@ -57,40 +53,30 @@ class FlatExposure:
         cls, owner: nn.Module, attribute: str, flat_param: FlatParameter, bound: Sequence[BoundParameter]
     ) -> Self:
         """Register `flat_param` in `owner` and take the original parameters out of their modules."""
-        originals: list[Callable[[], nn.Parameter | None]] = [weakref.ref(b.parameter) for b in bound]
+        originals = [weakref.ref(b.parameter) for b in bound]
         exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), originals)
         exposure._make_views()
         owner.register_parameter(attribute, flat_param)
         exposure.show_shard()
         return exposure
 
-    def copied(
-        self,
-        flat_param: FlatParameter,
-        infos: list[tuple[ParamInfo, ...]],
-        module_of: Callable[[nn.Module], nn.Module],
-        original_of: Callable[[nn.Parameter], nn.Parameter],
-    ) -> FlatExposure:
-        """See `Exposure.copied`; an optimizer that holds originals does not hold those of the copy."""
-        owner = self.owner()
-        assert owner is not None, "what is copied exists"
-        sites = Sites(list(infos), [None] * len(infos))
-        copy = type(self)(
-            flat_param, weakref.ref(module_of(owner)), self.attribute, sites, [_gone] * len(infos)
-        )
-        copy.refresh()
-        return copy
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of: nobody holds the originals of a copy."""
+        return self.flat_param, self.owner(), self.attribute, self._sites
+
+    def __setstate__(self, state: tuple[FlatParameter, nn.Module, str, Sites]) -> None:
+        """Become a copy, which shows nothing yet; see `FlatParamHandle.revive`."""
+        flat_param, owner, attribute, sites = state
+        type(self).__init__(self, flat_param, weakref.ref(owner), attribute, sites, [])
 
     def _make_views(self) -> None:
         layout, rank = self.flat_param.flat_layout, self.flat_param.rank
         self._views = tuple(
             self.flat_param.detach()[fragment.in_shard.as_slice()] for fragment in layout.fragments(rank)
         )
-        for reference, fragment in zip(self._originals, layout.fragments(rank), strict=True):
-            original = reference()
-            if original is not None:
-                original.grad = None  # a full one; what is added from now on has the fragment's shape
-                original.data = fragment_view(self.flat_param.data, layout, fragment)
+        for index, original in self.originals().items():
+            original.grad = None  # a full one; what is added from now on has the fragment's shape
+            original.data = fragment_view(self.flat_param.data, layout, layout.fragment(index, rank))
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""

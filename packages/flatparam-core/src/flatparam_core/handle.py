@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -74,12 +74,24 @@ class FlatParamHandle:
     precision: Precision
     device: torch.device
     """Where the full parameters live; the shard may live elsewhere."""
-    form: FullForm
+    form: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last; its buffer is allocated exactly while not SHARDED."""
-    gradients: GradientLedger
+    gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
     _attributes: tuple[dict[str, object], ...] = ()
     _forms: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
+
+    @form.default
+    def _make_form(self) -> FullForm:
+        return FullForm.create(
+            self.layout, dtype=self.precision.compute(self.layout.dtype), device=self.device
+        )
+
+    @gradients.default
+    def _make_gradients(self) -> GradientLedger:
+        return GradientLedger.create(
+            self.layout, dtype=self.precision.reduce(self.layout.dtype), device=self.device
+        )
 
     @classmethod
     def create(
@@ -111,65 +123,52 @@ class FlatParamHandle:
         else:
             exposure = FlatExposure.attach(owner, attribute, flat_param, bound)
         infos = [b.infos for b in bound]
-        handle = cls._over(flat_param, exposure, infos, attributes, precision=precision, device=device)
+        handle = cls(layout, rank, flat_param, infos, exposure, precision, device, attributes=attributes)
         for index, b in enumerate(bound):
             mark_owner(b.parameter, handle, index)
         return handle
 
-    @classmethod
-    def _over(
-        cls,
-        flat_param: FlatParameter,
-        exposure: Exposure,
-        infos: list[tuple[ParamInfo, ...]],
-        attributes: tuple[dict[str, object], ...],
-        *,
-        precision: Precision,
-        device: torch.device,
-    ) -> Self:
-        layout = flat_param.flat_layout
-        form = FullForm.create(layout, dtype=precision.compute(layout.dtype), device=device)
-        ledger = GradientLedger.create(layout, dtype=precision.reduce(layout.dtype), device=device)
-        return cls(
-            layout,
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of; only a handle that is SHARDED has one, of which the modules are part."""
+        if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
+            raise FlatParamError(
+                f"{self._who}: it can be copied or pickled only outside of a pass, while it is sharded"
+            )
+        return (
+            self.flat_param,
+            self.param_infos,
+            self.exposure,
+            self.precision,
+            self.is_offloaded,
+            self.device,
+            self._attributes,
+        )
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Become a copy, which has to be revived once the copies of its modules are whole."""
+        flat_param, infos, exposure, precision, is_offloaded, device, attributes = state
+        type(self).__init__(
+            self,
+            flat_param.flat_layout,
             flat_param.rank,
             flat_param,
             infos,
             exposure,
             precision,
-            device,
-            form,
-            ledger,
+            device if is_offloaded else flat_param.device,  # a file may have been read to another device
             attributes=attributes,
         )
 
-    def copied(
-        self,
-        flat_param: FlatParameter,
-        module_of: Callable[[nn.Module], nn.Module],
-        original_of: Callable[[nn.Parameter], nn.Parameter],
-    ) -> Self:
-        """The handle of a copy of the modules; this one is SHARDED.
-
-        Args:
-            flat_param: the copy of the shard.
-            module_of: the copy of a module.
-            original_of: the copy of an original parameter, which the copied modules hold.
-        """
-        infos = [
-            tuple(
-                ParamInfo(info.param_name, info.module_name, weakref.ref(module_of(info.module)))
-                for info in each
-            )
-            for each in self.param_infos
-        ]
-        exposure = self.exposure.copied(flat_param, infos, module_of, original_of)
-        copy = type(self)._over(
-            flat_param, exposure, infos, self._attributes, precision=self.precision, device=self.device
-        )
-        for index, parameter in exposure.originals().items():
-            mark_owner(parameter, copy, index)
-        return copy
+    def revive(self) -> bool:
+        """Have the copied modules show the copied shard; false where they are not whole yet."""
+        modules = [info.module for infos in self.param_infos for info in infos]
+        if any("_parameters" not in vars(module) for module in modules):
+            return False
+        self._take_over()
+        self.exposure.refresh()
+        for index, parameter in self.exposure.originals().items():
+            mark_owner(parameter, self, index)
+        return True
 
     def __repr__(self) -> str:
         return f"FlatParamHandle({self.residency.name}, {self.flat_param!r})"
@@ -224,9 +223,7 @@ class FlatParamHandle:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
         """
         RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self._who)
-        for index, old in self.exposure.take_over().items():
-            vars(old).pop("_flatparam_owner", None)
-            mark_owner(self.exposure.originals()[index], self, index)
+        self._take_over()
         self._move(Residency.UNSHARDING)
         self.form = self._form(
             self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
@@ -238,6 +235,11 @@ class FlatParamHandle:
         own = self.buffer.shard(self.rank)
         own.copy_(shard, non_blocking=True)
         return full, own
+
+    def _take_over(self) -> None:
+        for index, old in self.exposure.take_over().items():
+            vars(old).pop("_flatparam_owner", None)
+            mark_owner(self.exposure.originals()[index], self, index)
 
     def _form(self, dtype: torch.dtype) -> FullForm:
         if self.form.buffer.tensor.dtype == dtype:
@@ -315,9 +317,7 @@ class FlatParamHandle:
             parameter.grad_dtype = None  # any
             parameter.grad = function(grad).to(changed.device)
         self._forms.clear()
-        compute, reduce = self.precision.compute(changed.dtype), self.precision.reduce(changed.dtype)
-        self.form = FullForm.create(self.layout, dtype=compute, device=self.device)
-        self.gradients = GradientLedger.create(self.layout, dtype=reduce, device=self.device)
+        self.form, self.gradients = self._make_form(), self._make_gradients()
 
     # Gradients
 
@@ -371,17 +371,33 @@ class FlatParamHandle:
         self.exposure.add_gradient(gradient, arrived)
 
 
+@final
+@attrs.frozen
+class _Owner:
+    """The mark on an original parameter that says where its values are now."""
+
+    handle: weakref.ReferenceType[FlatParamHandle]
+    index: int
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nobody, ()  # a copy of the parameter is marked when its own handle is revived
+
+
+def _nobody() -> None:
+    """Who owns a parameter that was copied."""
+
+
 def mark_owner(parameter: nn.Parameter, handle: FlatParamHandle, index: int) -> None:
     """Note on an original parameter where its values are now; see `owner_of`."""
     parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark that other libraries read too
-    parameter._flatparam_owner = (weakref.ref(handle), index)  # type: ignore[attr-defined]  # a mark of ours
+    parameter._flatparam_owner = _Owner(weakref.ref(handle), index)  # type: ignore[attr-defined]  # a mark of ours
 
 
 def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
     """The flat parameter that holds an original `parameter`, and its index there; `None` where none does."""
-    reference, index = getattr(parameter, "_flatparam_owner", (None, 0))
-    handle = None if reference is None else reference()
-    return None if handle is None else (handle, index)
+    owner: _Owner | None = getattr(parameter, "_flatparam_owner", None)
+    handle = None if owner is None else owner.handle()
+    return None if owner is None or handle is None else (handle, owner.index)
 
 
 def pack_shard(

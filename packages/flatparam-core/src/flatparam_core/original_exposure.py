@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -41,18 +41,14 @@ class OriginalExposure:
         exposure.refresh()
         return exposure
 
-    def copied(
-        self,
-        flat_param: FlatParameter,
-        infos: list[tuple[ParamInfo, ...]],
-        module_of: Callable[[nn.Module], nn.Module],
-        original_of: Callable[[nn.Parameter], nn.Parameter],
-    ) -> OriginalExposure:
-        """See `Exposure.copied`."""
-        originals = [original_of(parameter) for parameter in self._originals]
-        copy = type(self)(flat_param, originals, Sites(list(infos), list(originals)))
-        copy.refresh()
-        return copy
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of."""
+        return self.flat_param, self._originals, self._sites
+
+    def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites]) -> None:
+        """Become a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
+        flat_param, originals, sites = state
+        type(self).__init__(self, flat_param, originals, sites, [(-1, -1)] * len(originals))
 
     def _fragments(self) -> Iterator[Fragment]:
         return self.flat_param.flat_layout.fragments(self.flat_param.rank)

@@ -20,7 +20,7 @@ from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
 from flatparam_runtime.summon import summon_full_params
-from flatparam_runtime.tree import ROOT_NAME, UnitTree, tree_of, unit_of, units_in
+from flatparam_runtime.tree import ROOT_NAME, UnitTree, revive_units, tree_of, unit_of, units_in
 from flatparam_runtime.unit import Unit
 
 __version__ = "0.1.0"
@@ -59,6 +59,7 @@ __all__ = [
     "observe",
     "refuse_in_a_pass",
     "register_forward_method",
+    "revive_units",
     "shard_module",
     "shown",
     "summon_full_params",

@@ -30,6 +30,13 @@ class _Site:
     fqn: str
     original: torch.dtype
 
+    def __getstate__(self) -> tuple[object, ...]:
+        return self.module(), self.name, self.fqn, self.original
+
+    def __setstate__(self, state: tuple[nn.Module, str, str, torch.dtype]) -> None:
+        module, name, fqn, original = state
+        type(self).__init__(self, weakref.ref(module), name, fqn, original)
+
 
 @final
 @attrs.define(eq=False)

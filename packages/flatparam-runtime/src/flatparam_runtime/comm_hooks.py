@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -41,16 +43,17 @@ class CommHooks:
             raise ValueError(f"expected the stage 'reduce', 'all_reduce' or 'all_gather', found {stage!r}")
         if hook is not None and not callable(hook):
             raise TypeError(f"expected a communication hook that can be called, found {type(hook).__name__}")
-        setattr(self, stage, None if hook is None else _bound(hook, state, in_place))
+        setattr(self, stage, None if hook is None else functools.partial(_call, hook, state, in_place))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CommHooks:
+        """The same functions with the same states, which may hold process groups."""
+        return copy.copy(self)
 
 
-def _bound(hook: Callable[..., Any], state: Any, in_place: bool) -> Callable[[Tensor, Tensor], None]:
-    def call(source: Tensor, target: Tensor) -> None:
-        if not in_place:
-            hook(state, source, target)
-            return
-        hook(state, source)
-        if target is not source:
-            target.copy_(source)
-
-    return call
+def _call(hook: Callable[..., Any], state: Any, in_place: bool, source: Tensor, target: Tensor) -> None:
+    if not in_place:
+        hook(state, source, target)
+        return
+    hook(state, source)
+    if target is not source:
+        target.copy_(source)

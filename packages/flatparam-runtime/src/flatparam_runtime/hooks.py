@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,16 +69,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
     (unit,) = hooks[0].args  # type: ignore[attr-defined]  # a partial, as made in attach()
 
-    @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if unit.calls:
-            return function(*args, **kwargs)
-        before = functools.partial(_before_forward, unit)
-        return call_as_forward(
-            module, function, before, functools.partial(_after_forward, unit), args, kwargs
-        )
+    module.__dict__[name] = functools.partial(_call_method, unit, module, function)
 
-    module.__dict__[name] = method
+
+def _call_method(
+    unit: Unit, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if unit.calls:
+        return function(*args, **kwargs)
+    before, after = functools.partial(_before_forward, unit), functools.partial(_after_forward, unit)
+    return call_as_forward(module, function, before, after, args, kwargs)
 
 
 def _before_inner(

@@ -20,7 +20,7 @@ from flatparam_runtime.order import ForwardPass
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.unit import Unit
 
-__all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "tree_of", "unit_of", "units_in"]
+__all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "revive_units", "tree_of", "unit_of", "units_in"]
 
 ROOT_NAME = "(root)"
 """How the root unit is called in labels, events and messages."""
@@ -59,6 +59,13 @@ def units_in(module: nn.Module) -> tuple[Unit, ...]:
     return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
 
 
+def revive_units(module: nn.Module) -> None:
+    """Have the units of `module`, a copy or from a file, take their places, as far as it is whole."""
+    for unit in units_in(module):
+        if unit.revive():
+            register_unit(unit.module, unit)
+
+
 def inside(module: nn.Module) -> Iterator[nn.Module]:
     """The modules below `module` that no unit below it has, each once, depth first."""
     seen = {module}
@@ -92,9 +99,13 @@ class UnitTree:
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nothing, ()  # a copy of the modules grows a tree of its own
+
     @classmethod
     def grow(cls, root: Unit) -> Self:
         """Make the tree of `root`: every unit below it belongs to it from now on, also one that was a root itself."""
+        revive_units(root.module)
         units = []
         for name, module in root.module.named_modules():
             unit = unit_of(module)
@@ -196,6 +207,10 @@ class UnitTree:
             if unit.phase is not Phase.INSPECTING:
                 unit.reset(drop_gradients=dead is not None)
         self.keeps_unsharded = False
+
+
+def _nothing() -> None:
+    """What a copy has instead of a tree."""
 
 
 def tree_of(unit: Unit) -> UnitTree:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
+from typing import Any, Final
 
 import attrs
 import torch
@@ -24,11 +25,21 @@ from flatparam_runtime.reduction import PartialSum, Reduction
 
 __all__ = ["Unit"]
 
-_NO_COPY = (
-    "unit {!r}: a sharded module can be neither copied nor pickled yet; copy or save the module before "
-    "it is sharded, or "
-    "save its state_dict()"
+_COPIED: Final = (
+    "name",
+    "plan",
+    "handles",
+    "sync_gradients",
+    "requires_all_reduce",
+    "divide_factor",
+    "hooks",
+    "lenders",
+    "borrowers",
+    "forward_prefetch",
+    "backward_prefetch",
+    "buffers",
 )
+"""The attributes that a copy of a unit has too."""
 
 
 @final
@@ -100,12 +111,37 @@ class Unit:
     _gathers: list[Pending] = attrs.field(factory=list)
     _gathered: int = -1
     """The stamp of the shards that were gathered last."""
+    _is_dormant: bool = False
+    """Whether it is a copy whose module does not show its shards yet."""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Unit:
-        raise FlatParamError(_NO_COPY.format(self.name))
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy is made of: the module with it, and none of what a pass leaves behind.
 
-    def __reduce_ex__(self, protocol: object) -> str:
-        raise FlatParamError(_NO_COPY.format(self.name))
+        Raises:
+            FlatParamError: inside a pass, or while full parameters are summoned.
+        """
+        if self.phase is not Phase.IDLE or self.calls or self.pins:
+            raise FlatParamError(
+                f"unit {self.name!r}: a sharded model can be copied or pickled only outside of a pass, and not while "
+                "its full parameters are summoned"
+            )
+        self.reshard()
+        return {name: getattr(self, name) for name in _COPIED} | {"module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, which `revive` completes."""
+        type(self).__init__(
+            self, state["name"], state["plan"], state["handles"], weakref.ref(state["module"])
+        )
+        for name in _COPIED:
+            setattr(self, name, state[name])
+        self._is_dormant = True
+
+    def revive(self) -> bool:
+        """Have the module show the shards of a unit that was just copied; false where it is not whole yet."""
+        if self._is_dormant:
+            self._is_dormant = not all([handle.revive() for handle in self.handles])
+        return not self._is_dormant
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.phase.name}, {list(self.handles)!r})"

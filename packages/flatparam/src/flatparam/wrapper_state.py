@@ -13,6 +13,7 @@ from torch import nn
 from flatparam import state_dicts
 from flatparam.api import StateDictSettings
 from flatparam.errors import NotYetSupportedError
+from flatparam_runtime import revive_units
 from flatparam_state import load_optimizer_state, optimizer_state_dict
 
 __all__ = ["WithState", "wrappers_in"]
@@ -29,6 +30,11 @@ class WithState(nn.Module):
         loading = state_dicts.Loading()
         self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy of another wrapper, or one from a file."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        revive_units(self)
 
     @staticmethod
     def set_state_dict_type(
