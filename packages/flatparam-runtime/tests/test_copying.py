@@ -40,11 +40,11 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": copy.deepcopy, 
 
 
 class Tied(Stack):
-    """A stack whose stem is a block's weight: one of several units has it."""
+    """A stack whose blocks share a weight: one of their units has it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem.weight = self.blocks[0].up.weight
+        self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
 def loss(module: nn.Module, rank: int) -> Tensor:
