@@ -17,7 +17,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardedStateDictConfig, ShardingStrategy, StateDictType
-from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
+from flatparam.wrap import CustomPolicy
 from flatparam_comm import (
     ByteLedger,
     Collectives,
@@ -58,24 +58,34 @@ def sharded_twice() -> None:
         shard_module(module, UnitPlan(Topology(ALONE)))
 
 
-def tied_across_units() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = module[0].weight
-    module[0] = wrapped(module[0])
-    wrapped(module)
-
-
 def mixed_ignored_states() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     wrapped(module, ignored_states=[module[0], module[1].weight])
 
 
-def replaced() -> None:
-    model = wrapped(use_orig_params=True)
-    model.module.weight = nn.Parameter(torch.zeros(2, 2))
+class CastsInForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.cast_all()
+        return super().forward(input)
+
+
+def cast_in_forward() -> None:
+    module = CastsInForward(2, 2)
+    model = wrapped(module)
+    module.cast_all = model.half
+    model(torch.ones(1, 2))
+
+
+def replaced(width: int = 2, **arguments: Any) -> None:
+    model = wrapped(**arguments)
+    model.module.weight = nn.Parameter(torch.zeros(2, width))
     with warnings.catch_warnings():  # torch says that it raises one error and not two
         warnings.simplefilter("ignore")
         model(torch.ones(1, 2))
+
+
+def replaced_original() -> None:
+    replaced(3, use_orig_params=True)
 
 
 # Training
@@ -96,14 +106,26 @@ def saved_in_forward() -> None:
 
 def summoned_twice() -> None:
     model = wrapped()
-    with FSDP.summon_full_params(model), FSDP.summon_full_params(model):
+    with FSDP.summon_full_params(model), FSDP.summon_full_params(model, with_grads=True):
         pass
 
 
 def called_while_summoned() -> None:
     model = wrapped()
-    with FSDP.summon_full_params(model):
+    with FSDP.summon_full_params(model, rank0_only=True):
         model(torch.ones(1, 2))
+
+
+def copied_while_summoned() -> None:
+    model = wrapped()
+    with FSDP.summon_full_params(model):
+        copy.deepcopy(model)
+
+
+def clipped_infinity() -> None:
+    model, _ = trained()
+    next(model.parameters()).grad.fill_(torch.inf)
+    model.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
 def stepped_too_early() -> None:
@@ -169,6 +191,19 @@ def different_models(world: Collectives) -> None:
     model(torch.ones(1, 2))
 
 
+class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = FSDP(nn.Linear(2, 2)), FSDP(nn.Linear(2, 2))
+
+    def forward(self, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(torch.ones(1, 2))
+
+
+def different_units(world: Collectives) -> None:
+    FSDP(Choice())(world.rank == 0).sum().backward()
+
+
 def wrong_size(world: Collectives) -> None:
     world.all_gather(torch.ones(3), torch.ones(2), label="mine")
 
@@ -179,8 +214,8 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "passed something else as a group": lambda: FSDP(nn.Linear(2, 2), process_group="gloo"),
         "passed a group and a mesh": lambda: wrapped(device_mesh=ALONE),
         "named a strategy by a string": lambda: wrapped(sharding_strategy="FULL_SHARD"),
-        "asked for a strategy that is not there yet": lambda: wrapped(
-            sharding_strategy=ShardingStrategy.NO_SHARD
+        "asked for a hybrid strategy without saying of which ranks": lambda: wrapped(
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD
         ),
         "passed `True` as `backward_prefetch`": lambda: wrapped(backward_prefetch=True),
         "passed `True` as `cpu_offload`": lambda: wrapped(cpu_offload=True),
@@ -192,21 +227,23 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "returned something else from a `CustomPolicy`": lambda: wrapped(
             nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=CustomPolicy(lambda module: "yes")
         ),
-        "used a policy on a model with wrappers in it": lambda: wrapped(
-            nn.Sequential(wrapped()), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
-        ),
         "sharded a module twice": sharded_twice,
-        "tied a parameter across two units": tied_across_units,
-        "cast the model after wrapping": lambda: wrapped().half(),
+        "cast the model inside a pass": cast_in_forward,
         "replaced a parameter after wrapping": replaced,
+        "replaced an original by one of another shape": replaced_original,
     },
     "Training": {
         "called `state_dict()` inside a forward pass": saved_in_forward,
-        "nested `summon_full_params`": summoned_twice,
-        "called the model inside `summon_full_params`": called_while_summoned,
+        "summoned gradients inside a `summon_full_params` without": summoned_twice,
+        "called the model while its parameters were summoned on one rank": called_while_summoned,
         "stepped the optimizer between forward and backward": stepped_too_early,
-        "dropped the model before its backward pass": lambda: wrapped()(torch.ones(1, 2)).sum().backward(),
-        "copied a wrapped model": lambda: copy.deepcopy(wrapped()),
+        "copied a wrapped model while its parameters were summoned": copied_while_summoned,
+        "divided gradients by nothing": lambda: wrapped().set_gradient_divide_factor(0),
+        "passed something else as a communication hook": lambda: wrapped().register_comm_hook(
+            None, "allreduce"
+        ),
+        "named a stage that has no hook": lambda: wrapped().register_comm_hook(None, print, stage="scatter"),
+        "clipped a norm that is not finite with `error_if_nonfinite`": clipped_infinity,
     },
     "State": {
         "asked for a form that is not there yet": lambda: FSDP.set_state_dict_type(
@@ -226,6 +263,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "called a collective on one rank only": partial(on_two_ranks, only_rank_0_saves),
         "called different things on different ranks": partial(on_two_ranks, different_calls),
         "made different models on different ranks": partial(on_two_ranks, different_models),
+        "ran different units of the same size on different ranks": partial(on_two_ranks, different_units),
         "passed tensors that do not fit to a collective": partial(on_two_ranks, wrong_size),
         "asked for a world of no ranks": lambda: run_threads(0, print),
         "killed a rank that is a thread": lambda: run_threads(2, print, faults=[Fault(action=Kill())]),

@@ -278,3 +278,19 @@ def test_a_unit_inside_and_outside_of_a_checkpoint(reentrant: bool, ranks: int) 
     for found in run(ranks, step):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+def test_a_container_that_is_recomputed_gathers_nothing_of_the_units_around() -> None:
+    """What lies between a unit and the units in it is called again in the backward pass: the outer one is not gathered."""
+
+    def make() -> nn.Sequential:
+        inner = (Checkpointed(nn.Sequential(Block()), reentrant=False) for _ in range(2))
+        return nn.Sequential(*inner, nn.Linear(4, 1))
+
+    module = sharded(make, SingleCollectives(), units=["0.inner.0", "1.inner.0"])
+    log = EventLog()
+    with observe(module, log):
+        module(batch()).sum().backward()
+    gathered = [event.unit for event in log.events if event.kind == "unshard"]
+    assert gathered.count("(root)") == 1
+    assert len(gathered) == 5

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatparam_comm import FlatParamError
 from flatparam_runtime.calls import ForwardCall, call_as_forward
-from flatparam_runtime.forward import enter_forward, leave_forward, result_of_exception
+from flatparam_runtime.forward import enter_forward, in_backward, leave_forward, result_of_exception
 from flatparam_runtime.fused_optimizer import check_in_backward_optimizers
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.traverse import map_tensors, tensors_in
@@ -45,10 +45,11 @@ def attach(unit: Unit) -> None:
     module = unit.module
     module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
+    handles = [handle for each in (unit, *unit.lenders) for handle in each.handles]
+    users = {info.module for handle in handles for infos in handle.param_infos for info in infos}
     for child in inside(module):
-        child.register_forward_pre_hook(
-            functools.partial(_before_inner, unit), prepend=True, with_kwargs=True
-        )
+        before = functools.partial(_before_inner, unit, not users.isdisjoint(child.modules()))
+        child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         child.register_forward_hook(functools.partial(_after_inner, unit), always_call=True)
 
 
@@ -67,7 +68,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise FlatParamError(
             f"{type(module).__name__}.{name}: expected a method of a sharded module, or of a module inside one"
         )
-    (unit,) = hooks[0].args  # type: ignore[attr-defined]  # a partial, as made in attach()
+    unit: Unit = hooks[0].args[0]  # type: ignore[attr-defined]  # a partial, as made in attach()
 
     module.__dict__[name] = functools.partial(_call_method, unit, module, function)
 
@@ -82,9 +83,11 @@ def _call_method(
 
 
 def _before_inner(
-    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    unit: Unit, uses_parameters: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if unit.phase is Phase.BACKWARD or (unit.calls and unit.calls[-1].module is not module):
+        return None
+    if in_backward() and not uses_parameters:  # a recomputation of what belongs to other units
         return None
     return _before_forward(unit, module, args, kwargs)
 

@@ -68,8 +68,8 @@ def refuse_in_a_pass(unit: Unit) -> None:
     """
     if tree_of(unit).is_in_a_pass:
         raise FlatParamError(
-            f"unit {unit.name!r}: full parameters cannot be summoned, and state neither saved nor loaded, "
-            "inside a forward or backward pass"
+            f"unit {unit.name!r}: inside a forward or backward pass full parameters cannot be summoned, state neither "
+            "saved nor loaded, and the model neither moved nor cast"
         )
 
 
