@@ -13,6 +13,7 @@ from flatparam_runtime.agreement import DivergenceError
 from flatparam_runtime.averaging import gradient_divisors
 from flatparam_runtime.clip import clip_grad_norm_
 from flatparam_runtime.comm_hooks import CommHooks, HookStage
+from flatparam_runtime.compiling import untraced
 from flatparam_runtime.events import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.hooks import register_forward_method
 from flatparam_runtime.inspection import full_views, gather_full, inspecting, refuse_in_a_pass, shown
@@ -66,4 +67,5 @@ __all__ = [
     "tree_of",
     "unit_of",
     "units_in",
+    "untraced",
 ]

@@ -31,7 +31,7 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
     call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
-        unit.calls.append(call)
+        unit.begin_call(call)
         return call
     if unit.calls and _was_interrupted(unit, module):
         tree.recover()  # an interrupt ended a pass without a word
@@ -42,7 +42,7 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
         if unit.phase is Phase.REDUCING and backward is not None:
             backward.settle_until(unit)
         unit.move(Phase.FORWARD)
-    unit.calls.append(call)
+    unit.begin_call(call)
     call.full_precision = unit.computes_in_full_precision
     unit.begin_unshard(full_precision=call.full_precision)
     call.stamp = unit.stamp()

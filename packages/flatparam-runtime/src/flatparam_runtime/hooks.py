@@ -5,7 +5,7 @@ hook                 on                              handler                 pha
 ===================  ==============================  ======================  ==========================
 forward pre-hook     the unit's module               `_before_forward`       IDLE -> FORWARD
 forward hook         the unit's module (always)      `_after_forward`        FORWARD -> IDLE
-forward hooks        modules inside it               `_before_inner`, ...    the same, where called from outside
+(no hook)            `forward` of modules inside it  `_call_inside`          the same, where called from outside
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
 post-accumulate      each leaf, once for ever        `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
 tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +26,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatparam_comm import FlatParamError
 from flatparam_runtime.calls import ForwardCall, call_as_forward
+from flatparam_runtime.compiling import untraced
 from flatparam_runtime.forward import enter_forward, in_backward, leave_forward, result_of_exception
 from flatparam_runtime.fused_optimizer import check_in_backward_optimizers
+from flatparam_runtime.inner_calls import InnerCall, InnerCalls
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.traverse import map_tensors, tensors_in
-from flatparam_runtime.tree import inside, tree_of
+from flatparam_runtime.tree import inside, tree_of, unit_of
 from flatparam_runtime.unit import Unit
 
 __all__ = ["attach", "register_forward_method"]
@@ -47,10 +48,14 @@ def attach(unit: Unit) -> None:
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
     handles = [handle for each in (unit, *unit.lenders) for handle in each.handles]
     users = {info.module for handle in handles for infos in handle.param_infos for info in infos}
-    for child in inside(module):
-        before = functools.partial(_before_inner, unit, not users.isdisjoint(child.modules()))
-        child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        child.register_forward_hook(functools.partial(_after_inner, unit), always_call=True)
+    unit.inner = InnerCalls.of(
+        tuple(
+            InnerCall(
+                unit, child, "forward", _call_inside, uses_parameters=not users.isdisjoint(child.modules())
+            )
+            for child in inside(module)
+        )
+    )
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -62,42 +67,26 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         FlatParamError: where it is neither, or has no such method.
     """
-    hooks = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", None) in _BEFORE]
-    function = getattr(module, name, None)
-    if not hooks or not callable(function):
+    forward = module.__dict__.get("forward")
+    unit = forward.unit if isinstance(forward, InnerCall) else unit_of(module)
+    if unit is None or not callable(getattr(module, name, None)):
         raise FlatParamError(
             f"{type(module).__name__}.{name}: expected a method of a sharded module, or of a module inside one"
         )
-    unit: Unit = hooks[0].args[0]  # type: ignore[attr-defined]  # a partial, as made in attach()
-
-    module.__dict__[name] = functools.partial(_call_method, unit, module, function)
+    InnerCall(unit, module, name, _call_inside).put()
 
 
-def _call_method(
-    unit: Unit, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    if unit.calls:
+def _call_inside(call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    unit, function = call.unit, call.__wrapped__
+    if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
+        return function(*args, **kwargs)
+    if in_backward() and not call.uses_parameters:  # a recomputation of what belongs to other units
         return function(*args, **kwargs)
     before, after = functools.partial(_before_forward, unit), functools.partial(_after_forward, unit)
-    return call_as_forward(module, function, before, after, args, kwargs)
+    return call_as_forward(call.module, function, before, after, args, kwargs)
 
 
-def _before_inner(
-    unit: Unit, uses_parameters: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if unit.phase is Phase.BACKWARD or (unit.calls and unit.calls[-1].module is not module):
-        return None
-    if in_backward() and not uses_parameters:  # a recomputation of what belongs to other units
-        return None
-    return _before_forward(unit, module, args, kwargs)
-
-
-def _after_inner(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if unit.calls and unit.calls[-1].module is module:
-        return _after_forward(unit, module, args, output)
-    return None
-
-
+@untraced
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -109,9 +98,6 @@ def _before_forward(
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
     return moved
-
-
-_BEFORE = (_before_forward, _before_inner)
 
 
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
@@ -131,10 +117,11 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
+@untraced
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not unit.calls:
         return None  # recovered from an exception further in, which is now on its way out
-    call = unit.calls.pop()
+    call = unit.end_call()
     failed = result_of_exception(call, output)
     recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
     if call.restored is not None and not failed:

@@ -19,6 +19,7 @@ from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.comm_hooks import CommHooks
 from flatparam_runtime.events import Event, EventKind, Instrument
 from flatparam_runtime.fingerprint import DeedKind, Fingerprint
+from flatparam_runtime.inner_calls import InnerCalls
 from flatparam_runtime.phases import PHASES, Phase
 from flatparam_runtime.plan import UnitPlan
 from flatparam_runtime.reduction import PartialSum, Reduction
@@ -38,6 +39,7 @@ _COPIED: Final = (
     "forward_prefetch",
     "backward_prefetch",
     "buffers",
+    "inner",
 )
 """The attributes that a copy of a unit has too."""
 
@@ -106,6 +108,8 @@ class Unit:
     summoned: Wishes | None = None
     """What the outermost of them asked for."""
     buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
+    inner: InnerCalls = attrs.field(factory=InnerCalls)
+    """Of the modules inside it, while it is not called itself."""
     fingerprint: Fingerprint | None = None
     """Where the unit notes its collectives; its tree's."""
     _gathers: list[Pending] = attrs.field(factory=list)
@@ -218,6 +222,19 @@ class Unit:
         """Give the buffers the dtype that the plan says for a forward call that begins now."""
         if self.plan.buffer_dtype is not None:
             self.buffers.cast(None if self.computes_in_full_precision else self.plan.buffer_dtype)
+
+    def begin_call(self, call: ForwardCall) -> None:
+        """A forward call of the module begins."""
+        if not self.calls:
+            self.inner.lift()
+        self.calls.append(call)
+
+    def end_call(self) -> ForwardCall:
+        """The innermost forward call is over."""
+        call = self.calls.pop()
+        if not self.calls:
+            self.inner.put()
+        return call
 
     def move(self, phase: Phase) -> None:
         """Take a step of the phase table."""
@@ -333,6 +350,7 @@ class Unit:
             drop_gradients: forget what was collected and not reduced; a failed backward leaves it incomplete.
         """
         self.calls.clear()
+        self.inner.put()
         with contextlib.suppress(RuntimeError):  # a gather that failed with the pass has nothing more to say
             self._wait_for_gathers()
         with contextlib.suppress(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,7 @@ from flatparam_runtime import (
     tree_of,
     unit_of,
     units_in,
+    untraced,
 )
 
 __all__ = ["FullyShardedDataParallel"]
@@ -155,6 +157,7 @@ class FullyShardedDataParallel(WithState):
         checkpointed = inner._modules.get("_checkpoint_wrapped_module")
         return inner if checkpointed is None else checkpointed
 
+    @partial(untraced, with_callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with its full parameters in place."""
         return self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # never None

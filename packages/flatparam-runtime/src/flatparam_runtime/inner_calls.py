@@ -1,0 +1,119 @@
+"""Calls of a module inside a unit, or of a unit's other methods, from outside of the unit's own forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import nn
+from typing_extensions import Self, final
+
+if TYPE_CHECKING:
+    from flatparam_runtime.unit import Unit
+
+__all__ = ["InnerCall", "InnerCalls"]
+
+
+@final
+class InnerCall:
+    """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
+
+    __slots__ = ("_module", "name", "own", "run", "unit", "uses_parameters")
+
+    def __init__(
+        self,
+        unit: Unit,
+        module: nn.Module,
+        name: str,
+        run: Callable[..., Any],
+        *,
+        uses_parameters: bool = True,
+    ) -> None:
+        """Not in its place yet.
+
+        Args:
+            unit: the unit that `module` is, or is inside of.
+            name: the method's.
+            run: called with this object and the method's positional and keyword arguments.
+            uses_parameters: whether the module, or one in it, has parameters of the unit.
+        """
+        self.unit = unit
+        self._module = weakref.ref(module)
+        self.name = name
+        self.run = run
+        self.uses_parameters = uses_parameters
+        self.own: Callable[..., Any] | None = None  # what the user had put in the place of the class's method
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _new, (), (self.unit, self.module, self.name, self.run, self.uses_parameters, self.own)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.unit, module, self.name, self.run, self.uses_parameters, self.own = state
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self.run(self, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is called, and so alive."""
+        module = self._module()
+        assert module is not None, "its own attribute is called"
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method itself, whose signature this has too."""
+        if self.own is not None:
+            return self.own
+        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        return method
+
+    def put(self) -> None:
+        """Stand in the method's place."""
+        module = self._module()
+        if module is not None and module.__dict__.get(self.name) is not self:
+            self.own = module.__dict__.get(self.name)
+            module.__dict__[self.name] = self
+
+    def lift(self) -> None:
+        """Put back what was there; what somebody has put over it stays."""
+        module = self._module()
+        if module is None or module.__dict__.get(self.name) is not self:
+            return
+        if self.own is None:
+            del module.__dict__[self.name]
+        else:
+            module.__dict__[self.name] = self.own
+
+
+def _new() -> InnerCall:
+    return InnerCall.__new__(InnerCall)
+
+
+@final
+@attrs.define(eq=False)
+class InnerCalls:
+    """The `forward` of every module inside a unit: watched exactly while the unit itself is not called."""
+
+    calls: tuple[InnerCall, ...] = ()
+
+    @classmethod
+    def of(cls, calls: tuple[InnerCall, ...]) -> Self:
+        """Watch from now on."""
+        watched = cls(calls)
+        watched.put()
+        return watched
+
+    def put(self) -> None:
+        """The unit is not called any more."""
+        for call in self.calls:
+            call.put()
+
+    def lift(self) -> None:
+        """The unit is called, and calls what is inside: nothing stands in between then, also for a compiler."""
+        for call in self.calls:
+            call.lift()
