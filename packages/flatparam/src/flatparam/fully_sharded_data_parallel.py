@@ -145,7 +145,7 @@ class FullyShardedDataParallel(WithState):
         self._clean_names = clean_names
         self._attach_state()
         self._modules[FSDP_WRAPPED_MODULE] = module
-        mark_for_compiler(module, resolved.plan.use_orig_params, resolved.ignored)
+        mark_for_compiler(module, resolved.ignored)
 
     # The wrapped module
 

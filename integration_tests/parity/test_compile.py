@@ -1,0 +1,125 @@
+"""`torch.compile` of a wrapped model, and of the blocks before they are wrapped: beside torch's FSDP1, graph by graph."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatparam
+import flatparam.wrap
+from flatparam_comm import Collectives
+from flatparam_comm.testing import run_processes
+
+pytestmark = pytest.mark.processes
+
+WIDTH, STEPS = 8, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
+Report = dict[str, Any]
+"""Graphs made, their runs, and the losses."""
+
+
+def train(group: Collectives, library: str, what: str, **arguments: Any) -> Report:
+    """Train for some steps, with the whole wrapped model compiled, or each block before it was wrapped, or nothing."""
+    torch._dynamo.reset()
+    report: Report = {"graphs": 0, "runs": 0, "losses": []}
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        report["graphs"] += 1
+
+        def run(*values: Any) -> Any:
+            report["runs"] += 1
+            return graph.forward(*values)
+
+        return run
+
+    torch.manual_seed(0)
+    model: nn.Module = Model()
+    if what == "blocks":
+        for block in model.blocks:
+            block.compile(backend=backend)
+    model = wrap(library, model, **arguments)
+    called = torch.compile(model, backend=backend) if what == "model" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + group.rank)
+        loss = called(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report["losses"].append(loss.item())
+    return report
+
+
+def wrap(library: str, model: nn.Module, **arguments: Any) -> nn.Module:
+    if library == "ours":
+        policy = flatparam.wrap.ModuleWrapPolicy({Block})
+        return flatparam.FullyShardedDataParallel(model, auto_wrap_policy=policy, **arguments)
+    from torch.distributed import fsdp
+
+    return fsdp.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        **arguments,
+    )
+
+
+def train_all(group: Collectives) -> dict[str, Report]:
+    reports = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for what in ("model", "blocks", "nothing"):
+            for library in ("ours", "torch"):
+                reports[f"{library} {what}"] = train(group, library, what, use_orig_params=True)
+            reports[f"flat {what}"] = train(group, "ours", what)
+    return reports
+
+
+@functools.cache
+def reports() -> list[dict[str, Report]]:
+    return run_processes(2, train_all, timeout=110)
+
+
+@pytest.mark.parametrize("what", ["model", "blocks"])
+def test_as_many_graphs_as_of_fsdp1(what: str) -> None:
+    """The wrapped model, and blocks that were compiled before, make as many graphs as with FSDP1, run as often."""
+    for report in reports():
+        ours, torchs = report[f"ours {what}"], report[f"torch {what}"]
+        assert (ours["graphs"], ours["runs"]) == (torchs["graphs"], torchs["runs"])
+        assert ours["graphs"] > 0
+
+
+@pytest.mark.parametrize("what", ["model", "blocks"])
+@pytest.mark.parametrize("exposure", ["ours", "flat"])
+def test_compiled_training_is_the_same(exposure: str, what: str) -> None:
+    """Compiled, with a backend that runs the graphs as they are, a model trains bit for bit as it does uncompiled."""
+    for report in reports():
+        assert report[f"{exposure} {what}"]["graphs"] > 0
+        assert report[f"{exposure} {what}"]["losses"] == report["ours nothing"]["losses"]
+        assert report["ours nothing"]["losses"] == report["torch nothing"]["losses"]
