@@ -12,7 +12,7 @@ from flatparam_core.gradients import GradientLedger
 from flatparam_core.handle import FlatParamHandle, Residency, owner_of
 from flatparam_core.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
-from flatparam_core.names import FSDP_WRAPPED_MODULE, clean_fqn
+from flatparam_core.names import FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.original_exposure import OriginalExposure
 from flatparam_core.precision import Precision
 from flatparam_core.replan import Move, Place, replan
@@ -26,6 +26,7 @@ __all__ = [
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
     "ORIGINAL_ALIGNMENT_NBYTES",
+    "PRESENTER",
     "BoundParameter",
     "Exposure",
     "FlatBuffer",

@@ -57,7 +57,7 @@ class Exposure(Protocol):
         """Follow the flat parameter to its new memory: it was moved or cast."""
         ...
 
-    def show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+    def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Put full tensors (or `None`) under the parameters' names, as registered parameters."""
         ...
 

@@ -126,7 +126,7 @@ class FlatExposure:
         self._make_views()
         self.show_shard()
 
-    def show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+    def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
         self._sites.put(tensors)
         for infos in self._sites.infos:

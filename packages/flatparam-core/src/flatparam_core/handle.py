@@ -34,6 +34,7 @@ from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.full_form import FullForm
 from flatparam_core.gradients import GradientLedger
 from flatparam_core.layout import FlatLayout
+from flatparam_core.names import PRESENTER
 from flatparam_core.original_exposure import OriginalExposure
 from flatparam_core.precision import Precision
 from flatparam_core.transitions import Transitions
@@ -80,12 +81,17 @@ class FlatParamHandle:
     residency: Residency = Residency.SHARDED
     _attributes: tuple[dict[str, object], ...] = ()
     _forms: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
+    _has_presenters: bool = attrs.field(init=False)
 
     @form.default
     def _make_form(self) -> FullForm:
         return FullForm.create(
             self.layout, dtype=self.precision.compute(self.layout.dtype), device=self.device
         )
+
+    @_has_presenters.default
+    def _look_for_presenters(self) -> bool:
+        return any(PRESENTER in noted for noted in self._attributes)
 
     @gradients.default
     def _make_gradients(self) -> GradientLedger:
@@ -257,8 +263,19 @@ class FlatParamHandle:
         for leaf, wants in zip(self.leaves, wanted, strict=True):
             if leaf.requires_grad != wants:
                 leaf.requires_grad_(wants)
-        self.exposure.show(self.leaves)
+        presented = (
+            [self.present(*each) for each in enumerate(self.leaves)] if self._has_presenters else self.leaves
+        )
+        self.exposure.show(presented)
         self._move(Residency.UNSHARDED)  # last: where showing is refused, the buffer can still be given back
+
+    def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """What the module shows for `full`, the full parameter `index`: itself, or what its `PRESENTER` makes of it."""
+        presenter = self._attributes[index].get(PRESENTER)
+        if presenter is None:
+            return full
+        with torch.enable_grad():  # a backward pass may compute with it
+            return presenter(full)  # type: ignore[operator, no-any-return]  # it is a function
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, also one that is still being filled."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FSDP_WRAPPED_MODULE", "clean_fqn"]
+__all__ = ["FSDP_WRAPPED_MODULE", "PRESENTER", "clean_fqn"]
+
+PRESENTER: Final = "_flatparam_presenter"
+"""The attribute of an original parameter with a function `(full parameter) -> tensor`: what a module shows instead of
+the full parameter, made of it differentiably. So parameters can be of a tensor class that cannot be flattened."""
 
 FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
 """The attribute under which a sharding wrapper holds its module; FSDP1's name."""

@@ -122,7 +122,7 @@ class OriginalExposure:
             parameter.data = self._view(fragment)
         self._homes = [memory_of(parameter) for parameter in self._originals]
 
-    def show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+    def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
         self._sites.put(tensors)
 

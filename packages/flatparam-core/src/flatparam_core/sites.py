@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import torch
 from torch import nn
 from typing_extensions import Self, final
 
@@ -20,14 +21,14 @@ class Sites:
     """Every attribute that holds a parameter of one layout, and what was last put there."""
 
     infos: list[tuple[ParamInfo, ...]]
-    shown: list[nn.Parameter | None]
+    shown: list[torch.Tensor | None]
 
     @classmethod
     def of(cls, bound: Sequence[BoundParameter]) -> Self:
         """The attributes of `bound`, which show their parameters now."""
         return cls([b.infos for b in bound], [b.parameter for b in bound])
 
-    def put(self, values: Sequence[nn.Parameter | None]) -> None:
+    def put(self, values: Sequence[torch.Tensor | None]) -> None:
         """Register each value under all the names of its parameter.
 
         Raises:
@@ -49,10 +50,10 @@ class Sites:
             _register(info, self.shown[index])
 
 
-def _register(info: ParamInfo, value: nn.Parameter | None) -> None:
+def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
     module = info.module
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[info.param_name] = value
+        module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
     else:  # for example nn.LSTM, which keeps a list of its weights beside their names
         setattr(module, info.param_name, value)
 

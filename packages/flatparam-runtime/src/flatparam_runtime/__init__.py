@@ -19,6 +19,7 @@ from flatparam_runtime.hooks import register_forward_method
 from flatparam_runtime.inspection import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
+from flatparam_runtime.ranges import in_range
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
 from flatparam_runtime.summon import summon_full_params
 from flatparam_runtime.tree import ROOT_NAME, UnitTree, revive_units, tree_of, unit_of, units_in
@@ -54,6 +55,7 @@ __all__ = [
     "full_views",
     "gather_full",
     "gradient_divisors",
+    "in_range",
     "inspecting",
     "memory_view",
     "no_sync",

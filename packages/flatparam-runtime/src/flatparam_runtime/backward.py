@@ -22,6 +22,7 @@ from flatparam_runtime.fused_optimizer import step_in_backward
 from flatparam_runtime.order import ForwardPass, next_backward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder
+from flatparam_runtime.ranges import in_range, profiled
 from flatparam_runtime.reduction import Reduced, Reduction
 from flatparam_runtime.unit import Unit
 
@@ -121,6 +122,7 @@ class BackwardPass:
 
     # What hooks report
 
+    @profiled("_pre_backward_hook")
     def enter(self, unit: Unit, call: ForwardCall, *, again: bool = False) -> None:
         """A gradient has reached an output of `call`, a forward call of `unit`.
 
@@ -183,6 +185,11 @@ class BackwardPass:
         return state
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
+        before = when is BackwardOrder.BEFORE_COMPUTE
+        name = "_pre_backward_prefetch" if before else "_post_backward_prefetch"
+        in_range(name, self._gather_what_follows, unit, when)
+
+    def _gather_what_follows(self, unit: Unit, when: BackwardOrder) -> None:
         plan = unit.plan.prefetch
         if unit.backward_prefetch is not None:
             if when is BackwardOrder.BEFORE_COMPUTE:
@@ -196,6 +203,10 @@ class BackwardPass:
             unit.begin_unshard(full_precision=unit.computes_in_full_precision)
 
     def _complete(self, unit: Unit) -> None:
+        name = "_post_backward_hook" if unit.trainable else "_post_backward_hook_reshard_only"
+        in_range(name, self._leave, unit)
+
+    def _leave(self, unit: Unit) -> None:
         state = self.active.pop(unit)
         self.expected.pop(unit, None)
         if not state.keeps_parameters and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
@@ -220,10 +231,14 @@ class BackwardPass:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._settle(self.reducing.popleft())
+        self._make_room()
         self.reducing.append(unit.begin_reduce(unit.to_reduce))
         self.reduced = True
+
+    @profiled("rate_limiter")
+    def _make_room(self) -> None:
+        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._settle(self.reducing.popleft())
 
     def settle_until(self, unit: Unit) -> None:
         """Finish the reductions under way up to the one of `unit`, where there is one."""

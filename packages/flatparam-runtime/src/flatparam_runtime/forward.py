@@ -14,6 +14,7 @@ from flatparam_comm import Residency
 from flatparam_runtime.calls import ForwardCall, running_calls
 from flatparam_runtime.order import ForwardPass, next_forward
 from flatparam_runtime.phases import Phase
+from flatparam_runtime.ranges import profiled
 from flatparam_runtime.tree import UnitTree
 from flatparam_runtime.unit import Unit
 
@@ -59,6 +60,7 @@ def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
     return any(running_calls(called) < count for called, count in known.items())
 
 
+@profiled("_pre_forward_prefetch")
 def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
     current.begin(unit)
     depth = unit.plan.prefetch.forward

@@ -31,6 +31,7 @@ from flatparam_runtime.forward import enter_forward, in_backward, leave_forward,
 from flatparam_runtime.fused_optimizer import check_in_backward_optimizers
 from flatparam_runtime.inner_calls import InnerCall, InnerCalls
 from flatparam_runtime.phases import Phase
+from flatparam_runtime.ranges import profiled
 from flatparam_runtime.traverse import map_tensors, tensors_in
 from flatparam_runtime.tree import inside, tree_of, unit_of
 from flatparam_runtime.unit import Unit
@@ -87,6 +88,7 @@ def _call_inside(call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @untraced
+@profiled("_pre_forward")
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,6 +102,7 @@ def _before_forward(
     return moved
 
 
+@profiled("_to_kwargs")
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
     """The inputs on the device of the unit's parameters and in the dtype that it computes in."""
     if call.is_top and unit.handles:
@@ -118,6 +121,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 @untraced
+@profiled("_post_forward")
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not unit.calls:
         return None  # recovered from an exception further in, which is now on its way out

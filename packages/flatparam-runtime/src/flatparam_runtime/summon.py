@@ -141,8 +141,8 @@ class _Copy:
         full = gather_full(unit, handle, handle.flat_param.detach()).to(device)
         wanted = handle.exposure.requires_grad()
         parameters = [
-            nn.Parameter(view, requires_grad=needs)
-            for view, needs in zip(full_views(handle, full), wanted, strict=True)
+            nn.Parameter(handle.present(index, view).detach(), requires_grad=needs)
+            for index, (view, needs) in enumerate(zip(full_views(handle, full), wanted, strict=True))
         ]
         copy = cls(unit, handle, wishes.rank0_only, full, parameters)
         if wishes.with_grads:

@@ -18,6 +18,7 @@ from flatparam_runtime.calls import running_calls
 from flatparam_runtime.fingerprint import Fingerprint
 from flatparam_runtime.order import ForwardPass
 from flatparam_runtime.phases import Phase
+from flatparam_runtime.ranges import profiled
 from flatparam_runtime.unit import Unit
 
 __all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "revive_units", "tree_of", "unit_of", "units_in"]
@@ -154,6 +155,7 @@ class UnitTree:
             self.recover()
         return bool(running)
 
+    @profiled("_root_pre_forward")
     def begin_forward(self) -> None:
         """A unit's forward call begins outside of any other's; what an earlier pass left is cleared away.
 

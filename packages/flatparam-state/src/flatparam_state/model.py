@@ -43,7 +43,8 @@ def full_state_shown(
             for place in places.get(id(unit), []):
                 full = _full(place, device, keep)
                 parameters: list[nn.Parameter | None] = [
-                    nn.Parameter(tensor, requires_grad=False) for tensor in full
+                    nn.Parameter(place.handle.present(index, tensor), requires_grad=False)
+                    for index, tensor in enumerate(full)
                 ]
                 values.append(parameters or [None] * len(place.fqns))
             stack.enter_context(shown(unit, values))

@@ -86,6 +86,10 @@ class FullLoad:
 
     def _plan(self, place: Place, index: int, key: str, value: Any, errors: list[str]) -> None:
         shape = place.handle.layout.slots[index].spec.shape
+        if hasattr(
+            value, "to_local"
+        ):  # a DTensor, for tensor parallelism: this rank's part is what is sharded
+            value = value.to_local()
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             fragment, part = fragment_of(place, index, value)
             self._copies.append((place.handle.flat_param.detach()[fragment.in_shard.as_slice()], part))

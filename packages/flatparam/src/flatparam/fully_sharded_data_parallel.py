@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import placement
+from flatparam._fsdp_extensions import flatten_extended
 from flatparam.api import BackwardPrefetch, CPUOffload, ShardingStrategy
 from flatparam.auto_wrap import wrap_below
 from flatparam.compiling import mark_for_compiler
@@ -26,6 +27,7 @@ from flatparam_runtime import (
     Phase,
     Unit,
     clip_grad_norm_,
+    in_range,
     no_sync,
     refuse_in_a_pass,
     register_forward_method,
@@ -126,6 +128,7 @@ class FullyShardedDataParallel(WithState):
         resolved = resolve(module, given)
         if auto_wrap_policy is not None:
             wrap_below(type(self), module, given, resolved)
+        flatten_extended(module, resolved.ignored)
         initialise = initialiser(module, resolved)
         placement.move(module, resolved.device, resolved.ignored)
         if resolved.sync_module_states and initialise is None:
@@ -160,7 +163,9 @@ class FullyShardedDataParallel(WithState):
     @partial(untraced, with_callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with its full parameters in place."""
-        return self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # never None
+        inner = self._modules[FSDP_WRAPPED_MODULE]
+        assert inner is not None, "the wrapper always has its module"
+        return in_range("forward", partial(inner, *args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         """Look `name` up in the wrapped module where the wrapper has no such attribute."""
