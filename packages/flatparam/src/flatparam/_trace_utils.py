@@ -113,7 +113,7 @@ class _ExecOrderTracer:
         try:
             yield
         finally:
-            del tracer.call_module, tracer.create_proxy
+            tracer.call_module, tracer.create_proxy = call_module, create_proxy  # type: ignore[method-assign]
 
 
 def _parameters_among(arguments: Any, parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

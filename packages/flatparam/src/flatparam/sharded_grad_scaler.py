@@ -33,9 +33,9 @@ Outputs = TypeVar("Outputs", bound="Tensor | Iterable[Any]")
 class ShardedGradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` whose ranks decide together: each holds a part of the gradients only.
 
-    Scale the loss, call `step`, call `update`, as with torch's. Beyond it: outputs keep their dtype, which mixed precision
-    makes a narrow one; gradients may be fp16, sparse, on CPU beside others on an accelerator, or missing on this rank;
-    and what an optimizer with its own scaling (a fused one) is told is what the ranks agreed on.
+    Scale the loss, call `step`, call `update`, as with torch's. Beyond it: outputs keep their dtype, which mixed
+    precision makes a narrow one; gradients may be fp16, sparse, on CPU beside others on an accelerator, or missing on
+    this rank; and what an optimizer with its own scaling (a fused one) is told is what the ranks agreed on.
 
     Args:
         device: the device type of the loss; gradients may be elsewhere.
@@ -84,9 +84,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return scaled
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale to whether steps were skipped, or set it to `new_scale`: a number, or a tensor of one element.
+        """Adapt the scale to whether steps were skipped, or set it to `new_scale`, a number or a tensor of one element.
 
         Every rank calls it, with the same scale.
+
+        Raises:
+            TypeError: for anything else.
         """
         if not self._enabled:
             return
@@ -94,6 +97,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             new_scale = new_scale.to(self._device)
         elif isinstance(new_scale, numbers.Real):
             new_scale = float(new_scale)
+        elif new_scale is not None:
+            raise TypeError(f"expected a number or a tensor of one element as the new scale, found {new_scale!r}")
         super().update(new_scale)
 
     def _scaled(self, value: Any, scales: dict[torch.device, Tensor]) -> Any:
@@ -143,9 +148,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         One collective for each group, however many devices a rank has gradients on: that number may differ
         between ranks.
         """
-        # A group of an accelerator may not reach CPU memory; a scaler of the CPU takes its flags where they are.
-        elsewhere = found[0].device if self._device == "cpu" else torch.device(self._device)
-        device = next((flag.device for flag in found if flag.device.type == self._device), elsewhere)
+        device = found[0].device
+        if device.type == "cpu":  # which the group of an accelerator may not reach
+            device = torch.device(self._device)
         agreed = torch.stack([flag.to(device).reshape(()) for flag in found]).amax()
         for group in self._groups():
             group.all_reduce(agreed, op=ReduceOp.MAX, label="found_inf").wait()
@@ -170,7 +175,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _coalesce_fp16(optimizer: torch.optim.Optimizer) -> None:
-    """Add up in fp32 what a sparse fp16 gradient has several values for: a sum that fp16 cannot hold becomes infinite."""
+    """Add up in fp32 the values that a sparse fp16 gradient has for one place; what fp16 cannot hold is infinite."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

@@ -61,7 +61,10 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Ask a function for each module: `True` wraps it, `False` does not, a dict wraps it with other arguments."""
+    """Ask a function for each module: `True` wraps it, `False` does not, a dict wraps it with other arguments.
+
+    Also callable as an FSDP1 policy function, where the function gives no arguments.
+    """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         """Take the function to ask."""
@@ -74,15 +77,35 @@ class CustomPolicy(_Policy):
         for module in root_module.modules():
             if module in ignored_modules:
                 continue
-            answer = self._lambda_fn(module)
-            if not isinstance(answer, (bool, dict)):
-                raise ValueError(
-                    f"the function of a CustomPolicy returns a bool or a dict of arguments, found {answer!r} "
-                    f"for {type(module).__name__}"
-                )
+            answer = self._answer(module)
             if answer:
                 targets[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return targets
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Whether to look further in (always), or to wrap `module`.
+
+        Raises:
+            ValueError: where the function gives arguments, which a policy function cannot pass on.
+        """
+        if recurse:
+            return True
+        answer = self._answer(module)
+        if answer and isinstance(answer, dict):
+            raise ValueError(
+                f"a CustomPolicy that is called cannot pass {sorted(answer)} on for {type(module).__name__}; give it "
+                "to the wrapper as auto_wrap_policy"
+            )
+        return bool(answer)
+
+    def _answer(self, module: nn.Module) -> bool | dict[str, Any]:
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise ValueError(
+                f"the function of a CustomPolicy returns a bool or a dict of arguments, found {answer!r} "
+                f"for {type(module).__name__}"
+            )
+        return answer
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -235,7 +258,7 @@ def _recursive_wrap(
     """
     if auto_wrap_policy is None or wrapper_cls is None:
         raise AssertionError(
-            f"expected a policy and a wrapper, found auto_wrap_policy={auto_wrap_policy!r} and wrapper_cls={wrapper_cls!r}"
+            f"expected a policy and a wrapper, found {auto_wrap_policy!r} and {wrapper_cls!r}"
         )
     for name, child in module.named_modules() if isinstance(wrapper_cls, type) else ():
         if isinstance(child, wrapper_cls) and child not in ignored_modules:
@@ -317,7 +340,8 @@ class _OfInnermost:
 class _ConfigAutoWrap:
     """The context that `enable_wrap` makes, as an object; the class tells what counts in this thread now.
 
-    Its keyword arguments are `wrapper_cls` and the wrapper's own. An inner context adds its arguments to the outer's.
+    Its keyword arguments are `wrapper_cls` and the wrapper's own. An inner context with the same wrapper adds its
+    arguments to the outer's; one with another wrapper has its own alone.
     """
 
     in_autowrap_context = _OfInnermost(lambda wrapping: wrapping is not None)
@@ -337,7 +361,8 @@ class _ConfigAutoWrap:
         if "wrapper_cls" not in kwargs:
             raise AssertionError(f"expected wrapper_cls among the arguments, found {sorted(kwargs)}")
         outer = _CONTEXTS.innermost
-        merged = {**(outer.kwargs if outer else {}), **kwargs}
+        inherited = outer.kwargs if outer and outer.wrapper_cls is kwargs["wrapper_cls"] else {}
+        merged = {**inherited, **kwargs}
         _CONTEXTS.stack.append(_Wrapping(merged.pop("wrapper_cls"), merged))
 
     @staticmethod
@@ -355,7 +380,10 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have `wrap` use `wrapper_cls` and these arguments inside the context; an inner context adds to the outer's."""
+    """Have `wrap` use `wrapper_cls` and these arguments inside the context.
+
+    An inner context with the same `wrapper_cls` adds to the outer's arguments; one with another has its own alone.
+    """
     with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
 

@@ -1,8 +1,14 @@
 """The communication hooks that FSDP1 comes with: an average, of whole gradients or of shards, in full or in 16 bits.
 
+| strategy | hook | ranks of the state |
+| --- | --- | --- |
+| `FULL_SHARD`, `SHARD_GRAD_OP` | `reduce_scatter_hook`, `fp16_compress_hook`, `bf16_compress_hook` | `model.process_group` |
+| `NO_SHARD` | `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` | `model.process_group` |
+| hybrid ones | those of `FULL_SHARD`; those of `NO_SHARD` for the stage `"all_reduce"` | the group of the stage |
+
 Each is divided before and after the sum, by factors whose product is the number of ranks: so neither the summands nor
-the sum leave the range of a 16-bit dtype. A hook leaves its result in a tensor that the caller passes, readable in
-the order of the current stream; nothing is needed that CPU tensors have not.
+the sum leave the range of a 16-bit dtype. A hook is complete when it returns (on CUDA: in the order of the current
+stream), and needs nothing that CPU tensors have not.
 """
 
 from __future__ import annotations
@@ -32,10 +38,10 @@ class DefaultState:
     """What a hook needs to know: the ranks to average over, and the factors to divide by before and after the sum.
 
     Args:
-        process_group: a process group of torch's, or `Collectives`.
+        process_group: a process group of torch's, or `Collectives`: what `model.process_group` is.
 
     Raises:
-        ValueError: for `None`: a hook does not guess.
+        ValueError: for `None`, since a hook does not guess, and for several groups.
     """
 
     __slots__ = [
@@ -50,17 +56,23 @@ class DefaultState:
         if process_group is None:
             raise ValueError(
                 f"{type(self).__name__}: expected a process group or Collectives, found None; "
-                "pass torch.distributed.group.WORLD for all ranks"
+                "pass the model's process_group"
+            )
+        topology = resolve_topology(process_group)
+        if topology.replicate is not None:
+            raise ValueError(
+                f"{type(self).__name__}: expected one group, found two: {process_group!r}; a hook works in one stage, "
+                "so pass the group of that stage"
             )
         self.process_group = process_group
-        self.world_size = resolve_topology(process_group).shard.size
+        self.world_size = topology.shard.size
         before, after = gradient_divisors(self.world_size)
         self.gradient_predivide_factor = before
         self.gradient_postdivide_factor = after
 
 
 class LowPrecisionState(DefaultState):
-    """What a hook that reduces in 16 bits needs to know besides: the dtype that its result is to have.
+    """What a hook that reduces in 16 bits needs to know besides: the dtype of the shards that it makes.
 
     Args:
         process_group: as for `DefaultState`.
@@ -99,45 +111,39 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
-    """Average in fp16: `grad` itself, or its slice in `output` where there is one.
+    """Average in fp16: `grad` in place, or its slice to `output` where there is one.
 
-    The result has the dtype `state.parameter_type`: a tensor of another dtype is given it, with memory of its own.
+    `output` is given the dtype `state.parameter_type`, and memory of its own where it had another one. `grad` keeps
+    its dtype and its memory.
+
+    Raises:
+        TypeError: for complex gradients.
     """
     _average_in(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
-    """Average in bf16: `grad` itself, or its slice in `output` where there is one.
-
-    The result has the dtype `state.parameter_type`: a tensor of another dtype is given it, with memory of its own.
-    """
+    """Average in bf16: see `fp16_compress_hook`."""
     _average_in(torch.bfloat16, state, grad, output)
 
 
 def _average_in(dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, output: Tensor | None) -> None:
+    if grad.is_complex():
+        raise TypeError(f"expected real gradients to average in {dtype}, found {grad.dtype}: use another hook")
     narrow = grad.to(dtype)
     if output is None:
         allreduce_hook(state, narrow)
-        _store(narrow, grad, state.parameter_type)
+        if narrow is not grad:
+            grad.copy_(narrow)
+        return
+    reduced = torch.empty_like(output, dtype=dtype)
+    reduce_scatter_hook(state, narrow, reduced)
+    if output.dtype == state.parameter_type:
+        output.copy_(reduced)
     else:
-        reduced = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
-        reduce_scatter_hook(state, narrow, reduced)
-        _store(reduced, output, state.parameter_type)
+        output.data = reduced.to(state.parameter_type)  # the caller reads the result in this very object
 
 
 def _divide(tensor: Tensor, factor: float) -> None:
     if factor > 1:
         tensor.div_(factor)
-
-
-def _store(result: Tensor, where: Tensor, dtype: torch.dtype) -> None:
-    """Have `where` hold `result` in `dtype`; in its own memory, where that has the dtype already.
-
-    The memory of `result` was last used by a collective that has been waited for, so that on CUDA the current stream
-    comes after it: the allocator may give it to whoever is next on this stream.
-    """
-    if where.dtype == dtype:
-        if where is not result:
-            where.copy_(result)
-    else:
-        where.data = result.to(dtype)  # the caller's own tensor object is how a hook gives its result
