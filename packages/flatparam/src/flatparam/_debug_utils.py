@@ -57,13 +57,14 @@ class _OfRank:
 
 
 class SimpleProfiler:
-    """Adds up the seconds that are spent inside of `profile`, on this rank; the class is the profiler.
+    """A stopwatch: adds up the seconds that are spent inside of `profile`, on this rank. The class is the profiler.
 
-    `results` maps what was measured to seconds, `profiling` is the set of what is being measured.
+    `results` maps what was measured to seconds, `profiling` is the set of what is being measured. It measures what its
+    callers put into its contexts, and nothing by itself.
     """
 
     class Type(str, enum.Enum):
-        """What FSDP1 measures; any other text will do too."""
+        """Names for what is often measured; any other text will do too."""
 
         ALL = "all"
         ALLGATHER = "all_gather"
@@ -102,9 +103,17 @@ class SimpleProfiler:
     @classmethod
     def dump_and_reset(cls, msg: str) -> None:
         """Log `msg` and the results, on rank 0 and with `TORCH_DISTRIBUTED_DEBUG=INFO`, and forget them."""
-        if _rank() == 0 and dist.is_available() and dist.get_debug_level() == dist.DebugLevel.INFO:
+        if _rank() == 0 and _is_info_wanted():
             _LOGGER.info("%s %s", msg, dict(cls.results))
         cls.reset()
+
+
+def _is_info_wanted() -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed import distributed_c10d as c10d  # it exists only where torch.distributed does
+
+    return c10d.get_debug_level() == c10d.DebugLevel.INFO
 
 
 def _rank() -> int:

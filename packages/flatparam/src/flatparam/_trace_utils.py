@@ -108,12 +108,11 @@ class _ExecOrderTracer:
                 info.visit(used)
             return proxy
 
-        tracer.call_module = watched_call  # type: ignore[method-assign]  # of this one tracer
-        tracer.create_proxy = watched_proxy  # type: ignore[method-assign]  # likewise
+        vars(tracer).update(call_module=watched_call, create_proxy=watched_proxy)
         try:
             yield
         finally:
-            tracer.call_module, tracer.create_proxy = call_module, create_proxy  # type: ignore[method-assign]
+            vars(tracer).update(call_module=call_module, create_proxy=create_proxy)
 
 
 def _parameters_among(arguments: Any, parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

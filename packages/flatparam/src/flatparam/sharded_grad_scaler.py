@@ -70,7 +70,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         )
         self.process_group = process_group
 
-    def scale(self, outputs: Outputs) -> Outputs:  # type: ignore[override]  # one signature for torch's four
+    def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a tensor, or every tensor in a structure, by the scale; each keeps its dtype.
 
         Lists, tuples and mappings come back as what they were; any other iterable as an iterator.
@@ -98,14 +98,16 @@ class ShardedGradScaler(torch.amp.GradScaler):
         elif isinstance(new_scale, numbers.Real):
             new_scale = float(new_scale)
         elif new_scale is not None:
-            raise TypeError(f"expected a number or a tensor of one element as the new scale, found {new_scale!r}")
+            raise TypeError(
+                f"expected a number or a tensor of one element as the new scale, found {new_scale!r}"
+            )
         super().update(new_scale)
 
     def _scaled(self, value: Any, scales: dict[torch.device, Tensor]) -> Any:
         """`value` times the scale, of which `scales` collects a copy for each device."""
         if isinstance(value, Tensor):
             if self._scale is None:
-                self._lazy_init_scale_growth_tracker(value.device)  # type: ignore[no-untyped-call]
+                self._lazy_init_scale_growth_tracker(value.device)
             assert self._scale is not None, "it was just made"
             if value.device not in scales:
                 scales[value.device] = self._scale.to(value.device, non_blocking=True)

@@ -256,13 +256,14 @@ def _recursive_wrap(
     Raises:
         AssertionError: where a module inside is an instance of `wrapper_cls` already, or there is no policy or wrapper.
     """
-    if auto_wrap_policy is None or wrapper_cls is None:
+    if None in (auto_wrap_policy, wrapper_cls):
         raise AssertionError(
             f"expected a policy and a wrapper, found {auto_wrap_policy!r} and {wrapper_cls!r}"
         )
-    for name, child in module.named_modules() if isinstance(wrapper_cls, type) else ():
-        if isinstance(child, wrapper_cls) and child not in ignored_modules:
-            raise AssertionError(f"{name or 'the module'!r} is wrapped already, by {wrapper_cls.__name__}")
+    wrapper_type = wrapper_cls if isinstance(wrapper_cls, type) else ()
+    for name, child in module.named_modules():
+        if isinstance(child, wrapper_type) and child not in ignored_modules:
+            raise AssertionError(f"{name or 'the module'!r} is wrapped already, by {type(child).__name__}")
     chosen, numel = _chosen(
         module, auto_wrap_policy, ignored_modules, ignored_params, ask_for_root=not only_wrap_children
     )

@@ -1,10 +1,11 @@
 """The communication hooks that FSDP1 comes with: an average, of whole gradients or of shards, in full or in 16 bits.
 
-| strategy | hook | ranks of the state |
+| strategy | hook | ranks of its state |
 | --- | --- | --- |
-| `FULL_SHARD`, `SHARD_GRAD_OP` | `reduce_scatter_hook`, `fp16_compress_hook`, `bf16_compress_hook` | `model.process_group` |
-| `NO_SHARD` | `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` | `model.process_group` |
-| hybrid ones | those of `FULL_SHARD`; those of `NO_SHARD` for the stage `"all_reduce"` | the group of the stage |
+| `FULL_SHARD`, `SHARD_GRAD_OP`, inside the groups of a hybrid one | `reduce_scatter_hook` | `model.process_group` |
+| `NO_SHARD` | `allreduce_hook` | `model.process_group` |
+| across the groups of a hybrid one: stage `"all_reduce"` | `allreduce_hook` | the replicate group |
+| each of these | `fp16_compress_hook`, `bf16_compress_hook` | the same |
 
 Each is divided before and after the sum, by factors whose product is the number of ranks: so neither the summands nor
 the sum leave the range of a 16-bit dtype. A hook is complete when it returns (on CUDA: in the order of the current
@@ -129,7 +130,9 @@ def bf16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | 
 
 def _average_in(dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, output: Tensor | None) -> None:
     if grad.is_complex():
-        raise TypeError(f"expected real gradients to average in {dtype}, found {grad.dtype}: use another hook")
+        raise TypeError(
+            f"expected real gradients to average in {dtype}, found {grad.dtype}: use another hook"
+        )
     narrow = grad.to(dtype)
     if output is None:
         allreduce_hook(state, narrow)
