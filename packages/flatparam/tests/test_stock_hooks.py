@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.algorithms._comm_hooks.default_hooks as theirs
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -19,9 +21,11 @@ from flatparam.algorithms import _comm_hooks
 from flatparam.algorithms._comm_hooks import default_hooks as ours
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm.testing import run_processes
+from flatparam_core import clean_fqn
 
 from .models import mlp, seeded
-from .worlds import assert_same_state, on_ranks
+from .worlds import assert_same_state, on_ranks, train
 
 SHARDING = [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
 HYBRID = [Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2]
@@ -59,10 +63,7 @@ def trained(
     )
     register(model, replicate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in inputs(ranks.rank):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, inputs(ranks.rank))
     return model.state_dict()
 
 
@@ -336,3 +337,37 @@ def test_a_hook_may_give_a_gradient_other_memory(strategy: Strategy) -> None:
 
     for found in on_ranks(2, trained, strategy, register):
         assert_same_state(found, reference(2, mean_in(torch.bfloat16)))
+
+
+def beside_torch(ranks: Collectives, name: str) -> tuple[Any, Any, Any]:
+    """Torch's wrapper with torch's hook, ours with ours, ours with torch's: what training ends with."""
+    strategy = Strategy[name]
+    hook = "allreduce_hook" if strategy is Strategy.NO_SHARD else "reduce_scatter_hook"
+    group = torch.distributed.group.WORLD
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's is deprecated
+        model = torch_fsdp.FullyShardedDataParallel(
+            seeded(mlp),
+            group,
+            torch_fsdp.ShardingStrategy[name],
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=torch.device("cpu"),
+        )
+        model.register_comm_hook(theirs.DefaultState(group), getattr(theirs, hook))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(ranks.rank))
+        with torch_fsdp.FullyShardedDataParallel.summon_full_params(model):
+            state = {clean_fqn(name): value.clone() for name, value in model.module.state_dict().items()}
+
+    def torchs(model: FSDP, replicate: Any) -> None:
+        model.register_comm_hook(theirs.DefaultState(model.process_group), getattr(theirs, hook))
+
+    return state, *(trained(ranks, strategy, register) for register in (stock, torchs))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_beside_torch(name: str) -> None:
+    """S-071, S-121: two processes train as torch's FSDP1 with torch's hooks, bit for bit, with either one's hooks."""
+    for expected, *states in run_processes(2, beside_torch, name):
+        for state in states:
+            assert {k: v.tolist() for k, v in state.items()} == {k: v.tolist() for k, v in expected.items()}
