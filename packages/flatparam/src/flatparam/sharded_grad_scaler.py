@@ -93,8 +93,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if isinstance(new_scale, Tensor):
-            new_scale = new_scale.to(self._device)
+        if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.detach().to(self._device).reshape(())
         elif isinstance(new_scale, numbers.Real):
             new_scale = float(new_scale)
         elif new_scale is not None:
