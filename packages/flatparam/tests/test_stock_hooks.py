@@ -231,6 +231,21 @@ def test_a_hook_across_groups_only(strategy: Strategy) -> None:
         assert_same_state(found, expected)
 
 
+@pytest.mark.xfail(
+    reason="with shard groups of one rank the hook averages over that rank alone, and nothing over the copies",
+    strict=True,
+)
+@pytest.mark.parametrize("strategy", HYBRID, ids=str)
+def test_a_hook_where_each_group_is_one_rank(strategy: Strategy) -> None:
+    """S-121: with one rank in each shard group the gradients are averaged over the copies all the same."""
+
+    def register(model: FSDP, replicate: Any) -> None:
+        model.register_comm_hook(ours.LowPrecisionState(model.process_group), ours.bf16_compress_hook)
+
+    for found in on_ranks(2, trained, strategy, register):
+        assert_same_state(found, reference(2, mean_in(torch.bfloat16)))
+
+
 @pytest.mark.parametrize("hook", COMPRESSING)
 @pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.NO_SHARD], ids=str)
 def test_compressing_what_is_narrow_already(hook: Any, strategy: Strategy) -> None:
