@@ -9,7 +9,11 @@ import pytest
 PAGES = Path(__file__).resolve().parent / "reference"
 PACKAGES = ["flatparam", "flatparam_core", "flatparam_comm", "flatparam_runtime", "flatparam_state"]
 PUBLIC_MODULES = {
-    "flatparam": ["flatparam.wrap"],
+    "flatparam": [
+        "flatparam.wrap",
+        "flatparam.sharded_grad_scaler",
+        "flatparam.algorithms._comm_hooks.default_hooks",
+    ],
     "flatparam_core": ["flatparam_core.testing"],
     "flatparam_comm": ["flatparam_comm.testing"],
 }

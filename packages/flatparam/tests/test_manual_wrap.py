@@ -4,8 +4,10 @@ import threading
 from typing import Any
 
 import pytest
+import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
+import flatparam.wrap as ours
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import enable_wrap, wrap
 from flatparam_comm import SingleCollectives
@@ -62,16 +64,51 @@ def test_the_context_ends() -> None:
 
 
 def test_a_nested_context() -> None:
-    """S-114, L-53: an inner context is refused as torch does, or it adds its arguments to the outer one's."""
+    """S-114, L-53: an inner context, which torch refuses, adds its arguments to the outer one's, which then go on."""
     with enable_wrap(wrapper_cls=Recorder, a=1, b=2):
-        try:
-            with enable_wrap(wrapper_cls=Recorder, b=3):
-                inner = wrap(nn.Linear(2, 2))
-        except NotImplementedError:
-            inner = None
+        with enable_wrap(wrapper_cls=Recorder, b=3):
+            inner = wrap(nn.Linear(2, 2))
         outer = wrap(nn.Linear(2, 2))
-    assert inner is None or inner.arguments == {"a": 1, "b": 3}
+    assert inner.arguments == {"a": 1, "b": 3}
     assert outer.arguments == {"a": 1, "b": 2}
+
+
+def test_a_nested_context_of_another_wrapper() -> None:
+    """L-53: arguments are a wrapper's own: those of the context around do not go to another wrapper."""
+
+    class Other(Recorder):
+        pass
+
+    with enable_wrap(wrapper_cls=Recorder, a=1):
+        with enable_wrap(wrapper_cls=Other, b=2):
+            with enable_wrap(wrapper_cls=Other, c=3):
+                found = wrap(nn.Linear(2, 2))
+        outer = wrap(nn.Linear(2, 2))
+    assert (type(found), found.arguments) == (Other, {"b": 2, "c": 3})
+    assert (type(outer), outer.arguments) == (Recorder, {"a": 1})
+
+
+def test_the_context_object() -> None:
+    """S-002: `_ConfigAutoWrap` is the context, and tells what counts now; torch's names mean what torch's mean."""
+    for config in (ours._ConfigAutoWrap, theirs._ConfigAutoWrap):
+        facts = []
+        with config(wrapper_cls=Recorder, a=1):
+            facts.append((config.in_autowrap_context, config.wrapper_cls, config.kwargs))
+        facts.append((config.in_autowrap_context, config.wrapper_cls, config.kwargs))
+        config.enable_autowrap_context({"wrapper_cls": Recorder, "b": 2})
+        facts.append((config.in_autowrap_context, config.wrapper_cls, config.kwargs))
+        config.disable_autowrap_context()
+        config.disable_autowrap_context()
+        facts.append((config.in_autowrap_context, config.wrapper_cls, config.kwargs))
+        assert facts == [
+            (True, Recorder, {"a": 1}),
+            (False, None, {}),
+            (True, Recorder, {"b": 2}),
+            (False, None, {}),
+        ]
+        with pytest.raises(AssertionError, match="wrapper_cls"):
+            config.enable_autowrap_context({"b": 2})
+        theirs._ConfigAutoWrap.disable_autowrap_context()  # torch's stays in the context that it has refused
 
 
 def test_contexts_of_threads_are_their_own() -> None:

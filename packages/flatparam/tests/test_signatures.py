@@ -37,7 +37,10 @@ FUNCTIONS = [
     "lambda_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "size_based_auto_wrap_policy",
+    "_module_wrap_policy",
+    "_wrap_module_cls_individually",
     "_or_policy",
+    "_recursive_wrap",
     "enable_wrap",
     "wrap",
 ]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import attrs
 from torch import nn
 
 __all__ = [
@@ -60,7 +61,10 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Ask a function for each module: `True` wraps it, `False` does not, a dict wraps it with other arguments."""
+    """Ask a function for each module: `True` wraps it, `False` does not, a dict wraps it with other arguments.
+
+    Also callable as an FSDP1 policy function, where the function gives no arguments.
+    """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         """Take the function to ask."""
@@ -73,15 +77,35 @@ class CustomPolicy(_Policy):
         for module in root_module.modules():
             if module in ignored_modules:
                 continue
-            answer = self._lambda_fn(module)
-            if not isinstance(answer, (bool, dict)):
-                raise ValueError(
-                    f"the function of a CustomPolicy returns a bool or a dict of arguments, found {answer!r} "
-                    f"for {type(module).__name__}"
-                )
+            answer = self._answer(module)
             if answer:
                 targets[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return targets
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Whether to look further in (always), or to wrap `module`.
+
+        Raises:
+            ValueError: where the function gives arguments, which a policy function cannot pass on.
+        """
+        if recurse:
+            return True
+        answer = self._answer(module)
+        if answer and isinstance(answer, dict):
+            raise ValueError(
+                f"a CustomPolicy that is called cannot pass {sorted(answer)} on for {type(module).__name__}; give it "
+                "to the wrapper as auto_wrap_policy"
+            )
+        return bool(answer)
+
+    def _answer(self, module: nn.Module) -> bool | dict[str, Any]:
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise ValueError(
+                f"the function of a CustomPolicy returns a bool or a dict of arguments, found {answer!r} "
+                f"for {type(module).__name__}"
+            )
+        return answer
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -106,7 +130,18 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
-_module_wrap_policy = transformer_auto_wrap_policy
+def _module_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: Collection[type[nn.Module]]
+) -> bool:
+    """Wrap the instances of `module_classes`."""
+    return transformer_auto_wrap_policy(module, recurse, nonwrapped_numel, module_classes)
+
+
+def _wrap_module_cls_individually(
+    module: nn.Module, module_classes: Iterable[type[nn.Module]], recurse: bool, *args: Any, **kwargs: Any
+) -> bool:
+    """Wrap the instances of `module_classes`; the classes come before `recurse`."""
+    return recurse or isinstance(module, tuple(module_classes))
 
 
 def _or_policy(
@@ -163,7 +198,7 @@ def chosen_by(
     elif callable(policy):
         targets = {
             module: _with_own(module, kwargs)
-            for module in _chosen(root, policy, ignored_modules, ignored_parameters)
+            for module in _chosen(root, policy, ignored_modules, ignored_parameters, ask_for_root=False)[0]
         }
     else:
         raise ValueError(f"auto_wrap_policy: expected a policy object or a function, found {policy!r}")
@@ -205,13 +240,51 @@ def _replace(
             setattr(module, name, done[child])
 
 
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: WrapFunction,
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: Collection[nn.Module],
+    ignored_params: Collection[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wrap what a policy function chooses in `module`, and `module` itself unless `only_wrap_children`.
+
+    Returns the module, or the wrapper around it, and how many elements are wrapped.
+
+    Raises:
+        AssertionError: where a module inside is an instance of `wrapper_cls` already, or there is no policy or wrapper.
+    """
+    if None in (auto_wrap_policy, wrapper_cls):
+        raise AssertionError(
+            f"expected a policy and a wrapper, found {auto_wrap_policy!r} and {wrapper_cls!r}"
+        )
+    wrapper_type = wrapper_cls if isinstance(wrapper_cls, type) else ()
+    for name, child in module.named_modules():
+        if isinstance(child, wrapper_type) and child not in ignored_modules:
+            raise AssertionError(f"{name or 'the module'!r} is wrapped already, by {type(child).__name__}")
+    chosen, numel = _chosen(
+        module, auto_wrap_policy, ignored_modules, ignored_params, ask_for_root=not only_wrap_children
+    )
+    wrap_chosen(module, {child: _with_own(child, kwargs) for child in chosen}, wrapper_cls)
+    if module in chosen:
+        module = wrapper_cls(module, **_with_own(module, kwargs))
+    return module, numel
+
+
 def _chosen(
     root: nn.Module,
     policy: WrapFunction,
     ignored_modules: Collection[nn.Module],
     ignored_parameters: Collection[nn.Parameter],
-) -> list[nn.Module]:
-    """The modules that a policy function chooses: it is asked on the way down, and with what is left on the way up."""
+    *,
+    ask_for_root: bool,
+) -> tuple[list[nn.Module], int]:
+    """The modules that a policy function chooses, and how many elements they have.
+
+    It is asked on the way down, and with what is left on the way up; about `root` only with `ask_for_root`.
+    """
     ignored = {id(parameter) for parameter in ignored_parameters}
     chosen: list[nn.Module] = []
 
@@ -220,27 +293,100 @@ def _chosen(
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0
         wrapped = sum(visit(child) for child in module.children() if child not in ignored_modules)
-        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        asked = ask_for_root or module is not root
+        if asked and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
             chosen.append(module)
             return numel
         return wrapped
 
-    visit(root)
-    return chosen
+    numel = visit(root)
+    return chosen, numel
 
 
-_CONTEXT = threading.local()
+# Wrapping by hand
+
+
+@attrs.frozen
+class _Wrapping:
+    """What `wrap` does in one context."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: dict[str, Any]
+
+
+class _Contexts(threading.local):
+    """The contexts that this thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Wrapping] = []
+
+    @property
+    def innermost(self) -> _Wrapping | None:
+        return self.stack[-1] if self.stack else None
+
+
+_CONTEXTS = _Contexts()
+
+
+@attrs.frozen
+class _OfInnermost:
+    """An attribute, of a class and of its instances, that tells something of the innermost context."""
+
+    read: Callable[[_Wrapping | None], Any]
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self.read(_CONTEXTS.innermost)
+
+
+class _ConfigAutoWrap:
+    """The context that `enable_wrap` makes, as an object; the class tells what counts in this thread now.
+
+    Its keyword arguments are `wrapper_cls` and the wrapper's own. An inner context with the same wrapper adds its
+    arguments to the outer's; one with another wrapper has its own alone.
+    """
+
+    in_autowrap_context = _OfInnermost(lambda wrapping: wrapping is not None)
+    wrapper_cls = _OfInnermost(lambda wrapping: None if wrapping is None else wrapping.wrapper_cls)
+    kwargs = _OfInnermost(lambda wrapping: {} if wrapping is None else wrapping.kwargs)
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._arguments = kwargs
+
+    @staticmethod
+    def enable_autowrap_context(kwargs: dict[str, Any]) -> None:
+        """Enter a context; `disable_autowrap_context` leaves it.
+
+        Raises:
+            AssertionError: without a `wrapper_cls`.
+        """
+        if "wrapper_cls" not in kwargs:
+            raise AssertionError(f"expected wrapper_cls among the arguments, found {sorted(kwargs)}")
+        outer = _CONTEXTS.innermost
+        inherited = outer.kwargs if outer and outer.wrapper_cls is kwargs["wrapper_cls"] else {}
+        merged = {**inherited, **kwargs}
+        _CONTEXTS.stack.append(_Wrapping(merged.pop("wrapper_cls"), merged))
+
+    @staticmethod
+    def disable_autowrap_context() -> None:
+        """Leave the innermost context; nothing outside of any."""
+        if _CONTEXTS.stack:
+            _CONTEXTS.stack.pop()
+
+    def __enter__(self) -> None:
+        self.enable_autowrap_context(self._arguments)
+
+    def __exit__(self, *exception: object) -> None:
+        self.disable_autowrap_context()
 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have `wrap` use `wrapper_cls` and these arguments inside the context; an inner context adds to the outer's."""
-    before: tuple[Callable[..., nn.Module], dict[str, Any]] | None = getattr(_CONTEXT, "wrapping", None)
-    _CONTEXT.wrapping = (wrapper_cls, {**(before[1] if before else {}), **wrapper_kwargs})
-    try:
+    """Have `wrap` use `wrapper_cls` and these arguments inside the context.
+
+    An inner context with the same `wrapper_cls` adds to the outer's arguments; one with another has its own alone.
+    """
+    with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
-    finally:
-        _CONTEXT.wrapping = before
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
@@ -248,8 +394,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     The module's own `_wrap_overrides`, a dict, win over both.
     """
-    wrapping: tuple[Callable[..., nn.Module], dict[str, Any]] | None = getattr(_CONTEXT, "wrapping", None)
+    wrapping = _CONTEXTS.innermost
     if wrapping is None:
         return module
-    wrapper, kwargs = wrapping
-    return wrapper(module, **_with_own(module, {**kwargs, **wrap_overrides}))
+    return wrapping.wrapper_cls(module, **_with_own(module, {**wrapping.kwargs, **wrap_overrides}))

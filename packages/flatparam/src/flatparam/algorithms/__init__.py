@@ -1,0 +1,1 @@
+"""Algorithms that a user can put in place of the default ones."""

@@ -1,0 +1,185 @@
+"""Loss scaling for sharded training: where one rank finds an infinite gradient, every rank skips the step."""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatparam_comm import (
+    Collectives,
+    ProcessGroupCollectives,
+    ReduceOp,
+    current_collectives,
+    resolve_topology,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = ProcessGroup | Collectives | DeviceMesh
+
+__all__ = ["ShardedGradScaler"]
+
+Outputs = TypeVar("Outputs", bound="Tensor | Iterable[Any]")
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` whose ranks decide together: each holds a part of the gradients only.
+
+    Scale the loss, call `step`, call `update`, as with torch's. Beyond it: outputs keep their dtype, which mixed
+    precision makes a narrow one; gradients may be fp16, sparse, on CPU beside others on an accelerator, or missing on
+    this rank; and what an optimizer with its own scaling (a fused one) is told is what the ranks agreed on.
+
+    Args:
+        device: the device type of the loss; gradients may be elsewhere.
+        init_scale: what losses are multiplied by at first.
+        backoff_factor: what the scale is multiplied by after a step that was skipped.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row that were not.
+        growth_interval: counted in steps.
+        enabled: a disabled scaler does nothing, without communication.
+        process_group: the ranks that decide together: a process group, a mesh, `Collectives`, or a sequence of these,
+            of which one after the other is asked (as for a shard group and a replicate group). `None` is whatever
+            there is when gradients are unscaled: the world of threads, else torch's default group, else this rank.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Group | Sequence[Group] | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Outputs) -> Outputs:
+        """Multiply a tensor, or every tensor in a structure, by the scale; each keeps its dtype.
+
+        Lists, tuples and mappings come back as what they were; any other iterable as an iterator.
+
+        Raises:
+            ValueError: for anything in it that is neither a tensor nor iterable.
+        """
+        if not self._enabled:
+            return outputs
+        scaled: Outputs = self._scaled(outputs, {})
+        return scaled
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale to whether steps were skipped, or set it to `new_scale`, a number or a tensor of one element.
+
+        Every rank calls it, with the same scale.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        if not self._enabled:
+            return
+        if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.detach().to(self._device).reshape(())
+        elif isinstance(new_scale, numbers.Real):
+            new_scale = float(new_scale)
+        elif new_scale is not None:
+            raise TypeError(
+                f"expected a number or a tensor of one element as the new scale, found {new_scale!r}"
+            )
+        super().update(new_scale)
+
+    def _scaled(self, value: Any, scales: dict[torch.device, Tensor]) -> Any:
+        """`value` times the scale, of which `scales` collects a copy for each device."""
+        if isinstance(value, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(value.device)
+            assert self._scale is not None, "it was just made"
+            if value.device not in scales:
+                scales[value.device] = self._scale.to(value.device, non_blocking=True)
+            return (value * scales[value.device]).to(value.dtype)
+        if isinstance(value, Mapping):
+            scaled: Any = copy.copy(value)  # keeps the type, and what it is made with
+            for key, item in value.items():
+                scaled[key] = self._scaled(item, scales)
+            return scaled
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+            raise ValueError(f"expected tensors, or a structure of tensors, to scale, found {value!r}")
+        items = (self._scaled(item, scales) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make(items)
+        return type(value)(items) if isinstance(value, (list, tuple)) else items
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, Tensor]:
+        """Unscale this rank's gradients, and tell for each device whether any rank found one that is not finite.
+
+        Torch's unscaling and torch's fused steps both come through here.
+        """
+        _coalesce_fp16(optimizer)
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, found_inf, allow_fp16=True
+        )
+        if not found:  # this rank may own no part of what is optimized; it is asked all the same
+            found = {found_inf.device: found_inf}
+        self._agree(list(found.values()))
+        return found
+
+    def _agree(self, found: Sequence[Tensor]) -> None:
+        """Set all of `found` to 1 where any of them is, on any rank; one element each, whatever their devices.
+
+        One collective for each group, however many devices a rank has gradients on: that number may differ
+        between ranks.
+        """
+        device = found[0].device
+        if device.type == "cpu":  # which the group of an accelerator may not reach
+            device = torch.device(self._device)
+        agreed = torch.stack([flag.to(device).reshape(()) for flag in found]).amax()
+        for group in self._groups():
+            group.all_reduce(agreed, op=ReduceOp.MAX, label="found_inf").wait()
+        for flag in found:
+            flag.copy_(agreed)
+
+    def _groups(self) -> list[Collectives]:
+        """The groups to agree in; none where this rank is alone."""
+        given = self.process_group
+        if given is None:
+            here = current_collectives()
+            if here is None and dist.is_available() and dist.is_initialized():
+                here = ProcessGroupCollectives()
+            return [] if here is None else [here]
+        topologies = [resolve_topology(one) for one in (given if isinstance(given, Sequence) else [given])]
+        return [
+            group
+            for topology in topologies
+            for group in (topology.shard, topology.replicate)
+            if group is not None
+        ]
+
+
+def _coalesce_fp16(optimizer: torch.optim.Optimizer) -> None:
+    """Add up in fp32 the values that a sparse fp16 gradient has for one place; what fp16 cannot hold is infinite."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
+                parameter.grad = gradient.float().coalesce().half()
