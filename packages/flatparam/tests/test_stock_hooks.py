@@ -214,10 +214,6 @@ def test_a_hook_inside_groups_only(strategy: Strategy) -> None:
         assert_same_state(found, reference(4, mean))
 
 
-@pytest.mark.xfail(
-    reason="Unit.divisors does not know that a hook for all_reduce alone averages over the copies",
-    strict=True,
-)
 @pytest.mark.parametrize("strategy", HYBRID, ids=str)
 def test_a_hook_across_groups_only(strategy: Strategy) -> None:
     """L-29: a hook for the stage `all_reduce` averages; the gradient is not divided by these ranks once more."""
@@ -231,10 +227,6 @@ def test_a_hook_across_groups_only(strategy: Strategy) -> None:
         assert_same_state(found, expected)
 
 
-@pytest.mark.xfail(
-    reason="with shard groups of one rank the hook averages over that rank alone, and nothing over the copies",
-    strict=True,
-)
 @pytest.mark.parametrize("strategy", HYBRID, ids=str)
 def test_a_hook_where_each_group_is_one_rank(strategy: Strategy) -> None:
     """S-121: with one rank in each shard group the gradients are averaged over the copies all the same."""
@@ -334,9 +326,6 @@ def test_a_copied_model_keeps_its_hooks() -> None:
     on_ranks(2, trains_alike)
 
 
-@pytest.mark.xfail(
-    reason="a hook is given the gradient ledger's own tensor, whose memory it must not exchange", strict=True
-)
 @pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.NO_SHARD], ids=str)
 def test_a_hook_may_give_a_gradient_other_memory(strategy: Strategy) -> None:
     """S-071: a hook that sets `grad.data`, as torch's own compressing hooks do, trains as ours that does not."""

@@ -51,9 +51,10 @@ class CommHooks:
 
 
 def _call(hook: Callable[..., Any], state: Any, in_place: bool, source: Tensor, target: Tensor) -> None:
+    given = source.detach()  # a hook may give what it gets other memory, as torch's compressing hooks do
     if not in_place:
-        hook(state, source, target)
+        hook(state, given, target)
         return
-    hook(state, source)
-    if target is not source:
-        target.copy_(source)
+    hook(state, given)
+    if target is not source or given.data_ptr() != source.data_ptr():
+        target.copy_(given)

@@ -199,9 +199,12 @@ class Unit:
             if topology.shard.size == 1 or self.hooks.all_reduce is not None:
                 replicas = 1
             return 1.0, float(replicas)
+        size = topology.data_parallel_size
+        if self.hooks.all_reduce is not None:  # likewise, over the copies of a shard
+            size = topology.shard.size
         if self.divide_factor is not None:
-            return split_divisor(self.divide_factor, topology.data_parallel_size)
-        return gradient_divisors(topology.data_parallel_size)
+            return split_divisor(self.divide_factor * size / topology.data_parallel_size, size)
+        return gradient_divisors(size)
 
     @property
     def is_needed(self) -> bool:

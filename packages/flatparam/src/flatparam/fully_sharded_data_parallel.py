@@ -121,8 +121,8 @@ class FullyShardedDataParallel(WithState):
         super().__init__()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
-                f"a {type(module).__name__} has no forward pass, so nothing gathers the parameters of this unit; wrap "
-                "the modules inside it, or the module around it",
+                f"a {type(module).__name__} has no forward pass, so its parameters are gathered for each call of a "
+                "module inside it; wrap those, or the module around it",
                 stacklevel=2,
             )
         resolved = resolve(module, given)
@@ -199,7 +199,7 @@ class FullyShardedDataParallel(WithState):
     def _group(self) -> Collectives:
         """The ranks that the parameters are sharded over; where they are not, those that hold copies of them."""
         topology = self._unit.plan.topology
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD and topology.replicate is not None:
+        if topology.shard.size == 1 and topology.replicate is not None:
             return topology.replicate
         return topology.shard
 
