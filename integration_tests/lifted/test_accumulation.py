@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision as TorchPrecision
 
 from flatparam import CPUOffload, MixedPrecision
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     RANKS,
     batch,
@@ -56,14 +56,10 @@ def torch_l09(group: Collectives, use_orig_params: bool) -> None:
     square_loss(model, 0, group.rank).backward()
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l08, torch_l09])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l08,
+    torch_l09,
+)
 
 
 @pytest.mark.processes

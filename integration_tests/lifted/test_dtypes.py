@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_runtime import EventLog, observe
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     both_exposures,
     full_parameters,
@@ -122,16 +122,14 @@ def trained_mixed(group: Collectives, use_orig_params: bool, strategy: ShardingS
     return full_parameters(model)
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(
-        group, [torch_l24, torch_l25_mixed, torch_l25_complex, torch_l25_integer, torch_l26, ours_l25]
-    )
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l24,
+    torch_l25_mixed,
+    torch_l25_complex,
+    torch_l25_integer,
+    torch_l26,
+    ours_l25,
+)
 
 
 @pytest.mark.processes

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     Loss,
     batch,
@@ -74,14 +74,12 @@ def torch_l23(group: Collectives, use_orig_params: bool) -> list[Tensor | None]:
     return list(torch.autograd.grad(square_loss(model, 0, group.rank), parameters, allow_unused=True))
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l21_penalty, torch_l21_create_graph, torch_l22, torch_l23])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l21_penalty,
+    torch_l21_create_graph,
+    torch_l22,
+    torch_l23,
+)
 
 
 @pytest.mark.processes
@@ -115,6 +113,7 @@ def test_l21_penalties_train(loss: Loss, units: Units, strategy: str, use_orig_p
         assert_same_tensors(found, expected, "parameter")
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @both_exposures
 @both_strategies
 @both_wrappings

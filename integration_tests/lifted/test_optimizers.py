@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     adamw,
     batch,
@@ -83,14 +83,11 @@ def torch_l07_groups_by_ndim(group: Collectives, use_orig_params: bool) -> list[
     return [p.ndim for p in model.parameters()]
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l06, torch_l07_optimizer_first, torch_l07_groups_by_ndim])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l06,
+    torch_l07_optimizer_first,
+    torch_l07_groups_by_ndim,
+)
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_runtime import DivergenceError
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     RANKS,
     STEPS,
@@ -117,14 +117,13 @@ def trained_in(group: Collectives, use_orig_params: bool, **where: Any) -> dict[
     return full_parameters(model)
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l01, torch_l03, torch_l12, ours_l01_later, ours_l03])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l01,
+    torch_l03,
+    torch_l12,
+    ours_l01_later,
+    ours_l03,
+)
 
 
 @pytest.mark.processes

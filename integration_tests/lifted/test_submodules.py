@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_runtime import EventLog, observe
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     batch,
     both_exposures,
@@ -83,14 +83,11 @@ def torch_l20_generate(group: Collectives, use_orig_params: bool) -> Tensor:
     return fsdp1(seeded(Coder), nn.Linear, use_orig_params=use_orig_params).generate(batch(0, 0))
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l20_first, torch_l20_after_root, torch_l20_generate])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l20_first,
+    torch_l20_after_root,
+    torch_l20_generate,
+)
 
 
 @pytest.mark.processes

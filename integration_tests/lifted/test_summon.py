@@ -17,7 +17,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_core import FlatParamError
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     batch,
     both_exposures,
@@ -89,14 +89,11 @@ def torch_l28_forward(group: Collectives, use_orig_params: bool) -> tuple[Tensor
         )
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l27, torch_l28_nested, torch_l28_forward])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l27,
+    torch_l28_nested,
+    torch_l28_forward,
+)
 
 
 @functools.cache

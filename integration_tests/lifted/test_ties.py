@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     STEPS,
     Build,
@@ -86,14 +86,7 @@ def torch_l02(group: Collectives, use_orig_params: bool) -> dict[str, Tensor]:
     return named_twice(model)
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l02])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (torch_l02,)
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ from flatparam import FullStateDictConfig, StateDictType
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
 from flatparam_runtime import fingerprint, tree_of
-from integration_tests.lifted.torch_half import Outcome, Outcomes, attempt_all, fsdp1, launch
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     batch,
     both_exposures,
@@ -25,7 +25,7 @@ from integration_tests.lifted.training import (
 )
 
 PASSES = 4
-MANY = 50
+MANY = 20
 
 
 def torch_l10(group: Collectives, use_orig_params: bool) -> list[str]:
@@ -49,14 +49,10 @@ def torch_l11(group: Collectives, use_orig_params: bool) -> list[int]:
     return lengths
 
 
-def attempt(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    return attempt_all(group, [torch_l10, torch_l11])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Outcomes:
-    """What two processes came to."""
-    return launch(attempt)
+HALVES = (
+    torch_l10,
+    torch_l11,
+)
 
 
 @pytest.mark.processes
@@ -117,7 +113,6 @@ def references_after(model: nn.Module, group: Collectives, passes: int, recorded
     with torch.set_grad_enabled(recorded):
         for _ in range(passes):
             model(batch(0, group.rank))
-    gc.collect()
     seen: dict[int, object] = {}
     references = 0
     todo: list[object] = [vars(model)]

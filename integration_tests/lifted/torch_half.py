@@ -1,9 +1,14 @@
-"""The half of a row that is about torch: its FSDP1 on two gloo processes, every row of a file in one launch."""
+"""The half of a row that is about torch: its FSDP1 on two gloo processes, every row in one launch.
+
+A test file lists the functions that are to run there in `HALVES`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
@@ -29,7 +34,7 @@ class Outcome:
 
 @attrs.frozen(eq=False)
 class Outcomes:
-    """What the halves of a file came to."""
+    """What the halves came to, on each rank."""
 
     of_ranks: list[Mapping[tuple[str, bool], Outcome]]
 
@@ -59,13 +64,19 @@ def fsdp1(module: nn.Module, *units: type[nn.Module], **arguments: Any) -> Fully
     )
 
 
-def attempt_all(group: Collectives, halves: Iterable[Half]) -> dict[tuple[str, bool], Outcome]:
+def halves() -> Iterator[Half]:
+    """Those of every test file beside this one."""
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        yield from importlib.import_module(f"integration_tests.lifted.{file.stem}").HALVES
+
+
+def attempt_all(group: Collectives) -> dict[tuple[str, bool], Outcome]:
     """This rank's outcomes. Halves fail on every rank or on none, so that none leaves another waiting."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, and says so at every turn
+        warnings.simplefilter("ignore")  # torch's wrapper is deprecated, and says so at every turn
         return {
             (half.__name__, use_orig_params): _attempt(half, group, use_orig_params)
-            for half in halves
+            for half in halves()
             for use_orig_params in (False, True)
         }
 
@@ -77,6 +88,6 @@ def _attempt(half: Half, group: Collectives, use_orig_params: bool) -> Outcome:
         return Outcome(error=f"{type(error).__name__}: {error}")
 
 
-def launch(attempt: Callable[[Collectives], dict[tuple[str, bool], Outcome]]) -> Outcomes:
-    """Run `attempt`, a function at the top level of a test file, on two processes."""
-    return Outcomes(run_processes(2, attempt, timeout=100, pg_timeout=30))
+def launch() -> Outcomes:
+    """Run every half on two processes."""
+    return Outcomes(run_processes(2, attempt_all, timeout=100, pg_timeout=30))
