@@ -90,7 +90,7 @@ def test_l08_sums_wait_in_the_reduction_dtype(use_orig_params: bool) -> None:
 def test_l08_bits_of_a_sum_in_the_reduction_dtype(
     use_orig_params: bool, reduce_dtype: torch.dtype | None
 ) -> None:
-    """L-08: bfloat16 gradients, each half of it cast to the reduction dtype and added there, micro-batch by micro-batch."""
+    """L-08: bfloat16 gradients, each half of it cast to the reduction dtype and added there, one by one."""
 
     def rank(group: Collectives) -> dict[str, Tensor | None]:
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -126,8 +126,8 @@ def low_precision_sum(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
 def test_l09_torch_does_not_offload_on_the_cpu(processes: Outcomes, use_orig_params: bool) -> None:
     """L-09: without an accelerator torch refuses CPUOffload altogether.
 
-    So the row's claim, that a second pass replaces the gradients of the first, cannot be seen here: it is about gradients
-    on another device than the parameters that are computed with.
+    So the row's claim, that a second pass replaces the gradients of the first, cannot be seen here: it is about
+    gradients on another device than the parameters that are computed with.
     """
     assert processes.error(torch_l09, use_orig_params).startswith("RuntimeError")
 

@@ -93,7 +93,7 @@ HALVES = (
 @pytest.mark.processes
 @both_exposures
 def test_l06_torch_decays_what_was_not_used(processes: Outcomes, use_orig_params: bool) -> None:
-    """L-06: what was not used in a used unit has a gradient of zero in torch, and AdamW decays it, also as originals."""
+    """L-06: what was not used in a used unit has a gradient of zero in torch, and AdamW decays it, originals too."""
     of_ranks = processes.values(torch_l06, use_orig_params)
     grads = [grad for found, _ in of_ranks for grad in found]
     assert all(grad is not None and not grad.any() for grad in grads)

@@ -102,7 +102,7 @@ def test_l20_torch_fails_outside_of_the_root(
 
 @pytest.mark.processes
 def test_l20_torch_works_by_accident(processes: Outcomes) -> None:
-    """L-20: with use_orig_params=False, after a forward pass of the root, its own parameters are still there in torch."""
+    """L-20: with use_orig_params=False, once the root has run, its own parameters are still there in torch."""
     for found in processes.values(torch_l20_after_root, False):
         assert torch.equal(found, seeded(Coder).decoder(batch(0, 0)))
 

@@ -233,7 +233,7 @@ def test_l28_torch_has_no_forward_inside_for_flat_parameters(processes: Outcomes
 
 @pytest.mark.processes
 def test_l28_torch_shows_shards_after_a_forward_inside(processes: Outcomes) -> None:
-    """L-28: with use_orig_params=True torch 2.13 does run the forward pass, but from then on the context shows shards."""
+    """L-28: with use_orig_params=True torch 2.13 runs the forward pass, but then the context shows shards."""
     for rank, (found, shows_full) in enumerate(processes.values(torch_l28_forward, True)):
         assert torch.equal(found, seeded(mlp)(batch(0, rank)))
         assert not shows_full
@@ -287,7 +287,7 @@ def test_l28_every_nesting(use_orig_params: bool) -> None:
 @both_exposures
 @pytest.mark.parametrize("recurse", [True, False])
 def test_l28_contexts_of_parts(use_orig_params: bool, recurse: bool) -> None:
-    """L-28: a unit inside may be summoned in the context of the whole, or the whole in that of a unit: changes add up."""
+    """L-28: a unit inside may be summoned in the context of all, or all in that of a unit: changes add up."""
 
     def rank(group: Collectives) -> dict[str, Tensor]:
         model = wrapped(seeded(mlp), nn.Linear, use_orig_params=use_orig_params)
@@ -314,7 +314,7 @@ def test_l28_contexts_of_parts(use_orig_params: bool, recurse: bool) -> None:
 )
 @both_exposures
 def test_l28_changes_after_an_inner_context(use_orig_params: bool) -> None:
-    """L-28: what is changed in the outer context after an inner one has ended is kept, as what was changed before is."""
+    """L-28: what is changed in the outer context after an inner one has ended is kept, as what came before is."""
 
     def rank(group: Collectives) -> dict[str, Tensor]:
         model = wrapped(seeded(mlp), nn.Linear, use_orig_params=use_orig_params)

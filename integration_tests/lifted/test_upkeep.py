@@ -97,7 +97,7 @@ def test_l11_torch_grows_in_inference(processes: Outcomes, use_orig_params: bool
 @both_exposures
 @pytest.mark.parametrize("recorded", [False, True], ids=["no-grad", "graph-dropped"])
 def test_l11_inference_leaves_nothing(use_orig_params: bool, recorded: bool) -> None:
-    """L-11: forward passes without a backward do not add one object, nor one reference, each to what hangs on a model."""
+    """L-11: forward passes without a backward do not each add an object or a reference to what hangs on a model."""
 
     def rank(group: Collectives) -> list[int]:
         model = wrapped(seeded(mlp), nn.Linear, use_orig_params=use_orig_params)
