@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam_comm import Collectives
-from flatparam_runtime import EventLog, observe
+from flatparam_runtime import EventLog, observe, units_in
 from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     batch,
@@ -113,21 +113,11 @@ def test_l20_torch_fails_on_originals_after_the_root_too(processes: Outcomes) ->
     assert processes.error(torch_l20_after_root, True).startswith("RuntimeError")
 
 
-TWICE = pytest.mark.xfail(
-    reason="a unit that is complete and waits for its turn to be reduced, and is entered again, is reduced twice",
-    strict=True,
-)
-
-
 @both_exposures
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize(
     ("call", "units"),
-    [
-        pytest.param(call, units, marks=[TWICE] if call == "module-then-forward" and UNITS[units] else [])
-        for call in CALLS
-        for units in UNITS
-    ],
+    [pytest.param(call, units) for call in CALLS for units in UNITS],
 )
 def test_l20_anything_may_be_called(call: str, units: str, strategy: str, use_orig_params: bool) -> None:
     """L-20: any submodule, and a method that is registered, finds full parameters, and is trained by its loss."""
@@ -168,19 +158,19 @@ def test_l20_inference_by_a_method(use_orig_params: bool) -> None:
         assert residencies == ["SHARDED"] * 4
 
 
-@pytest.mark.xfail(
-    reason="a wrapper is a module inside the unit around it, which it wakes where it is called by itself",
-    strict=True,
-)
 @both_exposures
 def test_l20_a_unit_that_is_called_alone_gathers_itself_only(use_orig_params: bool) -> None:
     """L-20: calling a unit by itself costs the memory and the traffic of that unit, not those of the unit around it."""
 
-    def rank(group: Collectives) -> set[str]:
+    def rank(group: Collectives) -> None:
         model = wrapped(seeded(Coder), nn.Linear, use_orig_params=use_orig_params)
         log = EventLog()
         with torch.no_grad(), observe(model.module, log):
             model.decoder(batch(0, group.rank))
-        return {event.unit for event in log.events}
+        decoder = next(unit for unit in units_in(model.decoder))
+        assert log.events
+        assert {(event.unit, event.nbytes) for event in log.events} == {
+            (decoder.name, decoder.unsharded_nbytes)
+        }
 
-    assert on_two_ranks(rank) == [{"decoder"}, {"decoder"}]
+    on_two_ranks(rank)

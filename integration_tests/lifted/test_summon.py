@@ -116,12 +116,6 @@ def test_l27_torch_refuses_combinations(processes: Outcomes, use_orig_params: bo
                 assert part in message
 
 
-COPIES = pytest.mark.xfail(
-    reason="rank0_only means the first rank of each shard group, and with NO_SHARD every rank is one by itself",
-    strict=True,
-)
-
-
 @both_exposures
 @pytest.mark.parametrize(
     ("wishes", "strategy"),
@@ -130,7 +124,6 @@ COPIES = pytest.mark.xfail(
             wishes,
             strategy,
             id=f"{told(wishes)}-{strategy}",
-            marks=[COPIES] if strategy == "NO_SHARD" and wishes["rank0_only"] and wishes["writeback"] else [],
         )
         for wishes in ALL
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -174,7 +167,7 @@ def test_l27_every_combination(wishes: dict[str, bool], strategy: str, use_orig_
 
 
 @both_exposures
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=COPIES)])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 def test_l27_rank0_only_shows_nothing_elsewhere(
     offload_to_cpu: bool, strategy: str, use_orig_params: bool
@@ -308,10 +301,6 @@ def test_l28_contexts_of_parts(use_orig_params: bool, recurse: bool) -> None:
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.xfail(
-    reason="the outer context takes what the inner one wrote back for an optimizer's step, and drops its own changes",
-    strict=True,
-)
 @both_exposures
 def test_l28_changes_after_an_inner_context(use_orig_params: bool) -> None:
     """L-28: what is changed in the outer context after an inner one has ended is kept, as what came before is."""

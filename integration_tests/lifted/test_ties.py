@@ -164,16 +164,8 @@ class Skipping(Tied):
         return self.second(x)
 
 
-NEVER_RUN = pytest.mark.xfail(
-    reason="the leaves of a unit are watched from its own first forward on, not from that of a unit that borrows some",
-    strict=True,
-)
-
-
 @both_exposures
-@pytest.mark.parametrize(
-    "owner_has_run", [True, pytest.param(False, marks=NEVER_RUN)], ids=["run-before", "never-run"]
-)
+@pytest.mark.parametrize("owner_has_run", [True, False], ids=["run-before", "never-run"])
 def test_l02_a_tie_of_which_one_use_is_skipped(owner_has_run: bool, use_orig_params: bool) -> None:
     """L-02: where a pass runs only the unit that does not own the weight, the weight is trained by that use alone."""
 

@@ -40,6 +40,11 @@ class Topology:
         return _same_again, ((self.shard.size, self.shard.rank), replicate)
 
     @property
+    def group(self) -> Collectives:
+        """The ranks of which the first speaks for all: those that share a buffer, or else those that hold copies."""
+        return self.replicate if self.replicate is not None and self.shard.size == 1 else self.shard
+
+    @property
     def data_parallel_size(self) -> int:
         """Over how many ranks a gradient is averaged."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)

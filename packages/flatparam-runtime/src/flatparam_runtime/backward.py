@@ -42,7 +42,10 @@ class UnitBackward:
     """What a unit waits for: the leaves and the inputs whose gradients the engine is going to compute."""
 
     leaves: set[LeafKey]
-    inputs: set[object]
+    run: int
+    """The autograd run that computes them: a reentrant checkpoint has one of its own inside another, and may reach
+    a leaf that the other one reaches too."""
+    inputs: set[object] = attrs.field(factory=set)
     keeps_parameters: bool = False
     """Whether the full parameters stay until the end of the pass."""
 
@@ -93,6 +96,8 @@ class BackwardPass:
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
+    run: int = attrs.field(factory=torch._C._current_graph_task_id)
+    """The autograd run that the pass began in."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
 
     @classmethod
@@ -155,11 +160,9 @@ class BackwardPass:
         state = self.active.get(unit) or self._activate(unit)
         before, _ = unit.divisors
         unit.handles[number].deposit(index, divisor=before)
-        if (
-            number,
-            index,
-        ) in state.leaves:  # else it comes from a nested run (reentrant checkpointing): more may follow
-            state.leaves.discard((number, index))
+        key = (number, index)
+        if key in state.leaves and torch._C._current_graph_task_id() == state.run:  # else more may follow
+            state.leaves.discard(key)
             if state.is_complete:
                 self._complete(unit)
 
@@ -179,9 +182,14 @@ class BackwardPass:
             raise RuntimeError(
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
             )
+        if unit in self.ready:  # it was complete, and is reached again: what was collected stays
+            self.ready.remove(unit)
         unit.move(Phase.BACKWARD)
-        leaves = self.expected[unit] if unit in self.expected else _leaves_to_come(unit)
-        state = self.active[unit] = UnitBackward(leaves, set())
+        if unit in self.expected:
+            state = UnitBackward(self.expected[unit], self.run)
+        else:
+            state = UnitBackward(_leaves_to_come(unit), torch._C._current_graph_task_id())
+        self.active[unit] = state
         return state
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
@@ -209,13 +217,22 @@ class BackwardPass:
     def _leave(self, unit: Unit) -> None:
         state = self.active.pop(unit)
         self.expected.pop(unit, None)
-        if not state.keeps_parameters and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
-            unit.reshard()
+        if not state.keeps_parameters:
+            self._free(unit)
+        for lender in unit.lenders:
+            if lender not in self.active:
+                self._free(lender)
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
             unit.unsynced.update(unit.trainable)
         self.ready.append(unit)
         self._reduce_ready()
+
+    def _free(self, unit: Unit) -> None:
+        """Free the full parameters, unless a unit that is under way borrows some."""
+        is_lent = any(borrower in self.active for borrower in unit.borrowers)
+        if not is_lent and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
+            unit.reshard()
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
         """Start the reductions whose turn it is: of the complete units, the last to begin first."""

@@ -55,8 +55,19 @@ def attach(unit: Unit) -> None:
                 unit, child, "forward", _call_inside, uses_parameters=not users.isdisjoint(child.modules())
             )
             for child in inside(module)
+            if not _is_shell(child)
         )
     )
+
+
+def _is_shell(module: nn.Module) -> bool:
+    """Whether it is nothing but something around one unit, so that calling it is calling that unit."""
+    while unit_of(module) is None:
+        children = list(module.children())
+        if len(children) != 1 or module._parameters or module._buffers:
+            return False
+        (module,) = children
+    return True
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -93,9 +104,9 @@ def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     call = enter_forward(tree_of(unit), unit, module)
-    for handle in unit.handles:
-        if not handle.form.is_watched:
-            _watch_leaves(unit)
+    for each in (unit, *unit.lenders):
+        if not all(handle.form.is_watched for handle in each.handles):
+            _watch_leaves(each)
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)

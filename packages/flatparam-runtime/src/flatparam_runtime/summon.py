@@ -40,7 +40,8 @@ def summon_full_params(
         recurse: also the units below `module`, not only its own.
         writeback: take over what was changed inside; each rank keeps its own part of its own changes, with
             `rank0_only` of rank 0's.
-        rank0_only: only the first rank of each shard group gets full parameters; the others see their shards.
+        rank0_only: only the first rank of each group that shares a shard (of all, where nothing is sharded) gets full
+            parameters; the others see their shards.
         offload_to_cpu: put the full parameters in CPU memory.
         with_grads: show full gradients as `.grad` too; `writeback` takes over their changes as well.
 
@@ -84,8 +85,8 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
         unit.summoned = wishes
         for handle in unit.handles:
             handle.exposure.list_flat_parameter(False)
+        unit.summon_stamp = unit.stamp()
     unit.pins += 1
-    before = unit.stamp()
     try:
         yield
     finally:
@@ -96,11 +97,10 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
                 handle.exposure.list_flat_parameter(True)
         if unit.residency is not Residency.UNSHARDED:
             pass  # an exception in a pass has brought everything to rest
-        elif (
-            wishes.writeback and unit.stamp() == before
-        ):  # what an optimizer did to the shards meanwhile is newer
+        elif wishes.writeback and unit.stamp() == unit.summon_stamp:  # else an optimizer's step is newer
             for handle in unit.handles:
                 handle.write_back()
+            unit.summon_stamp = unit.stamp()
         unit.reshard()
 
 
@@ -110,7 +110,7 @@ def _copied(unit: Unit, wishes: Wishes) -> Iterator[None]:
     unit.summoned = wishes
     try:
         copies = [_Copy.make(unit, handle, wishes) for handle in unit.handles]
-        here = not wishes.rank0_only or unit.plan.topology.shard.rank == 0
+        here = not wishes.rank0_only or unit.plan.topology.group.rank == 0
         with shown(unit, [copy.parameters for copy in copies]) if here else contextlib.nullcontext():
             yield
         if wishes.writeback:
@@ -188,7 +188,7 @@ class _Copy:
     def _own_part(self, full: Tensor) -> Tensor:
         if self.rank0_only:
             sent = full.to(self.handle.device)
-            self.unit.plan.topology.shard.broadcast(sent, root=0, label=self.unit.name).wait()
+            self.unit.plan.topology.group.broadcast(sent, root=0, label=self.unit.name).wait()
             full = sent
         span = self.handle.layout.shard_span(self.handle.rank)
         return full[span.as_slice()].to(self.handle.flat_param.device)

@@ -107,6 +107,8 @@ class Unit:
     """How many `summon_full_params` contexts keep the full parameters in memory, in full precision."""
     summoned: Wishes | None = None
     """What the outermost of them asked for."""
+    summon_stamp: int = 0
+    """The stamp of the shards when they were last the same as what is summoned."""
     buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
     inner: InnerCalls = attrs.field(factory=InnerCalls)
     """Of the modules inside it, while it is not called itself."""

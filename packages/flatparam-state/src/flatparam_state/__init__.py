@@ -5,7 +5,7 @@ from flatparam_state.model import clean_keys, full_state_shown, model_state_dict
 from flatparam_state.model_load import FullLoad, load_model_state
 from flatparam_state.optim_load import load_optimizer_state
 from flatparam_state.optim_save import optimizer_state_dict
-from flatparam_state.places import Place, places_in
+from flatparam_state.places import Place, places_in, places_of
 
 __version__ = "0.1.0"
 
@@ -22,5 +22,6 @@ __all__ = [
     "model_state_dict",
     "optimizer_state_dict",
     "places_in",
+    "places_of",
     "shard_of",
 ]

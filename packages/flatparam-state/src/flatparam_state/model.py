@@ -11,7 +11,7 @@ from torch import nn
 
 from flatparam_runtime import Phase, clean_fqn, inspecting, shown, units_in
 from flatparam_state.codec import gather
-from flatparam_state.places import Place, places_in
+from flatparam_state.places import Place, places_of
 
 __all__ = ["clean_keys", "full_state_shown", "model_state_dict"]
 
@@ -30,17 +30,15 @@ def full_state_shown(
         rank0_only: only rank 0 of each unit keeps them; elsewhere the parameters are absent from the state.
     """
     device = torch.device("cpu") if offload_to_cpu else None
-    places: dict[int, list[Place]] = {}
-    for place in places_in(model):
-        places.setdefault(id(place.unit), []).append(place)
+    units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.lenders, unit))
     with contextlib.ExitStack() as stack:
-        for unit in units_in(model):
+        for unit in units:
             if unit.phase is Phase.INSPECTING:
                 continue
             stack.enter_context(inspecting(unit))
-            keep = not rank0_only or unit.plan.topology.shard.rank == 0
+            keep = not rank0_only or unit.plan.topology.group.rank == 0
             values: list[list[nn.Parameter | None]] = []
-            for place in places.get(id(unit), []):
+            for place in places_of(unit)[: len(unit.handles)]:
                 full = _full(place, device, keep)
                 parameters: list[nn.Parameter | None] = [
                     nn.Parameter(place.handle.present(index, tensor), requires_grad=False)

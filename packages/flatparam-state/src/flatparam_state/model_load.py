@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -38,8 +38,11 @@ class FullLoad:
     """The clean names of entries that torch no longer finds, since this has taken them."""
 
     @classmethod
-    def begin(cls, places: Iterable[Place]) -> Self:
+    def begin(cls, places: Iterable[Place], modules: Collection[nn.Module] | None = None) -> Self:
         """Open the loading of `places`, whose full parameters are freed first.
+
+        Args:
+            modules: those whose entries are taken; by default all that hold a parameter of `places`.
 
         Raises:
             FlatParamError: inside a forward or backward pass.
@@ -54,7 +57,8 @@ class FullLoad:
             place.unit.reshard()
             for index, infos in enumerate(place.handle.param_infos):
                 for info in infos:
-                    wanted.setdefault(info.module, {})[info.param_name] = (place, index)
+                    if modules is None or info.module in modules:
+                        wanted.setdefault(info.module, {})[info.param_name] = (place, index)
         for module, parameters in wanted.items():
             loading.watch(module, functools.partial(loading._take, parameters))
         return loading

@@ -138,5 +138,5 @@ def _gathered(
 
 def _rank(model: nn.Module) -> int:
     for place in places_in(model):
-        return place.unit.plan.topology.shard.rank
+        return place.unit.plan.topology.group.rank
     return 0

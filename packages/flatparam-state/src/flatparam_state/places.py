@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from flatparam_runtime import FlatParamHandle, Unit, clean_fqn, unit_of
 
-__all__ = ["Place", "places_in"]
+__all__ = ["Place", "places_in", "places_of"]
 
 
 @final
@@ -38,6 +38,11 @@ class Place:
             tuple(prefix + name for prefix in self.prefixes for name in (slot.spec.fqn, *slot.spec.aliases))
             for slot in self.handle.layout.slots
         )
+
+
+def places_of(unit: Unit) -> tuple[Place, ...]:
+    """The flat parameters that `unit` uses, its own and those that it borrows, under their names in their units."""
+    return tuple(Place(("",), each, handle) for each in (unit, *unit.lenders) for handle in each.handles)
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:

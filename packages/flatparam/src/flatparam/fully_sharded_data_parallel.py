@@ -198,10 +198,7 @@ class FullyShardedDataParallel(WithState):
     @property
     def _group(self) -> Collectives:
         """The ranks that the parameters are sharded over; where they are not, those that hold copies of them."""
-        topology = self._unit.plan.topology
-        if topology.shard.size == 1 and topology.replicate is not None:
-            return topology.replicate
-        return topology.shard
+        return self._unit.plan.topology.group
 
     @property
     def rank(self) -> int:

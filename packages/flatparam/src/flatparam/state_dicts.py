@@ -23,8 +23,8 @@ from flatparam.api import (
 from flatparam.compat import as_config, as_enum
 from flatparam.errors import NotYetSupportedError
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_runtime import unit_of
-from flatparam_state import FullLoad, clean_keys, full_state_shown, places_in
+from flatparam_runtime import inside, unit_of
+from flatparam_state import FullLoad, clean_keys, full_state_shown, places_of
 
 __all__ = ["Loading", "default_settings", "resolve_settings", "saving"]
 
@@ -120,7 +120,9 @@ class Loading:
             self._inside.clear()
         inner = wrapper._modules[FSDP_WRAPPED_MODULE]
         assert inner is not None, "the wrapper always has its module"
-        self._current = FullLoad.begin(place for place in places_in(inner) if place.unit is unit_of(inner))
+        unit = unit_of(inner)
+        places = () if unit is None else places_of(unit)
+        self._current = FullLoad.begin(places, {inner, *inside(inner)})
         self._errors = errors
         outermost._inside.append(self._current)
         below = f"{prefix}{FSDP_WRAPPED_MODULE}."
