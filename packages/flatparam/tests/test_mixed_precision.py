@@ -243,8 +243,8 @@ def test_batch_norm_is_left_out() -> None:
 def test_other_classes_may_be_left_out() -> None:
     """S-051: `_module_classes_to_ignore` names the classes; an empty one leaves out none."""
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3))
+    asked = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=(nn.LayerNorm,))
     with pytest.warns(UserWarning, match="LayerNorm"):
-        asked = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=(nn.LayerNorm,))
         model = FSDP(module, HERE, mixed_precision=asked, auto_wrap_policy=LINEAR)
     assert {type(m.module) for m in FSDP.fsdp_modules(model)} == {nn.Sequential, nn.Linear, nn.LayerNorm}
     none = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
