@@ -138,3 +138,34 @@ def test_the_bits_of_torch_on_a_mesh(name: str, use_orig_params: bool) -> None:
     for of_rank in of_four_ranks():
         mine, other = of_rank[name, use_orig_params]
         assert_same_training(mine, other, norms=not (use_orig_params and HYBRID[name].get("precision")))
+
+
+def several_forwards(group: Collectives) -> Any:
+    """For both strategies, with and without an unsynchronised backward before: our gradients, summoned, and torch's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            [gradients(package, strategy, accumulated, group.rank) for package in (ours, theirs)]
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+            for accumulated in (False, True)
+        ]
+
+
+def gradients(package: Any, strategy: str, accumulated: bool, rank: int) -> dict[str, Tensor]:
+    model: Any = wrapped(package, {"strategy": strategy}, use_orig_params=True)
+    first, second, third = inputs(rank)
+    if accumulated:
+        with model.no_sync():
+            model(third).square().mean().backward()
+    losses = [model(x).square().mean() for x in (first, second)]
+    (losses[0] + losses[1]).backward()
+    with package.FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.timeout(180)
+def test_several_forwards() -> None:
+    """S-042: the gradients of two forwards before one backward have the bits of torch's, which can do no more."""
+    for of_rank in run_processes(2, several_forwards, timeout=110, pg_timeout=30):
+        for mine, other in of_rank:
+            assert_same_state(mine, other)

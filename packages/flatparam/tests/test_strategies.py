@@ -242,3 +242,20 @@ def test_limit_all_gathers(limited: bool) -> None:
     """S-022: both values train to the same bits."""
     for state in on_ranks(2, lambda world: trained(world.rank, limit_all_gathers=limited)):
         assert_same_state(state, local(2))
+
+
+@pytest.mark.parametrize("strategy", [*PLAIN, *HYBRID], ids=lambda strategy: strategy.name)
+def test_every_replica_starts_from_the_first_rank(strategy: ShardingStrategy) -> None:
+    """S-020: `sync_module_states` reaches every rank of every group, whatever values it has made."""
+
+    def rank(world: Collectives) -> Any:
+        return FSDP(
+            seeded(mlp, seed=world.rank),
+            pair(world) if strategy in HYBRID else None,
+            strategy,
+            auto_wrap_policy=LINEAR,
+            sync_module_states=True,
+        ).state_dict()
+
+    for state in on_ranks(4, rank):
+        assert_same_state(state, seeded(mlp, seed=0).state_dict())
