@@ -73,7 +73,7 @@ def page() -> str:
 
 
 def _line(row: Row) -> str:
-    status = f"{row.status}: {row.lacks}" if row.lacks else row.status
+    status = f"{row.status}. {row.lacks}" if row.lacks else row.status
     tests = "<br>".join(f"`{test.removeprefix('packages/').replace('/tests/', '/')}`" for test in row.tests)
     return f"| {row.id} | {row.title} | {status} | {tests} |\n"
 
