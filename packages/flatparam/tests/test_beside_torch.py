@@ -1,6 +1,7 @@
 """The same training by torch's FSDP1, in the same real processes over gloo: losses, gradients and parameters to the bit."""
 
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -49,8 +50,20 @@ def wrapped(package: Any, setting: dict[str, Any], use_orig_params: bool) -> nn.
         mixed_precision=None if precision is None else package.MixedPrecision(**precision),
         device_id=torch.device("cpu"),
         use_orig_params=use_orig_params,
-        device_mesh=setting.get("mesh"),
+        **groups_of(package, setting),
     )
+
+
+def groups_of(package: Any, setting: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that say which ranks share what; where we find them ourselves, torch has the mesh of two by two."""
+    if not setting.get("strategy", "").lstrip("_").startswith("HYBRID"):
+        return {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if setting.get("groups") == "pair":
+        return {"process_group": (mesh.get_group("shard"), mesh.get_group("replicate"))}
+    if setting.get("groups") == "nodes" and package is ours:
+        return {}
+    return {"device_mesh": mesh}
 
 
 def trained(package: Any, setting: dict[str, Any], use_orig_params: bool, rank: int) -> dict[str, Tensor]:
@@ -84,9 +97,7 @@ def trained(package: Any, setting: dict[str, Any], use_orig_params: bool, rank: 
 
 def both(group: Collectives, settings: dict[str, dict[str, Any]]) -> Any:
     """A rank's part of every setting and exposure: ours, and torch's."""
-    if group.size == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        settings = {name: {**setting, "mesh": mesh} for name, setting in settings.items()}
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # of this child process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -122,6 +133,8 @@ def test_the_bits_of_torch(name: str, use_orig_params: bool) -> None:
 HYBRID: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD": {"strategy": "HYBRID_SHARD"},
     "_HYBRID_SHARD_ZERO2": {"strategy": "_HYBRID_SHARD_ZERO2"},
+    "pair": {"strategy": "HYBRID_SHARD", "groups": "pair"},
+    "nodes": {"strategy": "HYBRID_SHARD", "groups": "nodes"},
     "HYBRID_SHARD, bf16": {"strategy": "HYBRID_SHARD", "precision": {"param_dtype": BF16}},
 }
 
@@ -134,7 +147,7 @@ def of_four_ranks() -> Any:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", HYBRID)
 def test_the_bits_of_torch_on_a_mesh(name: str, use_orig_params: bool) -> None:
-    """S-025, S-033: a mesh of two by two trains to the bits of torch's hybrid strategies."""
+    """S-011, S-012, S-025, S-033: a mesh of two by two, a pair of groups and nodes of two train to the bits of torch."""
     for of_rank in of_four_ranks():
         mine, other = of_rank[name, use_orig_params]
         assert_same_training(mine, other, norms=not (use_orig_params and HYBRID[name].get("precision")))

@@ -65,6 +65,35 @@ def test_accumulation_without_no_sync(use_orig_params: bool) -> None:
         assert_same_state(gradients, dict(zip(gradients, total, strict=True)))
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_with_mixed_precision(strategy: ShardingStrategy, kept: bool, use_orig_params: bool) -> None:
+    """S-013, S-049: in bf16 it trains to the bits of not offloading, clipped, with low-precision gradients kept or not."""
+
+    def rank(world: Collectives, offload: CPUOffload) -> Any:
+        model = FSDP(
+            seeded(mlp),
+            sharding_strategy=strategy,
+            cpu_offload=offload,
+            auto_wrap_policy=LINEAR,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=kept),
+            use_orig_params=use_orig_params,
+        )
+        norms = []
+        for x in inputs(world.rank):
+            model.zero_grad()
+            model(x).float().square().mean().backward()
+            norms.append(model.clip_grad_norm_(0.1))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad if parameter.grad is not None else 0
+        return {"norms": torch.stack(norms), **model.state_dict()}
+
+    for plain, offloaded in zip(on_ranks(2, rank, CPUOffload()), on_ranks(2, rank, OFFLOAD), strict=True):
+        assert_same_state(offloaded, plain)
+        assert plain["norms"].dtype == (torch.bfloat16 if kept else torch.float32)
+
+
 def test_the_wrapper_says_so() -> None:
     """S-013: `cpu_offload` of every wrapper says whether its shards are offloaded."""
 
