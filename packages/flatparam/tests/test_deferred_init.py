@@ -110,6 +110,35 @@ def test_whom_param_init_fn_is_called_with() -> None:
     assert torch.equal(model.state_dict()["0.1.weight"], real)
 
 
+@pytest.mark.parametrize(
+    "policy", [None, {nn.Linear, nn.BatchNorm1d}, {nn.Sequential}], ids=["whole", "leaves", "inner"]
+)
+def test_param_init_fn_is_called_as_by_torch(torch_world: None, policy: Any) -> None:
+    """S-018: in the same order, with the modules that hold parameters or buffers, as torch's FSDP1 calls it."""
+    orders = []
+    for package, wrap in ((theirs.wrap, theirs.FullyShardedDataParallel), (None, FSDP)):
+        module = on_meta(Normed)
+        names = {child: name for name, child in module.named_modules()}
+        called: list[str] = []
+
+        def note(child: nn.Module, names: Any = names, called: Any = called) -> None:
+            called.append(names[child])
+            fill(child)
+
+        kind = ModuleWrapPolicy if package is None else package.ModuleWrapPolicy
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrap(
+                module,
+                auto_wrap_policy=kind(policy) if policy else None,
+                param_init_fn=note,
+                device_id=torch.device("cpu"),
+            )
+        holding = {name for name, child in Normed().named_modules() if child._parameters or child._buffers}
+        orders.append([name for name in called if name in holding])
+    assert orders[0] == orders[1]
+
+
 def test_ignored_modules_stay_on_the_meta_device() -> None:
     """S-017, S-018: what is left whole is left on the meta device too."""
     module = on_meta()
