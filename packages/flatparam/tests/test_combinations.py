@@ -12,7 +12,7 @@ from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 
 from .models import Block
-from .worlds import assert_same_state, on_ranks
+from .worlds import assert_same_state, node_groups, on_ranks, total
 
 PER_NODE = 2
 POLICIES: dict[str, Any] = {
@@ -43,18 +43,6 @@ def batch(step: int, part: int, rank: int) -> torch.Tensor:
     return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
 
 
-def groups(world: Collectives) -> tuple[Collectives, Collectives]:
-    node, place = divmod(world.rank, PER_NODE)
-    inside = [
-        world.subgroup([PER_NODE * n + i for i in range(PER_NODE)]) for n in range(world.size // PER_NODE)
-    ]
-    across = [world.subgroup(list(range(i, world.size, PER_NODE))) for i in range(PER_NODE)]
-    mine = inside[node], across[place]
-    assert mine[0] is not None
-    assert mine[1] is not None
-    return mine[0], mine[1]
-
-
 def between(model: FSDP, step: int) -> None:
     """What programs do between two steps; nothing of it may change what comes next."""
     if step == 0:
@@ -82,7 +70,7 @@ def test_training(strategy: ShardingStrategy, policy: str, offload: bool, use_or
         module = Stack()
         model = FSDP(
             module,
-            groups(world) if hybrid else None,
+            node_groups(world, PER_NODE) if hybrid else None,
             strategy,
             CPUOffload(offload),
             POLICIES[policy],
@@ -137,13 +125,3 @@ def gradients(model: nn.Module, trained: list[nn.Parameter], step: int, rank: in
     for part in range(2):
         model(batch(step, part, rank), branch=step < 3).backward()
     return [parameter.grad for parameter in trained]
-
-
-def total(values: tuple[Any, ...]) -> Any:
-    """Their sum in order; `None` where there is none."""
-    if values[0] is None:
-        return None
-    result = values[0].clone()
-    for value in values[1:]:
-        result += value
-    return result

@@ -13,22 +13,13 @@ from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
 
 from .models import mlp, seeded
-from .worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
+from .worlds import assert_same_state, inputs, node_groups, on_ranks, train, train_on_mean
 
 LINEAR = ModuleWrapPolicy({nn.Linear})
 PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated:FutureWarning")
-
-
-def pair(world: Collectives, per_node: int = 2) -> tuple[Collectives, Collectives]:
-    """The rank's groups inside its node and across nodes."""
-    nodes = [list(range(first, first + per_node)) for first in range(0, world.size, per_node)]
-    across = [list(range(place, world.size, per_node)) for place in range(per_node)]
-    inside, between = ([world.subgroup(ranks) for ranks in groups] for groups in (nodes, across))
-    mine = [next(group for group in groups if group is not None) for groups in (inside, between)]
-    return mine[0], mine[1]
 
 
 def trained(rank: int, **arguments: Any) -> Any:
@@ -63,7 +54,7 @@ def test_training_with_a_pair_of_groups(strategy: ShardingStrategy, use_orig_par
         return trained(
             world.rank,
             sharding_strategy=strategy,
-            process_group=pair(world),
+            process_group=node_groups(world),
             use_orig_params=use_orig_params,
         )
 
@@ -113,7 +104,7 @@ def test_units_of_a_hybrid_share_the_groups() -> None:
     """S-014: every unit that a policy makes has the very groups of the wrapper around it."""
 
     def rank(world: Collectives) -> bool:
-        groups = pair(world)
+        groups = node_groups(world)
         model = FSDP(mlp(), sharding_strategy=HYBRID[0], process_group=groups, auto_wrap_policy=LINEAR)
         topologies = [m._unit.plan.topology for m in FSDP.fsdp_modules(model)]
         return all((t.shard, t.replicate) == groups for t in topologies)
@@ -133,7 +124,7 @@ def test_what_is_kept_after_the_forward(strategy: ShardingStrategy, kept: bool) 
     """S-030 to S-033: which strategies keep full parameters between forward and backward, and after an unsynced backward."""
 
     def rank(world: Collectives) -> Any:
-        groups = pair(world) if strategy in HYBRID else None
+        groups = node_groups(world) if strategy in HYBRID else None
         model = FSDP(mlp(), sharding_strategy=strategy, process_group=groups, auto_wrap_policy=LINEAR)
         handles = [m._handle for m in FSDP.fsdp_modules(model) if m._handle]
         loss = model(torch.ones(2, 3)).sum()
@@ -153,7 +144,7 @@ def test_what_a_hybrid_sends() -> None:
 
     def rank(world: Collectives) -> Any:
         ledgers = ByteLedger(keep=True), ByteLedger(keep=True)
-        groups = tuple(map(RecordingCollectives, pair(world), ledgers))
+        groups = tuple(map(RecordingCollectives, node_groups(world), ledgers))
         model = FSDP(seeded(mlp), groups, HYBRID[0], auto_wrap_policy=LINEAR)
         model(torch.ones(2, 3)).sum().backward()
         for ledger in ledgers:
@@ -177,7 +168,7 @@ def test_accumulation_of_a_hybrid() -> None:
     """S-033, S-041: a backward in `no_sync` sends nothing, and the next one gives the mean of the sums."""
 
     def rank(world: Collectives) -> Any:
-        model = FSDP(seeded(mlp), pair(world), HYBRID[0], auto_wrap_policy=LINEAR)
+        model = FSDP(seeded(mlp), node_groups(world), HYBRID[0], auto_wrap_policy=LINEAR)
         first, second = inputs(world.rank, 2)
         with model.no_sync():
             model(first).square().mean().backward()
@@ -251,7 +242,7 @@ def test_every_replica_starts_from_the_first_rank(strategy: ShardingStrategy) ->
     def rank(world: Collectives) -> Any:
         return FSDP(
             seeded(mlp, seed=world.rank),
-            pair(world) if strategy in HYBRID else None,
+            node_groups(world) if strategy in HYBRID else None,
             strategy,
             auto_wrap_policy=LINEAR,
             sync_module_states=True,

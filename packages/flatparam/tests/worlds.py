@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel
+from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_core import clean_fqn
 
@@ -90,12 +91,23 @@ def train_on_mean(
                 model(inputs(rank)[n]).square().mean().backward()
             nodes.append([parameter.grad for parameter in model.parameters()])
         for parameter, gradients in zip(model.parameters(), zip(*nodes, strict=True), strict=True):
-            parameter.grad = _sum(gradients) / ranks
+            parameter.grad = total(gradients) / ranks
         optimizer.step()
 
 
-def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = tensors[0].clone()
+def total(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Their sum in order; `None` where the first is."""
+    if tensors[0] is None:
+        return None
+    result = tensors[0].clone()
     for tensor in tensors[1:]:
-        total += tensor
-    return total
+        result += tensor
+    return result
+
+
+def node_groups(world: Collectives, per_node: int = 2) -> tuple[Collectives, Collectives]:
+    """The rank's groups inside its node and across nodes."""
+    inside = [list(range(first, first + per_node)) for first in range(0, world.size, per_node)]
+    across = [list(range(place, world.size, per_node)) for place in range(per_node)]
+    groups = [next(filter(None, [world.subgroup(ranks) for ranks in all_of])) for all_of in (inside, across)]
+    return groups[0], groups[1]
