@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from flatparam import CPUOffload
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
@@ -97,3 +98,66 @@ def test_sync_module_states_of_tied_parameters() -> None:
 
     for state in on_ranks(2, rank):
         assert_same_state(state, seeded(Transformer, seed=0).state_dict())
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("device", [0, "cuda:0", torch.device("cuda", 0)], ids=str)
+def test_the_units_tensors_move(device: Any) -> None:
+    """S-019: parameters and buffers of the unit move to the device; what is ignored, and units inside, stay."""
+    module = nn.Sequential(Batch(), nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1] = FSDP(module[1], HERE)
+    ignored = module[2]
+    model = FSDP(module, HERE, device_id=device, ignored_modules=[ignored])
+    assert model.compute_device == torch.device("cuda", 0)
+    assert {tensor.device.type for tensor in (model._flat_param, *module[0].buffers())} == {"cuda"}
+    assert {tensor.device.type for tensor in (module[1]._flat_param, *ignored.parameters())} == {"cpu"}
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_device_without_an_index() -> None:
+    """S-019: "cuda" is the current device, with a warning that says which."""
+    with pytest.warns(UserWarning, match="no index.*cuda:0"):
+        assert FSDP(mlp(), HERE, device_id="cuda").compute_device == torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_parameters_on_another_device() -> None:
+    """S-019: parameters on an accelerator that is not the one asked for are refused, with both named."""
+    with pytest.raises(ValueError, match="device_id=cpu.*cuda:0"):
+        FSDP(mlp().cuda(), HERE, device_id="cpu")
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_parameters_on_two_devices() -> None:
+    """L-32: without `device_id`, parameters on the CPU and on one accelerator all go to the accelerator."""
+    module = mlp()
+    module[2].cuda()
+    model = FSDP(module, HERE)
+    assert model.compute_device == torch.device("cuda", 0)
+    assert model(torch.ones(1, 3)).device.type == "cuda"
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_moving_a_wrapped_module(use_orig_params: bool, offload: bool) -> None:
+    """S-068: `model.cuda()` and `.cpu()` move shards, gradients and buffers, and the model trains on."""
+    model = FSDP(
+        Batch(), HERE, cpu_offload=CPUOffload(offload), use_orig_params=use_orig_params, device_id="cpu"
+    )
+    model(torch.ones(2, 3)).sum().backward()
+    model.cuda()
+    assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}
+    if not offload:
+        assert {t.device.type for p in model.parameters() for t in (p, p.grad) if t is not None} == {"cuda"}
+        model(torch.ones(2, 3)).sum().backward()
+    model.cpu()
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    model(torch.ones(2, 3)).sum().backward()

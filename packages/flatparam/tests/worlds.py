@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel
+from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_core import clean_fqn
 
@@ -58,3 +59,55 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: list[torch
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+
+
+def inputs(rank: int, count: int = 3, *shape: int) -> list[torch.Tensor]:
+    """The batches of a rank, for the models that take three numbers."""
+    return [
+        torch.randn(shape or (4, 3), generator=torch.Generator().manual_seed(100 * n + rank))
+        for n in range(count)
+    ]
+
+
+def train_on_mean(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: int,
+    *,
+    per_node: int | None = None,
+    steps: int = 3,
+) -> None:
+    """What data-parallel training stands for: one step on the mean of the gradients that each rank's batch gives.
+
+    Gradients are summed inside each node of `per_node` ranks first; where the number of ranks is a power of two, no
+    division rounds, so the sum's order is all that there is to the bits.
+    """
+    per_node = per_node or ranks
+    for n in range(steps):
+        nodes = []
+        for first in range(0, ranks, per_node):
+            optimizer.zero_grad()
+            for rank in range(first, first + per_node):
+                model(inputs(rank)[n]).square().mean().backward()
+            nodes.append([parameter.grad for parameter in model.parameters()])
+        for parameter, gradients in zip(model.parameters(), zip(*nodes, strict=True), strict=True):
+            parameter.grad = total(gradients) / ranks
+        optimizer.step()
+
+
+def total(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Their sum in order; `None` where the first is."""
+    if tensors[0] is None:
+        return None
+    result = tensors[0].clone()
+    for tensor in tensors[1:]:
+        result += tensor
+    return result
+
+
+def node_groups(world: Collectives, per_node: int = 2) -> tuple[Collectives, Collectives]:
+    """The rank's groups inside its node and across nodes."""
+    inside = [list(range(first, first + per_node)) for first in range(0, world.size, per_node)]
+    across = [list(range(place, world.size, per_node)) for place in range(per_node)]
+    groups = [next(filter(None, [world.subgroup(ranks) for ranks in all_of])) for all_of in (inside, across)]
+    return groups[0], groups[1]
