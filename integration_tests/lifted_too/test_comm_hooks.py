@@ -22,9 +22,8 @@ from integration_tests.lifted_too.our_half import (
     gradient_of,
     hybrid,
     loss_of,
-    train,
 )
-from integration_tests.lifted_too.torch_half import Saw, ask_torch, assert_raised, wrapped
+from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 
 pytestmark = pytest.mark.processes
@@ -76,13 +75,6 @@ def torch_l50(group: Collectives) -> list[Any]:
             model(torch.ones(1, 4)).sum().backward()
     methods = ("set_requires_all_reduce", "set_gradient_divide_factor")
     return [all_reduce.call_count, *(hasattr(model, method) for method in methods)]
-
-
-@pytest.fixture(scope="module")
-def torch_saw() -> Saw:
-    return ask_torch(
-        torch_l29_hybrid, torch_l29_twice, torch_l29_none, torch_l35_no_sync, torch_l35_hook, torch_l50
-    )
 
 
 def test_l29_torch_has_one_hook_and_none_for_hybrid(torch_saw: Saw) -> None:
@@ -160,7 +152,9 @@ def test_l29_a_hook_for_the_gather(strategy: str) -> None:
     assert all(calls.count >= 3 * 3 for calls in of_ranks)
 
 
-DIVIDED_TWICE = "the mean over copies that the hook makes is divided by their number once more (Unit.divisors)"
+DIVIDED_TWICE = (
+    "the mean over copies that the hook makes is divided by their number once more (Unit.divisors)"
+)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +242,9 @@ def test_l35_no_sync_of_one_unit(strategy: str) -> None:
     }
     reduction = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
     for counts, gradients in run_threads(2, rank):
-        assert counts[reduction] - (reduction == "all_reduce") == 2, "two of three units; the ranks compare too"
+        assert counts[reduction] - (reduction == "all_reduce") == 2, (
+            "two of three units; the ranks compare too"
+        )
         assert_same_tensors(gradients, expected, "gradient")
 
 
