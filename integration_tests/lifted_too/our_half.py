@@ -36,9 +36,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model: nn.Module, rank: int, steps: Sequence[int] = range(STEPS)) -> None:
+def train(
+    model: nn.Module,
+    rank: int,
+    steps: Sequence[int] = range(STEPS),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
     """Train a wrapped model as its rank."""
-    optimizer = sgd(model)
+    optimizer = optimizer or sgd(model)
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
