@@ -16,3 +16,10 @@ def torch_saw(request: pytest.FixtureRequest) -> Saw:
         if name.startswith("torch_l") and probe.__module__ == module.__name__
     }
     return ask_torch(*sorted(probes, key=lambda probe: probe.__name__))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only the tests that ask torch need its processes."""
+    for item in items:
+        if "torch_saw" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)

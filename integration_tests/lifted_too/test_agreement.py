@@ -16,8 +16,6 @@ from integration_tests.lifted_too.our_half import FSDP, loss_of
 from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
 from integration_tests.parity.zoo import seeded
 
-pytestmark = pytest.mark.processes
-
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """On the CPU torch gathers parameters by another function; this one is left to the check."""
 
@@ -77,7 +75,7 @@ def torch_l49_detail(group: Collectives) -> str:
 
 
 def test_l49_torch_gathers_twice_for_every_unit(torch_saw: Saw) -> None:
-    """Torch's check needs the debug level DETAIL, and then two gathers for every unit; each compares all pairs of ranks."""
+    """Torch checks with the debug level DETAIL only, by two gathers for each unit, and compares all pairs of ranks."""
     assert torch_saw["torch_l49_count"] == [[[0, 0], [2 * 2, 2 * 5]]] * 2
 
 
@@ -123,7 +121,7 @@ def compared(group: Collectives, units: int) -> tuple[list[list[Any]], list[dict
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("units", [2, 5])
 def test_l49_one_comparison_for_each_step(ranks: int, units: int) -> None:
-    """From the second step on the ranks compare once: 16 bytes, and a flag for each parameter, in worlds of all sizes."""
+    """From the second step on the ranks compare once: 16 bytes and a flag for each parameter, however many they are."""
     for exchanges, reduced in run_threads(ranks, compared, units):
         assert exchanges[1:] == [[], []]
         for of_step in reduced:
@@ -153,7 +151,7 @@ def test_l49_exchanges_of_the_first_step() -> None:
 
 
 def test_l49_ranks_that_go_astray_are_told() -> None:
-    """Ranks that run different units raise, each of them, with the units that they were at; nobody has to ask for it."""
+    """Ranks that run different units raise, each of them, naming the units; nobody has to ask for it."""
 
     def rank(group: Collectives) -> str:
         model = FSDP(Astray(group.rank, FSDP))

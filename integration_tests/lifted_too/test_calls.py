@@ -29,8 +29,6 @@ from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.zoo import seeded
 
-pytestmark = pytest.mark.processes
-
 X = torch.ones(3, 4)
 
 
@@ -109,7 +107,7 @@ def torch_l46_inside(group: Collectives) -> None:
 
 
 def test_l46_torch_misses_tensors_in_objects(torch_saw: Saw) -> None:
-    """Torch fails late, in backward, where a wrapper returns an object of another class: its parameters are not there."""
+    """Torch fails late, in backward, where a wrapper returns an object of a class of the user's."""
     assert_raised(torch_saw["torch_l46_root"], "ValueError", "but current state is TrainingState.IDLE")
     assert_raised(torch_saw["torch_l46_inside"], "RuntimeError", "out of bounds for storage of size 0")
 

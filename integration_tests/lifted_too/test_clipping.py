@@ -28,8 +28,6 @@ from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.zoo import batch, seeded
 
-pytestmark = pytest.mark.processes
-
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
@@ -120,10 +118,10 @@ def alone_on_four() -> nn.Module:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("foreach", [None, False, True])
 def test_l36_every_unit_over_its_own_group(norm_type: float, foreach: bool | None) -> None:
-    """Where three units have three groups the norm is the unsharded model's, on every rank, and all is clipped by it.
+    """Where three units have three groups, the norm is that of all gradients, on every rank, and all are clipped by it.
 
-    The largest element is exact. Other norms are within 1e-6: the parts of the ranks are added in another order; and four
-    ranks add a mean in another order than one after the other, so that gradients are compared with those before.
+    The largest element is exact. Other norms are within 1e-6, as the parts of ranks are added in another order; so are
+    the gradients beside those of the unsharded model, since four ranks are added in another order in each group.
     """
 
     def rank(group: Collectives) -> tuple[Tensor, Any, Any]:
@@ -133,10 +131,11 @@ def test_l36_every_unit_over_its_own_group(norm_type: float, foreach: bool | Non
         return norm, before, full_gradients(model)
 
     alone = alone_on_four()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()], norm_type)
     norms = []
     for norm, before, after in run_threads(4, rank):
         norms.append(norm)
+        torch.testing.assert_close(before, gradients_of(alone), rtol=1e-6, atol=1e-7)
+        expected = torch.nn.utils.get_total_norm(before.values(), norm_type)
         torch.testing.assert_close(norm, expected, rtol=0 if norm_type == math.inf else 1e-6, atol=0)
         scale = torch.clamp(0.125 / (norm + 1e-6), max=1.0)
         assert scale < 1

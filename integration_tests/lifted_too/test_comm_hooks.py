@@ -26,8 +26,6 @@ from integration_tests.lifted_too.our_half import (
 from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 
-pytestmark = pytest.mark.processes
-
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 

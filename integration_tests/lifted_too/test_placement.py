@@ -29,8 +29,6 @@ from integration_tests.parity.models import Block
 from integration_tests.parity.runs import assert_same_tensors
 from integration_tests.parity.zoo import seeded
 
-pytestmark = pytest.mark.processes
-
 X = torch.ones(3, 4)
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch finds an accelerator")
 

@@ -41,8 +41,6 @@ from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.sharded import replace
 from integration_tests.parity.zoo import seeded
 
-pytestmark = pytest.mark.processes
-
 X = torch.ones(3, 4)
 UNITS = ("0.inner", "0", "1.inner", "1", "")
 
@@ -155,7 +153,7 @@ def events_of(model: nn.Module, rank: int, passes: int = 2) -> tuple[list[Event]
 
 
 def ahead(events: Sequence[Event]) -> dict[str, list[str]]:
-    """For each unit, when it begins to compute, those that are on their way already, in the order in which they began."""
+    """For each unit, when it begins to compute, those that are on their way already, the first to begin first."""
     found, waiting = {}, []
     for event in events:
         if event.kind == "unshard":
@@ -292,7 +290,7 @@ def peak_nbytes(events: Sequence[Event], held: int = 0) -> int:
 def test_l48_the_peak_is_a_formula(
     depth: int, ahead_in_backward: BackwardPrefetch | None, limited: bool
 ) -> None:
-    """At most the root, the unit that computes, and those that the prefetch depth allows are held, in every run alike."""
+    """At most the root, the unit that computes and those that the depth allows are held, in every run alike."""
 
     def rank(group: Collectives) -> list[Any]:
         def wrap(module: nn.Module) -> Any:

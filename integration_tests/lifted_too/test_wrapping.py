@@ -27,8 +27,6 @@ from integration_tests.parity.models import Block
 from integration_tests.parity.runs import assert_same_tensors
 from integration_tests.parity.zoo import batch, seeded
 
-pytestmark = pytest.mark.processes
-
 X = torch.ones(3, 4)
 
 
@@ -70,7 +68,7 @@ def test_l34_torch_has_one_root_for_ever(torch_saw: Saw) -> None:
 
 
 def test_l34_a_root_becomes_a_child() -> None:
-    """A part is trained by itself, then becomes part of a larger model, which is trained: the bits of doing so alone."""
+    """A part is trained by itself, then as part of a larger model: the same bits as unsharded."""
 
     def part() -> nn.Module:
         return seeded(lambda: Block(4), 1)()
@@ -166,7 +164,7 @@ def test_l53_nested_contexts() -> None:
 
 @pytest.mark.parametrize("by_policy", [False, True])
 def test_l53_a_list_is_named_in_a_warning(by_policy: bool) -> None:
-    """Wrapping a ModuleList warns that it has no forward and says what to wrap; its layers still train to the same bits."""
+    """Wrapping a ModuleList warns and says what to wrap instead; its layers still train to the same bits."""
 
     def around(model: Any, group: Collectives) -> nn.Module:
         policy = ModuleWrapPolicy({nn.ModuleList}) if by_policy else None
