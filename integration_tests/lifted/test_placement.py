@@ -16,7 +16,7 @@ from torch.distributed.fsdp import _init_utils as torch_init
 from flatparam import CPUOffload, MixedPrecision
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
-from integration_tests.lifted_too.our_half import (
+from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
     blocks,
@@ -24,7 +24,7 @@ from integration_tests.lifted_too.our_half import (
     train,
     train_alone,
 )
-from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
+from integration_tests.lifted.probes import Saw, assert_raised, wrapped
 from integration_tests.parity.models import Block
 from integration_tests.parity.runs import assert_same_tensors
 from integration_tests.parity.zoo import seeded

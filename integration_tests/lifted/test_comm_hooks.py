@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatparam import ShardingStrategy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, run_threads
-from integration_tests.lifted_too.our_half import (
+from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
     blocks,
@@ -23,7 +23,7 @@ from integration_tests.lifted_too.our_half import (
     hybrid,
     loss_of,
 )
-from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
+from integration_tests.lifted.probes import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, ForwardingCollectives, RecordingCollectives, run_threads
 from flatparam_runtime import DivergenceError
-from integration_tests.lifted_too.our_half import FSDP, loss_of
-from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
+from integration_tests.lifted.our_half import FSDP, loss_of
+from integration_tests.lifted.probes import Saw, assert_raised, wrapped
 from integration_tests.parity.zoo import seeded
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

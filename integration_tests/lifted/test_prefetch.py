@@ -27,7 +27,7 @@ from flatparam_runtime import (
     observe,
     shard_module,
 )
-from integration_tests.lifted_too.our_half import (
+from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
     full_gradients,
@@ -35,7 +35,7 @@ from integration_tests.lifted_too.our_half import (
     gradient_of,
     loss_of,
 )
-from integration_tests.lifted_too.torch_half import Saw, wrapped
+from integration_tests.lifted.probes import Saw, wrapped
 from integration_tests.parity.models import Level
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.sharded import replace

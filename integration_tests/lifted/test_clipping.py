@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives, run_threads
-from integration_tests.lifted_too.our_half import (
+from integration_tests.lifted.our_half import (
     FSDP,
     blocks,
     full_gradients,
@@ -24,7 +24,7 @@ from integration_tests.lifted_too.our_half import (
     hybrid,
     loss_of,
 )
-from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
+from integration_tests.lifted.probes import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.zoo import batch, seeded
 

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from flatparam import MixedPrecision
 from flatparam.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from flatparam_comm import Collectives, run_threads
-from integration_tests.lifted_too.our_half import (
+from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
     blocks,
     train,
     train_alone,
 )
-from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
+from integration_tests.lifted.probes import Saw, assert_raised, wrapped
 from integration_tests.parity.models import Block
 from integration_tests.parity.runs import assert_same_tensors
 from integration_tests.parity.zoo import batch, seeded

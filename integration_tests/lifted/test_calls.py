@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives, FlatParamError, RankError, run_threads
-from integration_tests.lifted_too.our_half import (
+from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
     blocks,
@@ -25,7 +25,7 @@ from integration_tests.lifted_too.our_half import (
     train,
     train_alone,
 )
-from integration_tests.lifted_too.torch_half import Saw, assert_raised, wrapped
+from integration_tests.lifted.probes import Saw, assert_raised, wrapped
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.zoo import seeded
 
