@@ -174,7 +174,6 @@ def test_l36_one_dtype_on_every_rank(inputs: int, original: bool) -> None:
         assert torch.equal(norm, torch.tensor(inputs**0.5).bfloat16())
 
 
-@pytest.mark.xfail(reason="the dtype is that of this rank's own gradients, as torch's (clip.py)", strict=True)
 def test_l36_one_dtype_where_a_rank_has_dropped_its_gradients() -> None:
     """A rank whose gradients are all None returns the norm in the dtype of the others."""
 

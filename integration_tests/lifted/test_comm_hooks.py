@@ -150,16 +150,7 @@ def test_l29_a_hook_for_the_gather(strategy: str) -> None:
     assert all(calls.count >= 3 * 3 for calls in of_ranks)
 
 
-DIVIDED_TWICE = (
-    "the mean over copies that the hook makes is divided by their number once more (Unit.divisors)"
-)
-
-
-@pytest.mark.parametrize(
-    "with_reduce",
-    [pytest.param(False, marks=pytest.mark.xfail(reason=DIVIDED_TWICE, strict=True)), True],
-    ids=["alone", "beside one that reduces"],
-)
+@pytest.mark.parametrize("with_reduce", [False, True], ids=["alone", "beside one that reduces"])
 def test_l29_a_hook_for_the_copies_of_a_shard(with_reduce: bool) -> None:
     """A hook that averages over the copies of a shard trains to the same bits, alone and beside one that reduces."""
 

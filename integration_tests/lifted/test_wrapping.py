@@ -168,7 +168,7 @@ def test_l53_a_list_is_named_in_a_warning(by_policy: bool) -> None:
 
     def around(model: Any, group: Collectives) -> nn.Module:
         policy = ModuleWrapPolicy({nn.ModuleList}) if by_policy else None
-        with pytest.warns(UserWarning, match="a ModuleList has no forward pass.*wrap the modules inside"):
+        with pytest.warns(UserWarning, match="a ModuleList has no forward pass.*wrap those"):
             made = FSDP(model if by_policy else model.layers, auto_wrap_policy=policy)
         if by_policy:
             return made

@@ -93,9 +93,6 @@ def test_unsafe_setattr_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(map(torch.equal, gradients, plain))
 
 
-@pytest.mark.xfail(
-    reason="Resolved.skip_writeback_check is read by nobody: the check is made all the same", strict=True
-)
 @pytest.mark.filterwarnings("ignore:FSDP_SKIP_WRITEBACK_CHECK")
 def test_skipping_the_check_for_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """S-043, S-127: with `FSDP_SKIP_WRITEBACK_CHECK=1` data that a parameter was given after wrapping is not taken over."""

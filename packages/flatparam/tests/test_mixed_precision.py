@@ -200,9 +200,6 @@ def test_buffers_are_cast(inner: bool) -> None:
     assert (probe.seen["buffer"], probe.seen["integers"], probe.seen["weight"]) == (FP16, torch.int64, FP32)
 
 
-@pytest.mark.xfail(
-    reason="state_dict() saves buffers in buffer_dtype: nothing asks UnitBuffers.original_dtypes", strict=True
-)
 @pytest.mark.parametrize("inner", [False, True], ids=["root", "below"])
 def test_buffers_are_saved_as_they_were(inner: bool) -> None:
     """S-048, S-088: the state has buffers in the dtype that they came with."""
@@ -270,14 +267,7 @@ def test_full_precision_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.seen == low
 
 
-KEPT = pytest.mark.xfail(
-    reason="Unit.begin_unshard does not ask in which dtype the kept parameters are", strict=True
-)
-
-
-@pytest.mark.parametrize(
-    "before", ["forward", pytest.param("unsynchronised backward", marks=KEPT), "evaluation"]
-)
+@pytest.mark.parametrize("before", ["forward", "unsynchronised backward", "evaluation"])
 def test_full_precision_after_what_was_kept(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S-052: full parameters that SHARD_GRAD_OP kept in low precision are not evaluated with, nor the other way round."""
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")

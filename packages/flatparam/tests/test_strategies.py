@@ -69,7 +69,7 @@ def test_hybrid_finds_its_groups(per_node: int, monkeypatch: pytest.MonkeyPatch)
 
     def rank(world: Collectives) -> Any:
         model = FSDP(seeded(mlp), sharding_strategy=ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=LINEAR)
-        sizes = {m.world_size for m in FSDP.fsdp_modules(model)}
+        sizes = {m._unit.plan.topology.shard.size for m in FSDP.fsdp_modules(model)}
         train(model, torch.optim.Adam(model.parameters()), inputs(world.rank))
         return sizes, model.state_dict()
 

@@ -47,7 +47,7 @@ def test_every_combination(
 
     def is_shown(world: Collectives) -> bool:
         """Where full parameters are shown; other ranks see their own shards, and changing those is no `writeback`."""
-        return world.rank == 0 or not rank0_only or strategy is ShardingStrategy.NO_SHARD
+        return world.rank == 0 or not rank0_only
 
     def rank(world: Collectives) -> Any:
         module = seeded(mlp)

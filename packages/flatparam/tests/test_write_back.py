@@ -66,7 +66,7 @@ def test_another_tie_is_refused() -> None:
     def rank(world: Collectives) -> None:
         model = FSDP(Transformer(), use_orig_params=True)
         model.head.weight = nn.Parameter(torch.zeros(7, 4))
-        with pytest.raises(FlatParamError, match=r"'head\.weight' was replaced"):
+        with pytest.raises(FlatParamError, match=r"not under its other name 'head\.weight'"):
             model(torch.zeros(1, 2, dtype=torch.long))
 
     on_ranks(2, rank)

@@ -9,13 +9,15 @@ from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
 from flatparam_core.full_form import FullForm
 from flatparam_core.gradients import GradientLedger
-from flatparam_core.handle import FlatParamHandle, Residency, owner_of
+from flatparam_core.handle import FlatParamHandle
 from flatparam_core.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.names import FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.original_exposure import OriginalExposure
+from flatparam_core.owners import owner_of
 from flatparam_core.precision import Precision
 from flatparam_core.replan import Move, Place, replan
+from flatparam_core.residency import Residency
 from flatparam_core.spans import Span
 from flatparam_core.specs import ParamSpec
 from flatparam_core.transitions import Transitions

@@ -26,6 +26,8 @@ class FullForm:
     buffer: FlatBuffer
     leaves: tuple[nn.Parameter, ...] = ()
     """Empty until the buffer was filled for the first time."""
+    _offsets: tuple[int, ...] = ()
+    """Where each leaf lies in the buffer, in bytes; -1 for one without elements."""
     is_watched: bool = False
     """A runtime's note that its hooks are on the leaves."""
 
@@ -50,3 +52,26 @@ class FullForm:
                 vars(leaf).update(noted, _fsdp_flattened=True)
                 leaves.append(leaf)
         self.leaves = tuple(leaves)
+        start = self.buffer.tensor.data_ptr()
+        self._offsets = tuple(leaf.data_ptr() - start if leaf.numel() else -1 for leaf in leaves)
+
+    def reclaim(self, *, keep: bool = False) -> list[int]:
+        """Make views of the buffer, which is there, again of the leaves that somebody gave other memory (`.data =`).
+
+        Args:
+            keep: take the values that they were given over; else they are lost.
+
+        Returns:
+            The indices of these leaves.
+        """
+        start = self.buffer.tensor.data_ptr()
+        places = zip(self.leaves, self._offsets, strict=True)
+        moved = [
+            index for index, (leaf, at) in enumerate(places) if at >= 0 and leaf.data_ptr() != start + at
+        ]
+        for index in moved:
+            leaf, view = self.leaves[index], self.buffer.views()[index]
+            if keep:
+                view.copy_(leaf.detach())
+            leaf.data = view
+        return moved

@@ -15,17 +15,15 @@ It moves no bytes between ranks, registers no hook, and knows no strategy.
 
 from __future__ import annotations
 
-import enum
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_core.bindings import BoundParameter, ParamInfo, memory_view
+from flatparam_core.bindings import BoundParameter, ParamInfo
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure import Exposure
@@ -36,28 +34,11 @@ from flatparam_core.gradients import GradientLedger
 from flatparam_core.layout import FlatLayout
 from flatparam_core.names import PRESENTER
 from flatparam_core.original_exposure import OriginalExposure
+from flatparam_core.owners import clear_owner, mark_owner
 from flatparam_core.precision import Precision
-from flatparam_core.transitions import Transitions
+from flatparam_core.residency import RESIDENCY, Residency
 
-__all__ = ["FlatParamHandle", "Residency", "owner_of", "pack_parameter", "pack_shard"]
-
-
-class Residency(enum.Enum):
-    """What is in memory of a flat parameter on this rank."""
-
-    SHARDED = "the shard"
-    UNSHARDING = "the shard, and a full buffer that is being filled"
-    UNSHARDED = "the shard, and the full parameters, which the module shows"
-
-
-RESIDENCY: Final = Transitions(
-    "residency",
-    {
-        Residency.SHARDED: frozenset({Residency.UNSHARDING}),
-        Residency.UNSHARDING: frozenset({Residency.UNSHARDED, Residency.SHARDED}),
-        Residency.UNSHARDED: frozenset({Residency.SHARDED}),
-    },
-)
+__all__ = ["FlatParamHandle"]
 
 
 @final
@@ -82,12 +63,25 @@ class FlatParamHandle:
     _attributes: tuple[dict[str, object], ...] = ()
     _forms: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
     _has_presenters: bool = attrs.field(init=False)
+    _home: int = attrs.field(init=False)
+    """The address of the shard."""
+    _storage_device: torch.device = attrs.field(init=False)
+    _moves: int = 0
+    """How often it was another one."""
 
     @form.default
     def _make_form(self) -> FullForm:
         return FullForm.create(
             self.layout, dtype=self.precision.compute(self.layout.dtype), device=self.device
         )
+
+    @_home.default
+    def _look_where_it_is(self) -> int:
+        return self.flat_param.data_ptr()
+
+    @_storage_device.default
+    def _look_at_the_device(self) -> torch.device:
+        return self.flat_param.device
 
     @_has_presenters.default
     def _look_for_presenters(self) -> bool:
@@ -198,7 +192,18 @@ class FlatParamHandle:
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard lives on another device than the full parameters."""
-        return self.flat_param.device != self.device
+        return self._storage_device != self.device
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """FSDP1's name for the parameters' own dtype; who gives the flat parameter another dtype sets this too."""
+        return self.layout.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        self._follow()
+        if dtype != self.layout.dtype:
+            self.apply(lambda tensor: tensor.to(dtype))
 
     @property
     def is_unsharded(self) -> bool:
@@ -215,10 +220,50 @@ class FlatParamHandle:
     # Parameters
 
     def stamp(self) -> int:
-        """A number that grows with every in-place change of the shard, or of the originals that are views of it."""
-        return self.exposure.stamp()
+        """A number that grows with every change of the shard, or of the originals that are views of it."""
+        self._follow()
+        return self.exposure.stamp() + self._moves
 
-    def begin_unshard(self, *, full_precision: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def _follow(self) -> None:
+        """Where somebody gave the flat parameter other data, have everything that looks at its memory look there.
+
+        Raises:
+            FlatParamError: where it has another shape, or another dtype or device while it is not sharded.
+        """
+        flat_param = self.flat_param
+        if flat_param.data_ptr() == self._home:
+            return
+        if flat_param.shape != (self.layout.shard_numel,):
+            raise FlatParamError(
+                f"{self._who} was given other data: expected shape {(self.layout.shard_numel,)}, found "
+                f"{tuple(flat_param.shape)}"
+            )
+        changed = (flat_param.dtype, flat_param.device) != (self.layout.dtype, self._storage_device)
+        if changed and self.residency is not Residency.SHARDED:
+            raise FlatParamError(
+                f"{self._who}: it can be moved or cast only outside of a pass, while it is sharded"
+            )
+        self._home = flat_param.data_ptr()
+        self._moves += 1
+        if changed:
+            if not self.is_offloaded:
+                self.device = flat_param.device
+            self._storage_device = flat_param.device
+            self.layout = flat_param.flat_layout = self.layout.with_dtype(flat_param.dtype)
+            self._forms.clear()
+            self.form, self.gradients = self._make_form(), self._make_gradients()
+        self.exposure.refresh()
+
+    def computes_in(self, *, full_precision: bool) -> bool:
+        """Whether the full parameters that are there, or were last, have the dtype that `begin_unshard` gives them."""
+        return self.form.buffer.tensor.dtype == self._compute_dtype(full_precision)
+
+    def _compute_dtype(self, full_precision: bool) -> torch.dtype:
+        return self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
+
+    def begin_unshard(
+        self, *, full_precision: bool = False, take_over: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the full buffer and say what to gather: `(output, input)`.
 
         `output` is 1-D, `layout.numel` elements, rank after rank; `input` is this rank's part, `layout.shard_numel`
@@ -227,13 +272,14 @@ class FlatParamHandle:
 
         Args:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
+            take_over: look whether the user has given a parameter other data, or put another in its place.
         """
         RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self._who)
-        self._take_over()
+        self._follow()
+        if take_over:
+            self._take_over()
         self._move(Residency.UNSHARDING)
-        self.form = self._form(
-            self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
-        )
+        self.form = self._form(self._compute_dtype(full_precision))
         self.buffer.allocate()
         full, shard = self.buffer.tensor, self.flat_param.detach()
         if full.dtype == shard.dtype and not self.is_offloaded:
@@ -244,7 +290,7 @@ class FlatParamHandle:
 
     def _take_over(self) -> None:
         for index, old in self.exposure.take_over().items():
-            vars(old).pop("_flatparam_owner", None)
+            clear_owner(old)
             mark_owner(self.exposure.originals()[index], self, index)
 
     def _form(self, dtype: torch.dtype) -> FullForm:
@@ -259,7 +305,10 @@ class FlatParamHandle:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self._who)
         wanted = self.exposure.requires_grad()
-        self.form.make_leaves(self._attributes, wanted)
+        if not self.leaves:
+            self.form.make_leaves(self._attributes, wanted)
+            for index, leaf in enumerate(self.leaves):
+                mark_owner(leaf, self, index)
         for leaf, wants in zip(self.leaves, wanted, strict=True):
             if leaf.requires_grad != wants:
                 leaf.requires_grad_(wants)
@@ -279,10 +328,29 @@ class FlatParamHandle:
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, also one that is still being filled."""
+        moved = []
         if self.residency is Residency.UNSHARDED:
             self.exposure.show_shard()
+            moved = self.form.reclaim()
         self._move(Residency.SHARDED)
         self.buffer.free()
+        self._refuse(moved)
+
+    def check_leaves(self) -> None:
+        """Make sure that the full parameters, which are shown, are those that were gathered.
+
+        Raises:
+            FlatParamError: where a leaf was given other data, which is lost, naming the parameter.
+        """
+        self._refuse(self.form.reclaim())
+
+    def _refuse(self, moved: Sequence[int]) -> None:
+        if moved:
+            names = ", ".join(self.layout.fqns[index] for index in moved)
+            raise FlatParamError(
+                f"{self._who}: the full parameters of {names} were given other data, which the shards do not see; "
+                "change values in place instead, inside summon_full_params()"
+            )
 
     def write_back(self) -> None:
         """Take this rank's part of the full parameters over into the shard, where it has changed.
@@ -294,6 +362,7 @@ class FlatParamHandle:
             raise IllegalStepError(
                 f"{self!r}: there are no full parameters to write back; finish an unshard in full precision first"
             )
+        self.form.reclaim(keep=True)
         own = self.buffer.shard(self.rank).to(self.flat_param.device)
         if not torch.equal(own, self.flat_param.detach()):  # what has not changed counts as unchanged
             self.flat_param.detach().copy_(own)
@@ -322,19 +391,15 @@ class FlatParamHandle:
             raise FlatParamError(f"{self._who}: expected a change of device or dtype, found one of shape")
         if self.is_offloaded:
             changed = changed.to(shard.device)
-        else:
-            self.device = changed.device
         grads = [(p, p.grad) for p in self.exposure.parameters() if p.grad is not None]
         for parameter, _ in grads:
             parameter.grad = None
-        self.layout = self.layout.with_dtype(changed.dtype)
-        self.flat_param.data, self.flat_param.flat_layout = changed, self.layout
-        self.exposure.refresh()
+        self.flat_param.data = changed
+        self._home = -1
+        self._follow()
         for parameter, grad in grads:
             parameter.grad_dtype = None  # any
             parameter.grad = function(grad).to(changed.device)
-        self._forms.clear()
-        self.form, self.gradients = self._make_form(), self._make_gradients()
 
     # Gradients
 
@@ -386,55 +451,3 @@ class FlatParamHandle:
     def accumulate(self, gradient: torch.Tensor, arrived: Sequence[int]) -> None:
         """Add the shard's gradient to `.grad`; see `Exposure.add_gradient`."""
         self.exposure.add_gradient(gradient, arrived)
-
-
-@final
-@attrs.frozen
-class _Owner:
-    """The mark on an original parameter that says where its values are now."""
-
-    handle: weakref.ReferenceType[FlatParamHandle]
-    index: int
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _nobody, ()  # a copy of the parameter is marked when its own handle is revived
-
-
-def _nobody() -> None:
-    """Who owns a parameter that was copied."""
-
-
-def mark_owner(parameter: nn.Parameter, handle: FlatParamHandle, index: int) -> None:
-    """Note on an original parameter where its values are now; see `owner_of`."""
-    parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark that other libraries read too
-    parameter._flatparam_owner = _Owner(weakref.ref(handle), index)  # type: ignore[attr-defined]  # a mark of ours
-
-
-def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
-    """The flat parameter that holds an original `parameter`, and its index there; `None` where none does."""
-    owner: _Owner | None = getattr(parameter, "_flatparam_owner", None)
-    handle = None if owner is None else owner.handle()
-    return None if owner is None or handle is None else (handle, owner.index)
-
-
-def pack_shard(
-    tensors: Sequence[torch.Tensor], layout: FlatLayout, *, rank: int, device: torch.device
-) -> torch.Tensor:
-    """This rank's shard of the flat parameter that `tensors` (one per slot) make, 1-D; padding is zero.
-
-    Only the rank's own part is copied: no flat buffer of the whole unit is made.
-    """
-    shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
-    for index, tensor in enumerate(tensors):
-        pack_parameter(shard, layout, index, tensor, rank=rank)
-    return shard
-
-
-def pack_parameter(
-    shard: torch.Tensor, layout: FlatLayout, index: int, tensor: torch.Tensor, *, rank: int
-) -> None:
-    """Copy this rank's part of parameter `index`, whose full value is `tensor`, to its place in `shard`."""
-    fragment = layout.fragment(index, rank)
-    if fragment.in_param:
-        flat = memory_view(tensor, layout.slots[index].spec)
-        shard[fragment.in_shard.as_slice()].copy_(flat[fragment.in_param.as_slice()])

@@ -22,7 +22,16 @@ from flatparam_runtime.plan import BackwardOrder, BufferDtype, Casting, Prefetch
 from flatparam_runtime.ranges import in_range
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
 from flatparam_runtime.summon import summon_full_params
-from flatparam_runtime.tree import ROOT_NAME, UnitTree, inside, revive_units, tree_of, unit_of, units_in
+from flatparam_runtime.tree import (
+    ROOT_NAME,
+    UnitTree,
+    holder_of,
+    inside,
+    revive_units,
+    tree_of,
+    unit_of,
+    units_in,
+)
 from flatparam_runtime.unit import Unit
 
 __version__ = "0.1.0"
@@ -55,6 +64,7 @@ __all__ = [
     "full_views",
     "gather_full",
     "gradient_divisors",
+    "holder_of",
     "in_range",
     "inside",
     "inspecting",

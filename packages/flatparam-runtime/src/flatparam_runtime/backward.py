@@ -318,6 +318,9 @@ class BackwardPass:
 
 
 def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
+    for handle in unit.handles:
+        if handle.is_unsharded:
+            handle.check_leaves()
     if call.stamp != unit.stamp():
         raise FlatParamError(
             f"unit {unit.name!r} on rank {unit.plan.topology.shard.rank}: its parameters were changed (by "

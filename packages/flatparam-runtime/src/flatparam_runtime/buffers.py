@@ -23,19 +23,18 @@ __all__ = ["UnitBuffers", "broadcast_buffers"]
 @final
 @attrs.frozen(eq=False)
 class _Site:
-    """One buffer: where it is registered, its name below the unit, and the dtype that it was made with."""
+    """One buffer: where it is registered, and its name below the unit."""
 
     module: weakref.ReferenceType[nn.Module]
     name: str
     fqn: str
-    original: torch.dtype
 
     def __getstate__(self) -> tuple[object, ...]:
-        return self.module(), self.name, self.fqn, self.original
+        return self.module(), self.name, self.fqn
 
-    def __setstate__(self, state: tuple[nn.Module, str, str, torch.dtype]) -> None:
-        module, name, fqn, original = state
-        type(self).__init__(self, weakref.ref(module), name, fqn, original)
+    def __setstate__(self, state: tuple[nn.Module, str, str]) -> None:
+        module, name, fqn = state
+        type(self).__init__(self, weakref.ref(module), name, fqn)
 
 
 @final
@@ -44,15 +43,15 @@ class UnitBuffers:
     """The buffers of a unit's own modules, which are cast when the unit begins to compute."""
 
     _sites: tuple[_Site, ...] = ()
+    _before: dict[str, torch.dtype] = attrs.field(factory=dict)
+    """The dtype of each buffer that was cast, before it was, by name below the unit."""
 
     @classmethod
     def of(cls, modules: Iterable[tuple[str, nn.Module]]) -> Self:
         """The floating-point buffers that `modules` (with their names below the unit) register themselves."""
         return cls(
             tuple(
-                _Site(
-                    weakref.ref(module), name, clean_fqn(f"{prefix}.{name}" if prefix else name), buffer.dtype
-                )
+                _Site(weakref.ref(module), name, clean_fqn(f"{prefix}.{name}" if prefix else name))
                 for prefix, module in modules
                 for name, buffer in module._buffers.items()
                 if buffer is not None and buffer.is_floating_point()
@@ -71,15 +70,16 @@ class UnitBuffers:
         """Give each buffer the dtype that `policy` says, its original one where that is `None`."""
         for site, buffer in self.tensors():
             wanted = policy(site.fqn, buffer) if callable(policy) else policy
-            wanted = wanted or site.original
+            wanted = wanted or self._before.get(site.fqn, buffer.dtype)
             module = site.module()
             if buffer.dtype != wanted and module is not None:
+                self._before.setdefault(site.fqn, buffer.dtype)
                 module._buffers[site.name] = buffer.to(wanted)
 
     @property
     def original_dtypes(self) -> Mapping[str, torch.dtype]:
-        """By name below the unit."""
-        return {site.fqn: site.original for site in self._sites}
+        """Those of the buffers that were cast, by name below the unit."""
+        return self._before
 
 
 def broadcast_buffers(units: Sequence[Unit]) -> None:

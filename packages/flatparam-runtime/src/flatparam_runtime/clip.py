@@ -31,8 +31,8 @@ def clip_grad_norm_(
         foreach: scale all gradients in one call; by default where they are on one device.
 
     Returns:
-        The total norm before scaling, 0-d, the same on every rank, in the widest dtype of this rank's gradients (fp32
-        where it has none).
+        The total norm before scaling, 0-d, the same on every rank, in the widest dtype that the gradients of trainable
+        parameters have, also where this rank has none of them.
 
     Raises:
         RuntimeError: for a total that is not finite, where that is asked for; no gradient has changed then.
@@ -52,7 +52,8 @@ def clip_grad_norm_(
             "for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
         )
     _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
-    dtypes = [g.dtype for g in everything]
+    trained = (handle for unit in units_in(module) for handle in unit.trainable)
+    dtypes = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
     dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
     return total.to(dtype)
 

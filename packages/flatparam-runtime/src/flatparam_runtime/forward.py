@@ -39,12 +39,13 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
     if tree.forward is None and not in_backward():
         tree.begin_forward()
         call.is_top = True
+    call.full_precision = unit.computes_in_full_precision
+    unit.shed(full_precision=call.full_precision)
     if unit.phase is not Phase.FORWARD:
         if unit.phase is Phase.REDUCING and backward is not None:
             backward.settle_until(unit)
         unit.move(Phase.FORWARD)
     unit.begin_call(call)
-    call.full_precision = unit.computes_in_full_precision
     unit.begin_unshard(full_precision=call.full_precision)
     call.stamp = unit.stamp()
     if tree.forward is not None and not in_backward():

@@ -75,6 +75,7 @@ class UnitPlan:
         free_after_unsynced_backward: free them after a backward pass inside `no_sync` too.
         full_precision_in_eval: compute in the parameters' own dtype while the module is in `eval()`.
         storage_device: where the shards live between steps; `None`: where the full parameters do.
+        notices_replacement: look, at each gather, whether the user has given a parameter other data.
         broadcast_buffers: start each training forward of the root from rank 0's buffers.
     """
 
@@ -87,5 +88,6 @@ class UnitPlan:
     buffer_dtype: BufferDtype = None
     full_precision_in_eval: bool = False
     storage_device: torch.device | None = None
+    notices_replacement: bool = True
     broadcast_buffers: bool = False
     use_orig_params: bool = False

@@ -101,6 +101,9 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
             for handle in unit.handles:
                 handle.write_back()
             unit.summon_stamp = unit.stamp()
+        else:
+            for handle in unit.handles:
+                handle.form.reclaim()  # what somebody gave a parameter is dropped with the rest
         unit.reshard()
 
 

@@ -267,12 +267,20 @@ class Unit:
         self.emit("unshard", self.unsharded_nbytes)
         self._gathered = self.stamp()
         for handle in self.handles:
-            full, shard = handle.begin_unshard(full_precision=full_precision)
+            full, shard = handle.begin_unshard(
+                full_precision=full_precision, take_over=self.plan.notices_replacement
+            )
             self._note("gather", full.nbytes)
             if self.hooks.all_gather is None:
                 self._gathers.append(self.plan.topology.shard.all_gather(full, shard, label=self.name))
             else:
                 self.hooks.all_gather(shard, full)
+
+    def shed(self, *, full_precision: bool) -> None:
+        """Free full parameters that are in another dtype than is asked for, where nobody uses them."""
+        fit = all(handle.computes_in(full_precision=full_precision) for handle in self.handles)
+        if not fit and self.residency is not Residency.SHARDED and not self.is_needed:
+            self.reshard()
 
     def _note(self, kind: DeedKind, nbytes: int) -> None:
         if self.fingerprint is not None:

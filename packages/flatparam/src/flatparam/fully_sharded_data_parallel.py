@@ -21,12 +21,13 @@ from flatparam.resolve import Arguments, resolve
 from flatparam.training_state import UnshardHandle
 from flatparam.wrapper_state import WithState, wrappers_in
 from flatparam_comm import Collectives, ProcessGroupCollectives
-from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn, owner_of
 from flatparam_runtime import (
     HookStage,
     Phase,
     Unit,
     clip_grad_norm_,
+    holder_of,
     in_range,
     no_sync,
     refuse_in_a_pass,
@@ -368,8 +369,15 @@ class FullyShardedDataParallel(WithState):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As any module's; while full parameters are summoned, under the names that the unwrapped module has."""
-        yield from self._named(super().named_parameters(prefix, recurse, remove_duplicate))
+        """As any module's; while full parameters are summoned, under the names that the unwrapped module has.
+
+        Full parameters are listed inside their unit's forward pass, and while they are summoned; else what an optimizer
+        holds, also where a unit keeps full parameters in memory from the forward to the backward pass.
+        """
+        for name, parameter in self._named(super().named_parameters(prefix, recurse, remove_duplicate)):
+            listed = _listed(parameter)
+            if listed is not None:
+                yield name, listed
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -398,6 +406,19 @@ class FullyShardedDataParallel(WithState):
                     shown(unit, [[None] * len(handle.layout.slots) for handle in unit.handles])
                 )
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _listed(parameter: nn.Parameter) -> nn.Parameter | None:
+    """What stands for `parameter` in a list of parameters; `None` where that is the flat parameter."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return parameter
+    handle, index = owner
+    unit = holder_of(handle)
+    if unit is None or unit.is_needed or unit.phase is Phase.INSPECTING:
+        return parameter
+    held = handle.exposure.parameters()
+    return held[index] if held[0] is not handle.flat_param else None
 
 
 def _inner(module: nn.Module) -> nn.Module:

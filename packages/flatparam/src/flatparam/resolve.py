@@ -115,7 +115,6 @@ class Resolved:
     sync_module_states: bool
     mixed_precision: MixedPrecision
     param_init_fn: Callable[[nn.Module], None] | None
-    skip_writeback_check: bool
 
 
 def resolve(module: nn.Module, arguments: Arguments) -> Resolved:
@@ -157,6 +156,7 @@ def resolve(module: nn.Module, arguments: Arguments) -> Resolved:
         buffer_dtype=buffer_dtype,
         full_precision_in_eval=environment.full_precision_in_eval,
         storage_device=torch.device("cpu") if offload else None,
+        notices_replacement=not environment.skip_writeback_check,
         broadcast_buffers=bool(arguments.broadcast_buffers),
         use_orig_params=bool(arguments.use_orig_params),
     )
@@ -170,7 +170,6 @@ def resolve(module: nn.Module, arguments: Arguments) -> Resolved:
         if arguments.mixed_precision in (None, FULL_PRECISION)
         else as_config(MixedPrecision, arguments.mixed_precision, "mixed_precision"),
         arguments.param_init_fn,
-        environment.skip_writeback_check,
     )
 
 

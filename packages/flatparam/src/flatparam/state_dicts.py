@@ -77,6 +77,11 @@ def saving(
     with full_state_shown(wrapper, **wants(config)):
         yield
     clean_keys(state, prefix)
+    inner = wrapper._modules[FSDP_WRAPPED_MODULE]
+    unit = None if inner is None else unit_of(inner)
+    for name, dtype in unit.buffers.original_dtypes.items() if unit is not None else ():
+        if prefix + name in state:
+            state[prefix + name] = state[prefix + name].to(dtype)
     if config.offload_to_cpu:
         for key in [key for key in state if key.startswith(prefix)]:
             if hasattr(state[key], "cpu"):
