@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
+import attrs
 import torch
 from torch import nn
+from typing_extensions import Self, final
 
 from flatparam_core.bindings import ParamInfo, memory_view
 from flatparam_core.errors import FlatParamError
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.layout import FlatLayout, Fragment
 
-__all__ = ["Exposure", "Memory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
+__all__ = ["Exposure", "Memory", "ShardMemory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
 
 Memory: TypeAlias = tuple[int, int]
 """Where a tensor is: its address, and its number of elements."""
@@ -42,7 +44,7 @@ class Exposure(Protocol):
         """Bring what the user gave a parameter since (`.data =`, or another object) into the shard.
 
         Returns:
-            By index, the originals that another object has taken the place of.
+            By index, what was taken over: the original before, which may be the same object with other data.
 
         Raises:
             FlatParamError: where it does not fit, naming the parameter; then nothing has changed.
@@ -108,6 +110,25 @@ def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Where `tensor` is."""
     return tensor.data_ptr(), tensor.numel()
+
+
+@final
+@attrs.frozen
+class ShardMemory:
+    """Where a shard is, and how often it was somewhere else before."""
+
+    address: int
+    device: torch.device
+    moves: int = 0
+
+    @classmethod
+    def of(cls, shard: torch.Tensor) -> Self:
+        """Where `shard` is."""
+        return cls(shard.data_ptr(), shard.device)
+
+    def moved_to(self, shard: torch.Tensor) -> ShardMemory:
+        """Where it is now."""
+        return ShardMemory(shard.data_ptr(), shard.device, self.moves + 1)
 
 
 def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:

@@ -112,7 +112,7 @@ class FlatExposure:
             follower.parameter.data = fragment_view(
                 self.flat_param.data, self.flat_param.flat_layout, follower.fragment
             )
-        return {}
+        return {index: follower.parameter for index, follower in moved.items()}
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """See `Exposure.lend`."""

@@ -26,7 +26,7 @@ from typing_extensions import Self, final
 from flatparam_core.bindings import BoundParameter, ParamInfo
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError
-from flatparam_core.exposure import Exposure
+from flatparam_core.exposure import Exposure, ShardMemory
 from flatparam_core.flat_exposure import FlatExposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.full_form import FullForm
@@ -60,28 +60,20 @@ class FlatParamHandle:
     """The full parameters that are in memory now, or were last; its buffer is allocated exactly while not SHARDED."""
     gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
+    taken_over: tuple[str, ...] = ()
+    """The parameters whose data, given by the user, the last unshard has copied to the shard."""
     _attributes: tuple[dict[str, object], ...] = ()
     _forms: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
     _has_presenters: bool = attrs.field(init=False)
-    _home: int = attrs.field(init=False)
-    """The address of the shard."""
-    _storage_device: torch.device = attrs.field(init=False)
-    _moves: int = 0
-    """How often it was another one."""
+    _home: ShardMemory = attrs.field(init=False)
 
     @form.default
     def _make_form(self) -> FullForm:
-        return FullForm.create(
-            self.layout, dtype=self.precision.compute(self.layout.dtype), device=self.device
-        )
+        return FullForm.create(self.layout, dtype=self._compute_dtype(False), device=self.device)
 
     @_home.default
-    def _look_where_it_is(self) -> int:
-        return self.flat_param.data_ptr()
-
-    @_storage_device.default
-    def _look_at_the_device(self) -> torch.device:
-        return self.flat_param.device
+    def _look_where_it_is(self) -> ShardMemory:
+        return ShardMemory.of(self.flat_param)
 
     @_has_presenters.default
     def _look_for_presenters(self) -> bool:
@@ -192,7 +184,7 @@ class FlatParamHandle:
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard lives on another device than the full parameters."""
-        return self._storage_device != self.device
+        return self._home.device != self.device
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -222,7 +214,7 @@ class FlatParamHandle:
     def stamp(self) -> int:
         """A number that grows with every change of the shard, or of the originals that are views of it."""
         self._follow()
-        return self.exposure.stamp() + self._moves
+        return self.exposure.stamp() + self._home.moves
 
     def _follow(self) -> None:
         """Where somebody gave the flat parameter other data, have everything that looks at its memory look there.
@@ -231,24 +223,22 @@ class FlatParamHandle:
             FlatParamError: where it has another shape, or another dtype or device while it is not sharded.
         """
         flat_param = self.flat_param
-        if flat_param.data_ptr() == self._home:
+        if flat_param.data_ptr() == self._home.address:
             return
         if flat_param.shape != (self.layout.shard_numel,):
             raise FlatParamError(
                 f"{self._who} was given other data: expected shape {(self.layout.shard_numel,)}, found "
                 f"{tuple(flat_param.shape)}"
             )
-        changed = (flat_param.dtype, flat_param.device) != (self.layout.dtype, self._storage_device)
+        changed = (flat_param.dtype, flat_param.device) != (self.layout.dtype, self._home.device)
         if changed and self.residency is not Residency.SHARDED:
             raise FlatParamError(
                 f"{self._who}: it can be moved or cast only outside of a pass, while it is sharded"
             )
-        self._home = flat_param.data_ptr()
-        self._moves += 1
+        if changed and not self.is_offloaded:
+            self.device = flat_param.device
+        self._home = self._home.moved_to(flat_param)
         if changed:
-            if not self.is_offloaded:
-                self.device = flat_param.device
-            self._storage_device = flat_param.device
             self.layout = flat_param.flat_layout = self.layout.with_dtype(flat_param.dtype)
             self._forms.clear()
             self.form, self.gradients = self._make_form(), self._make_gradients()
@@ -289,7 +279,9 @@ class FlatParamHandle:
         return full, own
 
     def _take_over(self) -> None:
-        for index, old in self.exposure.take_over().items():
+        taken = self.exposure.take_over()
+        self.taken_over = tuple(self.layout.fqns[index] for index in taken)
+        for index, old in taken.items():
             clear_owner(old)
             mark_owner(self.exposure.originals()[index], self, index)
 
@@ -395,7 +387,6 @@ class FlatParamHandle:
         for parameter, _ in grads:
             parameter.grad = None
         self.flat_param.data = changed
-        self._home = -1
         self._follow()
         for parameter, grad in grads:
             parameter.grad_dtype = None  # any

@@ -100,7 +100,7 @@ class OriginalExposure:
         before = {index: self._originals[index] for index in given}
         for index, found in given.items():
             self._adopt(index, found, parts[index])
-        return {index: old for index, old in before.items() if old is not given[index]}
+        return before
 
     def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor) -> None:
         """Take `found` as original `index`, with the values `part`."""

@@ -11,7 +11,7 @@ from flatparam_runtime.phases import Phase
 
 __all__ = ["Event", "EventKind", "EventLog", "Instrument"]
 
-EventKind = Literal["unshard", "use", "reshard", "reduce", "finish"]
+EventKind = Literal["unshard", "use", "reshard", "reduce", "finish", "take over"]
 
 
 @final
@@ -21,8 +21,9 @@ class Event:
 
     `unshard`: memory for the full parameters was taken and their gather started. `use`: the bytes are there and the
     module shows the full parameters. `reshard`: that memory was given back. `reduce`: the reduction of the
-    gradients started. `finish`: it is over and the memory of the unsharded gradients was given back.
-    `nbytes` is that memory.
+    gradients started. `finish`: it is over and the memory of the unsharded gradients was given back. `take over`:
+    parameters that the user had given other data since the last gather (`FlatParamHandle.taken_over`) were copied to
+    the shard. `nbytes` is that memory.
     """
 
     kind: EventKind

@@ -95,7 +95,11 @@ def leave_forward(
         for lender in unit.lenders:
             if not lender.is_needed and lender.phase is Phase.IDLE and lender.plan.free_after_forward:
                 lender.reshard()
-        if failed or not _keeps_full_parameters(tree.forward, unit, call, recorded, watched):
+        # A recomputation ends early, with an exception, where it has what it needs; the gradients come at once.
+        keeps = in_backward() or (
+            not failed and _keeps_full_parameters(tree.forward, unit, call, recorded, watched)
+        )
+        if not keeps:
             unit.reshard()
     if tree.forward is not None and not in_backward():
         tree.forward.ended.append(unit)
@@ -109,8 +113,6 @@ def _keeps_full_parameters(
 ) -> bool:
     if unit.is_needed:
         return True
-    if in_backward():
-        return True  # a recomputation for a backward that comes at once
     if not recorded:
         # Without a recorded pass around it no backward follows, and the next pass may come after an optimizer's
         # step. In a recorded one this is a reentrant checkpoint, whose recomputation needs the parameters again.

@@ -271,6 +271,8 @@ class Unit:
                 full_precision=full_precision, take_over=self.plan.notices_replacement
             )
             self._note("gather", full.nbytes)
+            if handle.taken_over:
+                self.emit("take over", shard.nbytes)
             if self.hooks.all_gather is None:
                 self._gathers.append(self.plan.topology.shard.all_gather(full, shard, label=self.name))
             else:

@@ -19,7 +19,7 @@ from flatparam_comm import current_collectives
 from flatparam_core import clean_fqn
 from flatparam_runtime import unit_of
 
-__all__ = ["SimpleProfiler"]
+__all__ = ["SimpleProfiler", "is_info_wanted"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -103,12 +103,13 @@ class SimpleProfiler:
     @classmethod
     def dump_and_reset(cls, msg: str) -> None:
         """Log `msg` and the results, on rank 0 and with `TORCH_DISTRIBUTED_DEBUG=INFO`, and forget them."""
-        if _rank() == 0 and _is_info_wanted():
+        if _rank() == 0 and is_info_wanted():
             _LOGGER.info("%s %s", msg, dict(cls.results))
         cls.reset()
 
 
-def _is_info_wanted() -> bool:
+def is_info_wanted() -> bool:
+    """Whether `TORCH_DISTRIBUTED_DEBUG=INFO` was set."""
     if not dist.is_available():
         return False
     from torch.distributed import distributed_c10d as c10d  # it exists only where torch.distributed does

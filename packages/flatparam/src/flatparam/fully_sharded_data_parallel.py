@@ -16,6 +16,7 @@ from flatparam._fsdp_extensions import flatten_extended
 from flatparam.api import BackwardPrefetch, CPUOffload, ShardingStrategy
 from flatparam.auto_wrap import wrap_below
 from flatparam.compiling import mark_for_compiler
+from flatparam.debug_log import watch_for_debugging
 from flatparam.deferred_init import initialiser
 from flatparam.resolve import Arguments, resolve
 from flatparam.training_state import UnshardHandle
@@ -146,6 +147,7 @@ class FullyShardedDataParallel(WithState):
             device=resolved.device,
             initialise=initialise,
         )
+        watch_for_debugging(self._unit)
         self._clean_names = clean_names
         self._attach_state()
         self._modules[FSDP_WRAPPED_MODULE] = module

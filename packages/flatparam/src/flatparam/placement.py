@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatparam.resolve import Ignored
 from flatparam_comm import Topology, broadcast_tensors
@@ -43,9 +44,17 @@ def move(module: nn.Module, device: torch.device | None, ignored: Ignored) -> No
                 tensor.data = tensor.data.to(device)
 
 
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor of a wrapper class (a quantised one, say) is made of; else itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
 def broadcast_from_first(topology: Topology, tensors: Sequence[torch.Tensor]) -> None:
     """Give every data-parallel rank the first rank's values: first across the copies of a shard, then inside."""
-    detached = [tensor.detach() for tensor in tensors]
+    detached = [part.detach() for tensor in tensors for part in _plain_parts(tensor)]
     for group in (topology.replicate, topology.shard):
         if group is not None and group.size > 1 and detached:
             broadcast_tensors(group, detached)

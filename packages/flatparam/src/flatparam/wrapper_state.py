@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flatparam import state_dicts
+from flatparam._debug_utils import SimpleProfiler
 from flatparam.api import StateDictSettings
 from flatparam.errors import NotYetSupportedError
 from flatparam_runtime import revive_units
@@ -84,7 +85,12 @@ class WithState(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a full state dict, which every rank passes and of which each copies its own part."""
-        return super().load_state_dict(state_dicts.with_inner_versions(self, state_dict), *args, **kwargs)
+        with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
+            loaded = super().load_state_dict(
+                state_dicts.with_inner_versions(self, state_dict), *args, **kwargs
+            )
+        SimpleProfiler.dump_and_reset("FSDP load_state_dict() profiling:")
+        return loaded
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -125,7 +131,9 @@ class WithState(nn.Module):
     ) -> dict[str, Any]:
         """This rank's part of a full optimizer state (which every rank passes), for `optim.load_state_dict`."""
         _refuse(is_named_optimizer=is_named_optimizer or None, group=group)
-        state = load_optimizer_state(model, optim, optim_state_dict)
+        with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
+            state = load_optimizer_state(model, optim, optim_state_dict)
+        SimpleProfiler.dump_and_reset("FSDP optim_state_dict_to_load() profiling:")
         if load_directly:
             optim.load_state_dict(state)
         return state
