@@ -40,9 +40,18 @@ def seeded(make: Callable[[], M], device: torch.device | str = "cpu") -> M:
     return make().to(device)  # made on the CPU, so that the values are the same on every device
 
 
+def rectangle(world: Collectives, shards: int) -> Topology:
+    """The world cut into groups of ``shards`` neighbours that share parameters; the other groups hold copies."""
+    numbers = range(world.size)
+    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
+    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
+    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
+    return Topology(row, column)
+
+
 def sharded(
     make: Callable[[], M],
-    collectives: Collectives,
+    where: Collectives | Topology,
     *,
     units: Sequence[str] = (),
     device: torch.device | str = "cpu",
@@ -50,7 +59,7 @@ def sharded(
 ) -> M:
     """The seeded module, with the submodules in ``units`` (inner ones first) and itself as units."""
     module = seeded(make, device)
-    planned = UnitPlan(Topology(collectives), **plan)
+    planned = UnitPlan(where if isinstance(where, Topology) else Topology(where), **plan)
     for name in units:
         shard_module(module.get_submodule(name), planned)
     shard_module(module, planned)
