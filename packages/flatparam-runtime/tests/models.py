@@ -41,6 +41,33 @@ class Stack(nn.Module):
         return out
 
 
+class Fragile(nn.Linear):
+    """A linear layer that raises its ``error``, where it has one."""
+
+    error: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return super().forward(x)
+
+
+class Coder(Stack):
+    """A stack whose halves have methods of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Fragile(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+        out: Tensor = self.blocks[0](self.stem(x)) + shift
+        return out
+
+    def decode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks[1](x))
+        return out
+
+
 class Chain(nn.Module):
     """Blocks, and no parameter of its own."""
 
