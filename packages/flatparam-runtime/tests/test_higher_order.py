@@ -18,6 +18,7 @@ from .worlds import (
     Grads,
     check_at_rest,
     check_same,
+    check_training,
     full_gradients,
     mean_gradients,
     run,
@@ -68,37 +69,19 @@ def test_gradients_of_gradients(
 ) -> None:
     """A gradient penalty trains every parameter as in the unsharded model, step after step."""
 
-    def steps(collectives: Collectives) -> list[Grads]:
-        plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
-        module = sharded(model, collectives, units=BLOCKS, **plan)
-        found = []
-        for _ in range(2):
-            module.zero_grad()
-            loss(module, collectives.rank).backward()
-            check_at_rest(module)
-            found.append(full_gradients(module))
-        return found
-
-    expected = mean_gradients(seeded(model), loss, ranks)
-    for found in run(ranks, steps):
-        for each in found:
-            check_same(each, expected)
+    plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+    check_training(model, [loss] * 2, ranks, units=BLOCKS, **plan)
 
 
-def test_accumulated_penalties(ranks: int) -> None:
+def test_accumulated_penalties(ranks: int, use_orig_params: bool) -> None:
     """Gradients of gradients are collected in ``no_sync`` like any others."""
 
-    def steps(collectives: Collectives) -> Grads:
-        module = sharded(Stack, collectives, units=BLOCKS)
+    def accumulating(module: nn.Module, rank: int) -> Tensor:
         with no_sync(module):
-            gradient_penalty(module, collectives.rank).backward()
-        gradient_penalty(module, collectives.rank).backward()
-        check_at_rest(module)
-        return full_gradients(module)
+            gradient_penalty(module, rank).backward()
+        return gradient_penalty(module, rank)
 
-    expected = mean_gradients(seeded(Stack), lambda m, rank: 2 * gradient_penalty(m, rank), ranks)
-    for found in run(ranks, steps):
-        check_same(found, expected)
+    check_training(Stack, [accumulating] * 2, ranks, units=BLOCKS, use_orig_params=use_orig_params)
 
 
 @pytest.mark.parametrize("times", [2, 3])

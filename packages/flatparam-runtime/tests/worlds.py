@@ -121,16 +121,57 @@ def mean_gradients(module: nn.Module, losses: Callable[[nn.Module, int], Tensor]
     return found
 
 
-def check_same(found: Grads, expected: Grads) -> None:
-    """Assert bit-equality; where one side has no gradient, the other has none or zeros."""
+def check_same(found: Grads, expected: Grads, *, exact: bool = True) -> None:
+    """Assert bit-equality (or nearly so); where one side has no gradient, the other has none or zeros."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         other = found[name]
         if value is None or other is None:
             rest = value if other is None else other
             assert rest is None or not rest.any(), f"{name}: one side has a gradient"
-        else:
+        elif exact:
             assert torch.equal(other, value), f"{name}: {other} is not {value}"
+        else:
+            torch.testing.assert_close(other, value, msg=f"{name}: {other} is not {value}")
+
+
+def check_training(
+    make: Callable[[], nn.Module],
+    losses: Sequence[Callable[[nn.Module, int], Tensor]],
+    ranks: int,
+    *,
+    exact: bool = True,
+    **how: Any,
+) -> None:
+    """Assert that steps of SGD, one for each of ``losses``, make of the sharded module what they make of a local one.
+
+    ``how`` goes to ``sharded``. The gradients of every step are compared too.
+    """
+
+    def training(collectives: Collectives) -> list[Grads]:
+        module = sharded(make, collectives, **how)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        found = []
+        for loss in losses:
+            optimizer.zero_grad()
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+            found.append(full_gradients(module))
+            optimizer.step()
+        return [*found, dict(full_parameters(module))]
+
+    local = seeded(make)
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.25)
+    expected = []
+    for loss in losses:
+        expected.append(mean_gradients(local, loss, ranks))
+        for name, parameter in local.named_parameters():
+            parameter.grad = expected[-1][name]
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run(ranks, training):
+        for each, wanted in zip(found, [*expected, dict(local.named_parameters())], strict=True):
+            check_same(each, wanted, exact=exact)
 
 
 def check_at_rest(module: nn.Module) -> None:
