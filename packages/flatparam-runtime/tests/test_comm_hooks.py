@@ -33,7 +33,6 @@ from .worlds import (
 )
 
 BLOCKS = ["blocks.0", "blocks.1"]
-UNITS = 3
 
 
 def loss(module: nn.Module, rank: int) -> Tensor:
@@ -43,7 +42,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 @attrs.define
 class Counting:
-    """The state of the hooks below: the groups that they work over, and how often they were called."""
+    """The groups that the hooks below work over, and how often they were called."""
 
     where: Topology
     calls: int = 0
@@ -64,8 +63,7 @@ class Counting:
 
 
 def call(state: Any, *tensors: Tensor) -> None:
-    """A hook whose state is the function."""
-    state(*tensors)
+    state(*tensors)  # the state is the function
 
 
 def install(module: nn.Module, stage: HookStage, hook: Callable[..., Any] | None) -> None:
@@ -112,9 +110,8 @@ def test_a_hook_that_does_the_same(stages: str, use_orig_params: bool) -> None:
         for each in (plain, module):
             loss(each, world.rank).backward()
             check_at_rest(each)
-        found = full_gradients(module)
         assert state.calls == CALLS[stages]
-        return found, full_gradients(plain)
+        return full_gradients(module), full_gradients(plain)
 
     for found, expected in run(4, step):
         check_same(found, expected)
@@ -149,7 +146,7 @@ def test_replaced_and_removed(ranks: int) -> None:
         return loss(module, rank)
 
     check_training(Stack, [replacing, replacing, removing], ranks, units=BLOCKS)
-    assert [state.calls for state in states] == [UNITS] * 2 * ranks
+    assert [state.calls for state in states] == [3] * 2 * ranks
 
 
 def test_in_place(ranks: int) -> None:
@@ -168,8 +165,7 @@ def test_in_place(ranks: int) -> None:
         loss(module, world.rank).backward()
         return full_gradients(module)
 
-    mean = mean_gradients(seeded(Stack), loss, ranks)
-    expected = {name: None if value is None else 2 * ranks * value for name, value in mean.items()}
+    expected = mean_gradients(seeded(Stack), lambda module, rank: 2 * ranks * loss(module, rank), ranks)
     for found in run(ranks, step):
         check_same(found, expected)
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from flatparam_comm import Collectives
 from flatparam_runtime import no_sync, summon_full_params
 
-from .models import Chain, Stack, batch
+from .models import Chain, Stack, batch, gradient_penalty
 from .worlds import (
     Grads,
     check_at_rest,
@@ -27,15 +27,6 @@ from .worlds import (
 )
 
 BLOCKS = ["blocks.0", "blocks.1"]
-
-
-def gradient_penalty(module: nn.Module, rank: int) -> Tensor:
-    """The loss of a critic: its output, and the norm of its gradient at the input."""
-    x = batch(rank).requires_grad_()
-    out = module(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    total: Tensor = out.square().mean() + (slope.square().sum(1) - 1.0).square().mean()
-    return total
 
 
 def only_the_penalty(module: nn.Module, rank: int) -> Tensor:

@@ -109,8 +109,7 @@ def test_one_inside_another(outer: dict[str, bool], inner: dict[str, bool], use_
                 with summon_full_params(module, **inner):
                     assert [id(parameter) for parameter in module.parameters()] == before
                     if collectives.rank == 0 or not outer["rank0_only"]:
-                        with torch.no_grad():
-                            module.head.bias.fill_(3.0)
+                        nn.init.constant_(module.head.bias, 3.0)
             else:
                 with (
                     pytest.raises(FlatParamError, match="an outer summon"),
@@ -159,10 +158,7 @@ def test_training_inside(writeback: bool, ranks: int, use_orig_params: bool) -> 
 
     local = seeded(Stack)
     gradients = mean_gradients(local, loss, ranks)
-    with torch.no_grad():
-        stepped: Grads = {
-            name: parameter - 0.25 * gradients[name] for name, parameter in local.named_parameters()
-        }
+    stepped: Grads = {name: p.detach() - 0.25 * gradients[name] for name, p in local.named_parameters()}
     for found, found_gradients in run(ranks, steps):
         check_same(found_gradients, gradients)
         check_same(found, stepped)

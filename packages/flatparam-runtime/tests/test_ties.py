@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from flatparam_comm import FlatParamError, RankError, SingleCollectives
 from flatparam_runtime import no_sync, summon_full_params, unit_of
 
-from .models import WIDTH, Branches, Chain, Stack, batch
+from .models import TiedBranches, TiedChain, TiedRoot, batch
 from .worlds import check_training, mean_gradients, seeded, sharded
 
 SIDES = ["left", "right"]
@@ -26,33 +26,6 @@ SEVERAL_TREES = pytest.mark.xfail(
     reason="the backward pass of each tree begins the backward of the holder: BACKWARD to BACKWARD is no legal step",
 )
 WAYS = ["lr", "rl", "l", pytest.param("r", marks=BORROWER_FIRST), "lrl", "rrl"]
-
-
-class TiedBranches(Branches):
-    """The right branch uses a weight of the left one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.right.up.weight = self.left.up.weight
-
-
-class TiedChain(Chain):
-    """All blocks share their first weight, the last two also their second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks[1:]:
-            block.up.weight = self.blocks[0].up.weight
-        self.blocks[2].down.weight = self.blocks[1].down.weight
-
-
-class TiedRoot(Stack):
-    """The root's own head uses a weight of the first block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.head.weight = self.blocks[0].up.weight
 
 
 MODELS: dict[type[nn.Module], Sequence[str]] = {
