@@ -75,6 +75,22 @@ def test_accumulated_penalties(ranks: int, use_orig_params: bool) -> None:
     check_training(Stack, [accumulating] * 2, ranks, units=BLOCKS, use_orig_params=use_orig_params)
 
 
+def test_backward_that_makes_a_graph(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
+    """After ``backward(create_graph=True)`` the gradient of the input can be differentiated; both passes add up."""
+
+    def twice(module: nn.Module, rank: int) -> Tensor:
+        x = batch(rank).requires_grad_()
+        module(x).square().mean().backward(create_graph=True)
+        assert x.grad is not None
+        for parameter in module.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.detach()
+        return x.grad.square().sum()
+
+    plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+    # Each pass is summed over ranks by itself: another order of additions.
+    check_training(Stack, [twice] * 2, ranks, units=BLOCKS, exact=False, **plan)
+
+
 @pytest.mark.parametrize("times", [2, 3])
 def test_one_graph_several_times(
     times: int, ranks: int, use_orig_params: bool, free_after_forward: bool
@@ -94,12 +110,10 @@ def test_one_graph_several_times(
 
     once = mean_gradients(seeded(Stack), loss, ranks)
     for found in run(ranks, step):
-        sums: Grads = dict.fromkeys(once)
-        for each in found:
-            for name, part in once.items():
-                before = sums[name]
-                sums[name] = part if before is None or part is None else before + part
-            check_same(each, sums)
+        for number, each in enumerate(found, 1):
+            check_same(
+                each, {name: None if value is None else number * value for name, value in once.items()}
+            )
 
 
 def test_gradients_at_the_input(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
