@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,12 +178,9 @@ def adapted(module: nn.Module, rank: int, steps: int = 2) -> Tensor:
         return out
 
     for step in range(steps):
-        slopes: Sequence[Tensor] = torch.autograd.grad(
-            at(weights, batch(rank, step)), list(weights.values()), create_graph=True
-        )
-        weights = {
-            name: value - 0.25 * slope for (name, value), slope in zip(weights.items(), slopes, strict=True)
-        }
+        inner = at(weights, batch(rank, step))
+        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        weights = {name: weights[name] - 0.25 * slope for name, slope in zip(weights, slopes, strict=True)}
     return at(weights, batch(rank, steps))
 
 
