@@ -41,6 +41,33 @@ class Stack(nn.Module):
         return out
 
 
+class Fragile(nn.Linear):
+    """A linear layer that raises its ``error``, where it has one."""
+
+    error: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return super().forward(x)
+
+
+class Coder(Stack):
+    """A stack whose halves have methods of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Fragile(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+        out: Tensor = self.blocks[0](self.stem(x)) + shift
+        return out
+
+    def decode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks[1](x))
+        return out
+
+
 class Chain(nn.Module):
     """Blocks, and no parameter of its own."""
 
@@ -67,6 +94,33 @@ class Branches(nn.Module):
         for step in way:
             x = self.left(x) if step == "l" else self.right(x)
         return x * self.scale
+
+
+class TiedBranches(Branches):
+    """The right branch uses a weight of the left one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right.up.weight = self.left.up.weight
+
+
+class TiedChain(Chain):
+    """All blocks share their first weight, the last two also their second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks[1:]:
+            block.up.weight = self.blocks[0].up.weight
+        self.blocks[2].down.weight = self.blocks[1].down.weight
+
+
+class TiedRoot(Stack):
+    """The root's own head uses a weight of the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.blocks[0].up.weight
 
 
 class Countdown(nn.Module):
@@ -114,3 +168,12 @@ def batch(rank: int = 0, step: int = 0, *, near: nn.Module | None = None) -> Ten
     generator = torch.Generator().manual_seed(100 * step + rank + 1)
     drawn = torch.randn(3, WIDTH, generator=generator)
     return drawn if near is None else drawn.to(next(near.parameters()).device)
+
+
+def gradient_penalty(module: nn.Module, rank: int) -> Tensor:
+    """The loss of a critic: its output, and the norm of its gradient at the input."""
+    x = batch(rank).requires_grad_()
+    out = module(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    total: Tensor = out.square().mean() + (slope.square().sum(1) - 1.0).square().mean()
+    return total

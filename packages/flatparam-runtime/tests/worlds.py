@@ -40,9 +40,18 @@ def seeded(make: Callable[[], M], device: torch.device | str = "cpu") -> M:
     return make().to(device)  # made on the CPU, so that the values are the same on every device
 
 
+def rectangle(world: Collectives, shards: int) -> Topology:
+    """The world cut into groups of ``shards`` neighbours that share parameters; the other groups hold copies."""
+    numbers = range(world.size)
+    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
+    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
+    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
+    return Topology(row, column)
+
+
 def sharded(
     make: Callable[[], M],
-    collectives: Collectives,
+    where: Collectives | Topology,
     *,
     units: Sequence[str] = (),
     device: torch.device | str = "cpu",
@@ -50,7 +59,7 @@ def sharded(
 ) -> M:
     """The seeded module, with the submodules in ``units`` (inner ones first) and itself as units."""
     module = seeded(make, device)
-    planned = UnitPlan(Topology(collectives), **plan)
+    planned = UnitPlan(where if isinstance(where, Topology) else Topology(where), **plan)
     for name in units:
         shard_module(module.get_submodule(name), planned)
     shard_module(module, planned)
@@ -112,16 +121,57 @@ def mean_gradients(module: nn.Module, losses: Callable[[nn.Module, int], Tensor]
     return found
 
 
-def check_same(found: Grads, expected: Grads) -> None:
-    """Assert bit-equality; where one side has no gradient, the other has none or zeros."""
+def check_same(found: Grads, expected: Grads, *, exact: bool = True) -> None:
+    """Assert bit-equality (or nearly so); where one side has no gradient, the other has none or zeros."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         other = found[name]
         if value is None or other is None:
             rest = value if other is None else other
             assert rest is None or not rest.any(), f"{name}: one side has a gradient"
-        else:
+        elif exact:
             assert torch.equal(other, value), f"{name}: {other} is not {value}"
+        else:
+            torch.testing.assert_close(other, value, msg=f"{name}: {other} is not {value}")
+
+
+def check_training(
+    make: Callable[[], nn.Module],
+    losses: Sequence[Callable[[nn.Module, int], Tensor]],
+    ranks: int,
+    *,
+    exact: bool = True,
+    **how: Any,
+) -> None:
+    """Assert that steps of SGD, one for each of ``losses``, make of the sharded module what they make of a local one.
+
+    ``how`` goes to ``sharded``. The gradients of every step are compared too.
+    """
+
+    def training(collectives: Collectives) -> list[Grads]:
+        module = sharded(make, collectives, **how)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        found = []
+        for loss in losses:
+            optimizer.zero_grad()
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+            found.append(full_gradients(module))
+            optimizer.step()
+        return [*found, dict(full_parameters(module))]
+
+    local = seeded(make)
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.25)
+    expected = []
+    for loss in losses:
+        expected.append(mean_gradients(local, loss, ranks))
+        for name, parameter in local.named_parameters():
+            parameter.grad = expected[-1][name]
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run(ranks, training):
+        for each, wanted in zip(found, [*expected, dict(local.named_parameters())], strict=True):
+            check_same(each, wanted, exact=exact)
 
 
 def check_at_rest(module: nn.Module) -> None:

@@ -1,0 +1,149 @@
+"""Ranks that run different models or different programs are told so, on every rank, before they train anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import (
+    ByteLedger,
+    Collectives,
+    Precision,
+    RecordingCollectives,
+)
+from flatparam_runtime import DivergenceError
+
+from .models import WIDTH, Branches, Chain, batch
+from .worlds import rectangle, run, seeded, sharded
+
+SIDES = ["left", "right"]
+
+
+def refused(fn: Callable[[], object]) -> str:
+    with pytest.raises(DivergenceError) as caught:
+        fn()
+    return str(caught.value)
+
+
+def loss(module: nn.Module, rank: int, *more: object) -> Tensor:
+    out: Tensor = module(batch(rank), *more).square().mean()
+    return out
+
+
+# The same units?
+
+
+def wider() -> Chain:
+    chain = Chain(2)
+    chain.blocks[1].down = nn.Linear(WIDTH, WIDTH, bias=True)
+    return chain
+
+
+def renamed() -> Chain:
+    chain = Chain(2)
+    chain.blocks[1].other = chain.blocks[1].down
+    del chain.blocks[1].down
+    return chain
+
+
+OTHER_MODELS: dict[str, tuple[Callable[[], Chain], dict[str, Any], str]] = {
+    "one more unit": (lambda: Chain(3), {}, "unit 'blocks.2': 1 flat parameters"),
+    "another parameter": (wider, {}, "parameter 'down.bias' of unit 'blocks.1'"),
+    "another name": (renamed, {}, "parameter 'other.weight' of unit 'blocks.1'"),
+    "another dtype": (lambda: Chain(2).double(), {}, r"torch.float64"),
+    "another strategy": (lambda: Chain(2), {"free_after_forward": False}, "the sharding strategy of unit"),
+    "another precision": (
+        lambda: Chain(2),
+        {"precision": Precision(torch.bfloat16)},
+        "the mixed precision of unit",
+    ),
+    "another exposure": (lambda: Chain(2), {"use_orig_params": True}, "use_orig_params of unit"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_MODELS)
+def test_different_models(kind: str) -> None:
+    """Before the first byte is gathered every rank says where its model and the other's first differ."""
+    make, plan, told = OTHER_MODELS[kind]
+
+    def attempt(collectives: Collectives) -> tuple[str, int]:
+        ledger = ByteLedger()
+        recorded = RecordingCollectives(collectives, ledger)
+        mine, more = (make, plan) if collectives.rank else (lambda: Chain(2), {})
+        units = [f"blocks.{i}" for i in range(len(seeded(mine).blocks))]
+        module = sharded(mine, recorded, units=units, **more)
+        return refused(lambda: module(batch())), ledger.total.count
+
+    for rank, (message, transfers) in enumerate(run(2, attempt)):
+        assert message.startswith(f"rank {rank}: the ranks have different models: rank 0 has ")
+        assert told in message.partition("rank 1 has ")[2]
+        assert transfers == 0
+
+
+# The same order of units?
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("ways", [("lr", "rl"), ("ll", "rr")], ids="-".join)
+def test_units_of_one_size_in_another_order(ways: tuple[str, str], steps: int, use_orig_params: bool) -> None:
+    """After any number of steps the pass raises on every rank, before an optimizer could step, and names both units."""
+
+    def attempt(collectives: Collectives) -> tuple[str, bool]:
+        module = sharded(Branches, collectives, units=SIDES, use_orig_params=use_orig_params)
+        for _ in range(steps):
+            loss(module, collectives.rank, "lr").backward()
+            module.zero_grad()
+        message = refused(lambda: loss(module, collectives.rank, ways[collectives.rank]).backward())
+        return message, all(parameter.grad is None for parameter in module.parameters())
+
+    for rank, (message, untrained) in enumerate(run(2, attempt)):
+        assert message.startswith(f"rank {rank}: the ranks run different units: ")
+        assert "unit 'left' (up.weight, up.bias, ...; 144 bytes)" in message
+        assert "unit 'right' (up.weight, up.bias, ...; 144 bytes)" in message
+        assert "rank 0 was at" in message
+        assert "rank 1 was at" in message
+        assert untrained or steps  # in the first pass not even a gather goes to the wrong unit
+
+
+def test_a_rank_that_leaves_a_unit_out() -> None:
+    """In the first pass a unit that one rank does not call is an error of both, and not a hang."""
+
+    def attempt(collectives: Collectives) -> str:
+        module = sharded(Branches, collectives, units=SIDES)
+        return refused(lambda: loss(module, collectives.rank, "lr" if collectives.rank else "l").backward())
+
+    for message in run(2, attempt):
+        assert "rank 1 was at the gather of unit 'right'" in message
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_evaluation_in_another_order(steps: int) -> None:
+    """A forward pass without gradients whose order differs raises on every rank, before its output is used."""
+
+    def attempt(collectives: Collectives) -> str:
+        module = sharded(Branches, collectives, units=SIDES)
+        for _ in range(steps):
+            loss(module, collectives.rank).backward()
+        with torch.no_grad():
+            return refused(lambda: module(batch(), "rl" if collectives.rank else "lr"))
+
+    assert all("unit 'left'" in message and "unit 'right'" in message for message in run(2, attempt))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_one_rank_of_four(steps: int) -> None:
+    """One rank that differs is noticed by all ranks, also by those that share no group with it."""
+
+    def attempt(world: Collectives) -> str:
+        module = sharded(Branches, rectangle(world, 2), units=SIDES)
+        for _ in range(steps):
+            loss(module, world.rank).backward()
+        return refused(lambda: loss(module, world.rank, "rl" if world.rank == 3 else "lr").backward())
+
+    for rank, message in enumerate(run(4, attempt)):
+        assert message.startswith(f"rank {rank}: ")
+        assert "rank 3 was at the gather of unit 'right'" in message
