@@ -86,16 +86,7 @@ CALLS = {
 }  # blocks are gathered twice, the root once
 
 
-TWICE_DIVIDED = pytest.mark.xfail(
-    raises=AssertionError,
-    strict=True,
-    reason="Unit.divisors goes by the `reduce` hook only: a mean by an `all_reduce` hook alone is divided once more",
-)
-
-
-@pytest.mark.parametrize(
-    "stages", [pytest.param(name, marks=TWICE_DIVIDED if name == "copies" else ()) for name in STAGES]
-)
+@pytest.mark.parametrize("stages", STAGES)
 def test_a_hook_that_does_the_same(stages: str, use_orig_params: bool) -> None:
     """A hook at any stage is called for each unit, in place of the collective, and training is as without it."""
 

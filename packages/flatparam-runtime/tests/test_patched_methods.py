@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, FlatParamError, RankError, SingleCollectives
+from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_runtime import register_forward_method
 
 from .models import Coder, Stack, batch
@@ -31,20 +31,13 @@ def replace_forward(module: nn.Linear) -> None:
     module.forward = lambda x: nn.functional.linear(x, module.weight) * 2.0
 
 
-WRAPPED_LATE = pytest.mark.xfail(
-    raises=(RecursionError, RankError),
-    strict=True,
-    reason="InnerCall.put() takes a wrapper of itself for the user's own method, and calls it for ever",
-)
-
-
 @pytest.mark.parametrize(
     ("patch", "late"),
     [
         (wrap_forward, False),
         (replace_forward, False),
         (replace_forward, True),
-        pytest.param(wrap_forward, True, marks=WRAPPED_LATE),
+        (wrap_forward, True),
     ],
 )
 def test_a_patched_forward_is_called(patch: Callable[[nn.Linear], None], late: bool, ranks: int) -> None:

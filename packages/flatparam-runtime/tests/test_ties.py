@@ -8,24 +8,15 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatparam_comm import FlatParamError, RankError, SingleCollectives
+from flatparam_comm import SingleCollectives
 from flatparam_runtime import no_sync, summon_full_params, unit_of
 
 from .models import TiedBranches, TiedChain, TiedRoot, batch
 from .worlds import check_training, mean_gradients, seeded, sharded
 
 SIDES = ["left", "right"]
-BORROWER_FIRST = pytest.mark.xfail(
-    raises=(AssertionError, RankError),
-    strict=True,
-    reason="_before_forward() watches the leaves of the unit, not those of its lenders: the gradient is left lying",
-)
-SEVERAL_TREES = pytest.mark.xfail(
-    raises=(FlatParamError, RankError),
-    strict=True,
-    reason="the backward pass of each tree begins the backward of the holder: BACKWARD to BACKWARD is no legal step",
-)
-WAYS = ["lr", "rl", "l", pytest.param("r", marks=BORROWER_FIRST), "lrl", "rrl"]
+
+WAYS = ["lr", "rl", "l", "r", "lrl", "rrl"]
 
 
 MODELS: dict[type[nn.Module], Sequence[str]] = {
@@ -139,7 +130,6 @@ def test_checkpointed(reentrant: bool, ranks: int, use_orig_params: bool) -> Non
     )
 
 
-@SEVERAL_TREES
 def test_units_that_are_roots(ranks: int, use_orig_params: bool) -> None:
     """Units that share a parameter train also where the module around them is never called."""
 

@@ -146,7 +146,10 @@ class BackwardPass:
             self.entered.add(unit)
             unit.begin_unshard(full_precision=call.full_precision)
             for lender in unit.lenders:
-                if lender not in self.active:
+                is_ours = (
+                    lender.fingerprint is self.fingerprint
+                )  # not of another tree, which has its own pass
+                if is_ours and lender not in self.active:
                     self._activate(lender)
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()

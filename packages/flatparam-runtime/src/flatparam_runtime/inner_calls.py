@@ -20,7 +20,7 @@ __all__ = ["InnerCall", "InnerCalls"]
 class InnerCall:
     """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
 
-    __slots__ = ("_module", "name", "own", "run", "unit", "uses_parameters")
+    __slots__ = ("_entered", "_module", "name", "over", "own", "run", "unit", "uses_parameters")
 
     def __init__(
         self,
@@ -45,17 +45,32 @@ class InnerCall:
         self.run = run
         self.uses_parameters = uses_parameters
         self.own: Callable[..., Any] | None = None  # what the user had put in the place of the class's method
+        self.over: Callable[..., Any] | None = (
+            None  # what he has put in the place of this, and perhaps around it
+        )
+        self._entered = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _new, (), (self.unit, self.module, self.name, self.run, self.uses_parameters, self.own)
+        return (
+            _new,
+            (),
+            (self.unit, self.module, self.name, self.run, self.uses_parameters, self.own, self.over),
+        )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.unit, module, self.name, self.run, self.uses_parameters, self.own = state
+        self.unit, module, self.name, self.run, self.uses_parameters, self.own, self.over = state
         self._module = weakref.ref(module)
+        self._entered = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
-        return self.run(self, args, kwargs)
+        """Call the method; what the user has put over this may call it again."""
+        if self._entered or self.module.__dict__.get(self.name) is not self:
+            return self.__wrapped__(*args, **kwargs)
+        self._entered = True
+        try:
+            return self.run(self, args, kwargs)
+        finally:
+            self._entered = False
 
     @property
     def module(self) -> nn.Module:
@@ -72,22 +87,33 @@ class InnerCall:
         method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
         return method
 
+    def method(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what would be called if this were not there."""
+        return (self.over or self.__wrapped__)(*args, **kwargs)
+
     def put(self) -> None:
         """Stand in the method's place."""
         module = self._module()
-        if module is not None and module.__dict__.get(self.name) is not self:
-            self.own = module.__dict__.get(self.name)
+        if module is None:
+            return
+        there = module.__dict__.get(self.name)
+        if there is not self:
+            if there is not self.over:
+                self.own, self.over = there, None
             module.__dict__[self.name] = self
 
     def lift(self) -> None:
         """Put back what was there; what somebody has put over it stays."""
         module = self._module()
-        if module is None or module.__dict__.get(self.name) is not self:
+        if module is None:
             return
-        if self.own is None:
-            del module.__dict__[self.name]
+        there = module.__dict__.get(self.name)
+        if there is not self:
+            self.over = there
+        elif self.over is not None or self.own is not None:
+            module.__dict__[self.name] = self.over or self.own
         else:
-            module.__dict__[self.name] = self.own
+            del module.__dict__[self.name]
 
 
 def _new() -> InnerCall:
