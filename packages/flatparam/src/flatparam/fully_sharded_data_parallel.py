@@ -18,11 +18,11 @@ from flatparam.auto_wrap import wrap_below
 from flatparam.compiling import mark_for_compiler
 from flatparam.debug_log import watch_for_debugging
 from flatparam.deferred_init import initialiser
+from flatparam.private_names import WithPrivateNames
 from flatparam.resolve import Arguments, resolve
-from flatparam.training_state import UnshardHandle
 from flatparam.wrapper_state import WithState, wrappers_in
 from flatparam_comm import Collectives, ProcessGroupCollectives
-from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle, clean_fqn, owner_of
+from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn, owner_of
 from flatparam_runtime import (
     HookStage,
     Phase,
@@ -57,7 +57,7 @@ _NOT_YET: Final = frozenset(
 """Methods of FSDP1's that this version has not."""
 
 
-class FullyShardedDataParallel(WithState):
+class FullyShardedDataParallel(WithState, WithPrivateNames):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -218,22 +218,6 @@ class FullyShardedDataParallel(WithState):
         """Where the unit's parameters live."""
         return self._unit.device
 
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.handles)
-
-    @property
-    def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handles[0] if self._unit.handles else None
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        return self._handle.flat_param if self._handle else None
-
-    @property
-    def _is_root(self) -> bool:
-        return self.check_is_root()
-
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one, as far as any forward pass has shown."""
         return tree_of(self._unit).root is self._unit
@@ -324,18 +308,6 @@ class FullyShardedDataParallel(WithState):
     def register_forward_method(module: nn.Module, name: str) -> None:
         """Have the method `name` of a wrapped module, or of one inside, find full parameters, as `forward` does."""
         register_forward_method(_inner(module), name)
-
-    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Start to gather this unit's full parameters; returns what to wait for, with `async_op`."""
-        self._unit.begin_unshard()
-        handle = UnshardHandle(self._unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def _wait_unshard_streams_on_current_stream(self) -> None:
-        """Nothing to wait for: every gather is ordered before its use by the pending value that started it."""
 
     @staticmethod
     @contextlib.contextmanager

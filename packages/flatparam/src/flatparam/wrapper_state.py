@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 
 from flatparam import state_dicts
 from flatparam._debug_utils import SimpleProfiler
@@ -153,8 +154,13 @@ def wrappers_in(module: nn.Module, *, root_only: bool = False) -> list[WithState
             found.append(current)
             if root_only:
                 continue
-        stack.extend(reversed(list(current.children())))
+        stack.extend(child for child in reversed(list(current.children())) if not _is_replicated(child))
     return found
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` has `module`: then it is not FSDP's."""
+    return "replicate" in (_get_registry(module) or ())
 
 
 def _refuse(**arguments: object) -> None:

@@ -1,0 +1,113 @@
+"""FSDP1's private names that programs reach for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.training_state import HandleTrainingState, TrainingState
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives, run_threads
+from flatparam_runtime import EventLog, observe
+
+from .models import mlp, seeded
+from .worlds import on_ranks
+
+LINEAR = ModuleWrapPolicy({nn.Linear})
+
+
+class Looking(nn.Linear):
+    """Notes in which state its wrapper is while it runs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen = self.wrapper.training_state
+        return super().forward(input)
+
+
+def test_the_state_of_a_wrapper() -> None:
+    """S-073: idle between passes, in a pass within, and while parameters are summoned."""
+
+    def rank(world: Collectives) -> None:
+        module = Looking(2, 2)
+        model = FSDP(module)
+        object.__setattr__(module, "wrapper", model)
+        assert model.training_state is TrainingState.IDLE
+        model(torch.ones(1, 2)).sum().backward()
+        assert module.seen is TrainingState.FORWARD_BACKWARD
+        with FSDP.summon_full_params(model):
+            assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+
+    on_ranks(2, rank)
+
+
+def test_an_unexpected_state_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """S-073: `_assert_state` raises ValueError with both states, and rank 0 logs it; the right one passes."""
+
+    def rank(world: Collectives) -> None:
+        model = FSDP(nn.Linear(2, 2))
+        model._assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
+        with pytest.raises(ValueError, match=r"FORWARD_BACKWARD.*found TrainingState.IDLE"):
+            model._assert_state(TrainingState.FORWARD_BACKWARD)
+        with model._use_training_state(TrainingState.FORWARD_BACKWARD, HandleTrainingState.BACKWARD_PRE):
+            model._assert_state(TrainingState.FORWARD_BACKWARD)
+            assert model._handle_training_state is HandleTrainingState.BACKWARD_PRE
+            model._unshard()
+        assert model._handle_training_state is HandleTrainingState.IDLE
+        model._assert_state(TrainingState.IDLE)
+
+    with caplog.at_level(logging.ERROR):
+        on_ranks(2, rank)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("depth", "ahead"), [(1, 1), (2, 2)])
+def test_how_far_ahead_units_are_gathered(depth: int, ahead: int) -> None:
+    """L-47: the two limits of `_exec_order_data` say how many units are gathered ahead."""
+
+    def rank(world: Collectives) -> Any:
+        model = FSDP(
+            nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
+            auto_wrap_policy=LINEAR,
+            forward_prefetch=True,
+        )
+        model._exec_order_data._forward_prefetch_limit = depth
+        model._exec_order_data._backward_prefetch_limit = depth
+        assert model._exec_order_data._forward_prefetch_limit == depth
+        assert model._exec_order_data._backward_prefetch_limit == depth
+        log = EventLog()
+        model(torch.ones(1, 2)).sum().backward()
+        with observe(model, log):
+            model(torch.ones(1, 2)).sum().backward()
+        lines = log.lines()
+        before_first_use = [line for line in lines[: lines.index("use 0")] if line.startswith("unshard")]
+        backward = lines[lines.index("use 3", lines.index("use 3")) :]
+        last = backward[: backward.index("use 3", 1)]
+        return len(before_first_use) - 1, sum(line.startswith("unshard") for line in last) - 1
+
+    for forward, backward in run_threads(2, rank):
+        assert (forward, backward) == (ahead, ahead)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_flat_parameter_that_is_cast(use_orig_params: bool) -> None:
+    """Giving `_flat_param` data of another dtype, as accelerate does, casts the unit's parameters; it trains in it."""
+
+    def rank(world: Collectives) -> Any:
+        model = FSDP(seeded(mlp).bfloat16(), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
+        for wrapper in FSDP.fsdp_modules(model):
+            if wrapper._has_params:
+                wrapper._flat_param.data = wrapper._flat_param.data.to(torch.float32)
+                wrapper._handle._orig_param_dtype = torch.float32
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        model(torch.ones(2, 3)).sum().backward()
+        return {name: p.dtype for name, p in model.state_dict().items()}, [
+            p.grad.dtype for p in model.parameters()
+        ]
+
+    for state, grads in on_ranks(2, rank):
+        assert set(state.values()) == set(grads) == {torch.float32}
