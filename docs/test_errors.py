@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardedStateDictConfig, ShardingStrategy, StateDictType
-from flatparam.wrap import CustomPolicy
+from flatparam import MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import (
     ByteLedger,
     Collectives,
@@ -186,9 +186,68 @@ def different_calls(world: Collectives) -> None:
         model.state_dict()
 
 
+class Blocks(nn.Sequential):
+    def __init__(self, depth: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(*(nn.Linear(2, 2, dtype=dtype) for _ in range(depth)))
+
+
+def different(
+    rank: int, depth: int = 2, dtype: torch.dtype = torch.float32, units: bool = True, **arguments: Any
+) -> Provoke:
+    """A first step where rank 1 has made another model, or wrapped it otherwise."""
+
+    def program(world: Collectives) -> None:
+        torch.manual_seed(0)
+        more = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+        if world.rank == rank:
+            module = Blocks(depth, dtype)
+            model = FSDP(module, **({**more, **arguments} if units else arguments))
+        else:
+            model = FSDP(Blocks(), **more)
+        model(torch.ones(1, 2, dtype=next(model.parameters()).dtype)).sum().backward()
+
+    return partial(on_two_ranks, program)
+
+
 def different_models(world: Collectives) -> None:
     model = FSDP(nn.Linear(2, 2 + 2 * world.rank))
     model(torch.ones(1, 2))
+
+
+def different_weights(world: Collectives) -> None:
+    torch.manual_seed(world.rank)
+    model = FSDP(nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, 2))
+
+
+def swapped_later(world: Collectives) -> None:
+    torch.manual_seed(0)
+    model = FSDP(Choice())
+    model(True).sum().backward()
+    model(world.rank == 0).sum().backward()
+
+
+def left_out(world: Collectives) -> None:
+    torch.manual_seed(0)
+    model = FSDP(Blocks(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    output = model.module[0](torch.ones(1, 2)) if world.rank else model(torch.ones(1, 2))
+    output.sum().backward()
+
+
+def loaded_in_between() -> None:
+    model, _ = trained()
+    loss = model(torch.ones(1, 2)).sum()
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    loss.backward()
+
+
+def data_while_unsharded() -> None:
+    model = wrapped(use_orig_params=True)
+    loss = model(torch.ones(1, 2)).sum()
+    model.module.weight.data = torch.zeros(2, 2)
+    loss.backward()
 
 
 class Choice(nn.Module):
@@ -201,6 +260,7 @@ class Choice(nn.Module):
 
 
 def different_units(world: Collectives) -> None:
+    torch.manual_seed(0)
     FSDP(Choice())(world.rank == 0).sum().backward()
 
 
@@ -237,6 +297,8 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "summoned gradients inside a `summon_full_params` without": summoned_twice,
         "called the model while its parameters were summoned on one rank": called_while_summoned,
         "stepped the optimizer between forward and backward": stepped_too_early,
+        "loaded a state between forward and backward": loaded_in_between,
+        "gave a full parameter other data between forward and backward": data_while_unsharded,
         "copied a wrapped model while its parameters were summoned": copied_while_summoned,
         "divided gradients by nothing": lambda: wrapped().set_gradient_divide_factor(0),
         "passed something else as a communication hook": lambda: wrapped().register_comm_hook(
@@ -263,6 +325,17 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "called a collective on one rank only": partial(on_two_ranks, only_rank_0_saves),
         "called different things on different ranks": partial(on_two_ranks, different_calls),
         "made different models on different ranks": partial(on_two_ranks, different_models),
+        "made fewer layers on a rank": different(1, depth=1),
+        "used another dtype on a rank": different(1, dtype=torch.float64),
+        "wrapped otherwise on a rank": different(1, units=False),
+        "used another strategy on a rank": different(1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+        "used another mixed precision on a rank": different(
+            1, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+        ),
+        "used another `use_orig_params` on a rank": different(1, use_orig_params=True),
+        "began with other weights on a rank (a warning)": partial(on_two_ranks, different_weights),
+        "ran different units of the same size later on": partial(on_two_ranks, swapped_later),
+        "left a unit out on a rank": partial(on_two_ranks, left_out),
         "ran different units of the same size on different ranks": partial(on_two_ranks, different_units),
         "passed tensors that do not fit to a collective": partial(on_two_ranks, wrong_size),
         "asked for a world of no ranks": lambda: run_threads(0, print),

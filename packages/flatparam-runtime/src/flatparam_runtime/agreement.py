@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -69,16 +70,49 @@ def _rank(unit: Unit) -> int:
 
 
 def agree_on_units(units: Sequence[Unit]) -> None:
-    """Check that every rank has the same units with the same parameters and plans.
+    """Check that every rank has the same units with the same parameters and plans; warn of other weights.
 
     Raises:
         DivergenceError: on every rank, naming the first difference and what each rank has.
     """
     facts = [fact for unit in units for fact in _facts(unit)]
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    weights = _initial_weights(units)
     root = units[0]
-    if len(set(_everyone(root, digest, "units"))) > 1:
+    everyone = _everyone(root, (_digest(facts), _digest(weights)), "units")
+    if len({digest for digest, _ in everyone}) > 1:
         raise DivergenceError(_first_difference(_everyone(root, facts, "units"), _rank(root)))
+    if len({digest for _, digest in everyone}) > 1:
+        _warn_of_weights(_everyone(root, weights, "initial weights"))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _initial_weights(units: Sequence[Unit]) -> dict[str, int]:
+    """The checksums of the parameters that are as they were when they were sharded, by what a message calls them."""
+    found = {}
+    for unit in units:
+        weights, unit.initial_weights = unit.initial_weights, None
+        if weights is not None and unit.stamp() == unit.initial_stamp:
+            for fqn, checksum in weights.checksums().items():
+                found[f"parameter {fqn!r} of unit {unit.name!r}"] = checksum
+    return found
+
+
+def _warn_of_weights(everyone: Sequence[Mapping[str, int]]) -> None:
+    about = next(
+        name
+        for name in dict.fromkeys(name for found in everyone for name in found)
+        if len({found.get(name) for found in everyone}) > 1
+    )
+    first = everyone[0].get(about)
+    others = [rank for rank, found in enumerate(everyone) if found.get(about) != first]
+    warnings.warn(
+        f"the ranks begin with different weights: {about} has other values on ranks {others} than on rank 0, so what "
+        "is trained is a mixture; seed all ranks alike, load the same state on all, or pass sync_module_states=True",
+        stacklevel=2,
+    )
 
 
 def _facts(unit: Unit) -> Iterator[_Fact]:

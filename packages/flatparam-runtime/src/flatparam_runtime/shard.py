@@ -14,6 +14,7 @@ from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flat
 from flatparam_runtime.buffers import UnitBuffers
 from flatparam_runtime.events import Instrument
 from flatparam_runtime.hooks import attach
+from flatparam_runtime.initial_weights import InitialWeights
 from flatparam_runtime.plan import UnitPlan
 from flatparam_runtime.tree import holder_of, inside, register_unit, unit_of, units_in
 from flatparam_runtime.unit import Unit
@@ -65,6 +66,7 @@ def shard_module(
     borrowed = [b for b in found if owner_of(b.parameter) is not None]
     own = [b for b in found if owner_of(b.parameter) is None]
     handles: tuple[FlatParamHandle, ...] = ()
+    weights: InitialWeights | None = None
     if own:
         flattening = Flattening.begin(
             module,
@@ -77,6 +79,8 @@ def shard_module(
             storage_device=plan.storage_device,
         )
         if initialise is None:
+            if plan.topology.data_parallel_size > 1:
+                weights = InitialWeights.of([b.names[0] for b in own], [b.parameter for b in own])
             for b in own:
                 flattening.pack(b.names[0], b.parameter)
         else:
@@ -87,6 +91,7 @@ def shard_module(
     modules = [module, *(child for child in inside(module) if child not in ignored)]
     names_of = {child: name for name, child in module.named_modules()}
     unit = Unit(type(module).__name__, plan, handles, weakref.ref(module))
+    unit.initial_weights, unit.initial_stamp = weights, unit.stamp()
     unit.buffers = UnitBuffers.of((names_of[child], child) for child in modules)
     register_unit(module, unit)
     for b in borrowed:

@@ -19,6 +19,7 @@ from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.comm_hooks import CommHooks
 from flatparam_runtime.events import Event, EventKind, Instrument
 from flatparam_runtime.fingerprint import DeedKind, Fingerprint
+from flatparam_runtime.initial_weights import InitialWeights
 from flatparam_runtime.inner_calls import InnerCalls
 from flatparam_runtime.phases import PHASES, Phase
 from flatparam_runtime.plan import UnitPlan
@@ -114,6 +115,10 @@ class Unit:
     """Of the modules inside it, while it is not called itself."""
     fingerprint: Fingerprint | None = None
     """Where the unit notes its collectives; its tree's."""
+    initial_weights: InitialWeights | None = None
+    """What it was made of, until the ranks have compared it."""
+    initial_stamp: int = 0
+    """The stamp of the shards at that time: what was loaded since is not compared."""
     _gathers: list[Pending] = attrs.field(factory=list)
     _gathered: int = -1
     """The stamp of the shards that were gathered last."""
