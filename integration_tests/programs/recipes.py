@@ -7,11 +7,11 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from integration_tests.programs.trees import Block, Tie
+from integration_tests.programs.trees import Block, Recipe, Tie
 
 
-@attrs.frozen
-class Micro:
+@attrs.frozen(repr=False)
+class Micro(Recipe):
     """One micro-batch.
 
     Attributes:
@@ -32,8 +32,8 @@ class Micro:
         return self.quiet in ("", "forward")
 
 
-@attrs.frozen
-class Evaluation:
+@attrs.frozen(repr=False)
+class Evaluation(Recipe):
     """A forward pass without gradients, in inference mode or not."""
 
     inference: bool = False
@@ -42,16 +42,16 @@ class Evaluation:
 Operation: TypeAlias = Micro | Evaluation
 
 
-@attrs.frozen
-class Step:
+@attrs.frozen(repr=False)
+class Step(Recipe):
     """What leads to one step of the optimizer.
 
     Attributes:
         operations: the last micro-batch among them is synchronised.
         clip: the order of the norm that gradients are clipped to; 0 for none. The orders 1 and infinity are exact.
         set_to_none: how gradients are zeroed afterwards.
-        look: how the parameters are looked at afterwards, beside through what the optimizer holds: "", "summon" or
-            "state dict", which is loaded again, too.
+        look: how the parameters are looked at afterwards, beside through what the optimizer holds: "", "summon", "save"
+            or "reload".
     """
 
     operations: tuple[Operation, ...] = (Micro(),)
@@ -60,8 +60,8 @@ class Step:
     look: str = ""
 
 
-@attrs.frozen
-class Program:
+@attrs.frozen(repr=False)
+class Program(Recipe):
     """A model and what is done with it.
 
     Attributes:
@@ -76,8 +76,8 @@ class Program:
     differentiates_inputs: bool = False
 
 
-@attrs.frozen
-class Configuration:
+@attrs.frozen(repr=False)
+class Configuration(Recipe):
     """How a model is sharded. The upper-case strings are names of members of FSDP1's enums.
 
     Attributes:

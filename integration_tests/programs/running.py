@@ -33,6 +33,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 MAX_NORM = 2.5
 
 
+class NothingToReduceError(Exception):
+    """The program collects gradients in `no_sync()`, and no backward pass follows that would reduce them."""
+
+
 @attrs.define(eq=False)
 class Record:
     """What came of a program.
@@ -94,8 +98,9 @@ class _Run:
             optimizer.step()
             record.parameters.append(side.note("parameters"))
             with torch.no_grad():
-                for parameter in side.weights.parameters():
-                    parameter.copy_(wrap_around(parameter * 2, 4) / 2)  # few bits again, for the next step
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.copy_(wrap_around(parameter * 2, 4) / 2)  # few bits again, for the next step
             optimizer.zero_grad(step.set_to_none)
             side.stepped()
             if step.look:
@@ -103,17 +108,22 @@ class _Run:
         return record
 
     def step(self, step: Step) -> None:
+        collected = False
         for operation in step.operations:
             if isinstance(operation, Micro):
-                self.micro(operation)
+                differentiated = self.micro(operation)
+                collected = differentiated and not operation.is_reduced or collected and not differentiated
             else:
                 self.evaluate(inference=operation.inference)
+        if collected:
+            raise NothingToReduceError
         if step.clip:
             norm = self.side.clip(step.clip)
             for numbers in self.record.numbers:
                 numbers.append(norm.float())
 
-    def micro(self, micro: Micro) -> None:
+    def micro(self, micro: Micro) -> bool:
+        """Do it; returns whether there was anything to differentiate."""
         fed: list[list[Tensor]] = [[] for _ in self.side.ranks]
         with self._quiet_if(micro.quiet in ("forward", "both")):
             losses = self._forward(fed)
@@ -128,6 +138,7 @@ class _Run:
                     self.side.backward([2 * loss for loss in losses], keep=False)
         for numbers, of_rank in zip(self.record.numbers, fed, strict=True):
             numbers.extend(x.grad for x in of_rank if x.grad is not None)
+        return losses[0].requires_grad
 
     def evaluate(self, *, inference: bool) -> None:
         self.side.model.eval()
@@ -259,9 +270,10 @@ class _Sharded:
         return held_gradients(self.model) if what == "gradients" else held_parameters(self.model)
 
     def look(self, how: str) -> Named:
-        if how == "state dict":
+        if how in ("save", "reload"):
             state = self.model.state_dict()
-            self.model.load_state_dict(state)
+            if how == "reload":
+                self.model.load_state_dict(state)
             return {name: tensor.clone() for name, tensor in state.items()}
         with FullyShardedDataParallel.summon_full_params(self.model):
             return {clean_fqn(name): p.detach().clone() for name, p in self.model.named_parameters()}

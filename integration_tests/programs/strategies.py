@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -20,31 +21,38 @@ from integration_tests.programs.trees import LAYERS, TIED_TO, Block, Leaf, Place
 SINGLE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
-leaves = st.builds(Leaf, st.sampled_from(list(LAYERS)), st.sampled_from(["", "", "", "bias", "all"]))
+
+
+def _mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
+    """The usual value in three draws of four."""
+    return st.sampled_from([usual] * (3 * len(others)) + list(others))
+
+
+leaves = st.builds(Leaf, st.sampled_from(list(LAYERS)), _mostly("", "bias", "all"))
 
 
 def blocks(depth: int) -> st.SearchStrategy[Block]:
     """Blocks in blocks, so many below each other."""
     inside: st.SearchStrategy[Leaf | Block] = leaves
     if depth > 1:
-        inside = leaves | blocks(depth - 1)
+        inside = st.one_of(leaves, blocks(depth - 1), blocks(depth - 1))
     places = st.builds(
         Place,
         inside,
-        when=st.sampled_from(["always", "always", "always", "even", "odd", "never"]),
-        calls=st.sampled_from([1, 1, 1, 2]),
-        used=st.sampled_from([True, True, True, False]),
-        checkpoint=st.sampled_from(["", "", "non-reentrant", "reentrant"]),
+        when=_mostly("always", "even", "odd", "never"),
+        calls=_mostly(1, 2),
+        used=_mostly(True, False),
+        checkpoint=_mostly("", "non-reentrant", "reentrant"),
     )
-    return st.builds(Block, st.lists(places, min_size=1, max_size=3).map(tuple), st.booleans())
+    return st.builds(Block, st.lists(places, min_size=1, max_size=4).map(tuple), st.booleans())
 
 
 micros = st.builds(
     Micro,
     quiet=st.sampled_from(["", "", "both", "forward", "backward"]),
-    forwards=st.sampled_from([1, 1, 1, 2]),
-    again=st.sampled_from([False, False, False, True]),
-    evaluates=st.sampled_from([False, False, False, True]),
+    forwards=_mostly(1, 2),
+    again=_mostly(False, True),
+    evaluates=_mostly(False, True),
 )
 operations = st.one_of(micros, micros, st.builds(Evaluation, st.booleans()))
 
@@ -58,7 +66,7 @@ steps = st.builds(
     st.builds(_ending_reduced, st.lists(operations, max_size=3), micros.filter(lambda m: m.is_reduced)),
     clip=st.sampled_from([0.0, 0.0, 1.0, float("inf")]),
     set_to_none=st.sampled_from([True, True, False]),
-    look=st.sampled_from(["", "", "summon", "state dict"]),
+    look=_mostly("", "summon", "save", "reload"),
 )
 
 

@@ -25,8 +25,20 @@ UNIT = 0.75
 # Recipes
 
 
-@attrs.frozen
-class Leaf:
+class Recipe:
+    """Prints as the call that makes it, without what is as by default."""
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={value!r}"
+            for field in attrs.fields(type(self))
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@attrs.frozen(repr=False)
+class Leaf(Recipe):
     """One layer.
 
     Attributes:
@@ -38,8 +50,8 @@ class Leaf:
     frozen: str = ""
 
 
-@attrs.frozen
-class Place:
+@attrs.frozen(repr=False)
+class Place(Recipe):
     """How a block calls what it contains.
 
     Attributes:
@@ -60,8 +72,8 @@ class Place:
         return {"always": True, "even": moment % 2 == 0, "odd": moment % 2 == 1, "never": False}[self.when]
 
 
-@attrs.frozen
-class Block:
+@attrs.frozen(repr=False)
+class Block(Recipe):
     """Several modules, each added to the residual; with `aside`, the block returns what the last one gave, too."""
 
     places: tuple[Place, ...]
