@@ -26,9 +26,7 @@ def check(program: Program, configuration: Configuration, sabotage: Sabotage | N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = run_locally(program, configuration)
-        found = run_threads(
-            configuration.ranks, run_sharded, program, configuration, sabotage, timeout=60
-        )
+        found = run_threads(configuration.ranks, run_sharded, program, configuration, sabotage, timeout=60)
     for rank, record in enumerate(found):
         _compare_numbers(record.numbers[0], expected.numbers[rank], rank)
     aliases = _aliases(program)
@@ -43,9 +41,7 @@ def _compare_numbers(found: Sequence[torch.Tensor], expected: Sequence[torch.Ten
         assert torch.equal(mine, theirs), f"rank {rank}: number {number} is {mine}, not {theirs}"
 
 
-def _compare_group(
-    records: Sequence[Record], expected: Record, aliases: dict[str, str], who: str
-) -> None:
+def _compare_group(records: Sequence[Record], expected: Record, aliases: dict[str, str], who: str) -> None:
     for what in ("gradients", "parameters"):
         for step, theirs in enumerate(getattr(expected, what)):
             mine = join_parts([getattr(record, what)[step] for record in records])

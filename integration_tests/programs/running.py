@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -100,7 +100,9 @@ class _Run:
             with torch.no_grad():
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        parameter.copy_(wrap_around(parameter * 2, 4) / 2)  # few bits again, for the next step
+                        parameter.copy_(
+                            wrap_around(parameter * 2, 4) / 2
+                        )  # few bits again, for the next step
             optimizer.zero_grad(step.set_to_none)
             side.stepped()
             if step.look:
@@ -111,8 +113,8 @@ class _Run:
         collected = False
         for operation in step.operations:
             if isinstance(operation, Micro):
-                differentiated = self.micro(operation)
-                collected = differentiated and not operation.is_reduced or collected and not differentiated
+                if self.micro(operation):
+                    collected = not operation.is_reduced
             else:
                 self.evaluate(inference=operation.inference)
         if collected:

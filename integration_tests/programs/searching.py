@@ -1,7 +1,7 @@
 """The search for a program that is not the same sharded and unsharded: a part of it in the tests, long runs by hand.
 
-    python -m integration_tests.programs.searching --examples 5000
-    python -m integration_tests.programs.searching --minutes 30
+python -m integration_tests.programs.searching --examples 5000
+python -m integration_tests.programs.searching --minutes 30
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ SINGLE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-
 def _mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
     """The usual value in three draws of four."""
     return st.sampled_from([usual] * (3 * len(others)) + list(others))
@@ -71,9 +70,9 @@ steps = st.builds(
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Whole programs."""
-    tree = draw(blocks(3))
+def programs(draw: st.DrawFn, depth: int) -> Program:
+    """Whole programs, with so many blocks below each other."""
+    tree = draw(blocks(depth))
     return Program(
         tree,
         draw(_ties(tree)),
@@ -132,7 +131,8 @@ def cases(
     ranks: Sequence[int] = (2, 3, 4),
     kinds: Sequence[str] = (*SINGLE, *HYBRID),
     precisions: Sequence[str] = tuple(PRECISIONS),
+    depth: int = 3,
 ) -> tuple[Program, Configuration]:
     """A program and a way to shard it."""
-    program = draw(programs())
+    program = draw(programs(depth))
     return program, draw(configurations(program.tree, ranks, kinds, precisions))
