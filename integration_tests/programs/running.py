@@ -24,7 +24,7 @@ from flatparam_core import clean_fqn
 from integration_tests.parity.runs import Named, gradients_of, parameters_of
 from integration_tests.parity.sharded import FlatPart, held_gradients, held_parameters, replace
 from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step
-from integration_tests.programs.trees import build, inputs, loss_of, wrap_around
+from integration_tests.programs.trees import build, inputs, loss_of, main_of, wrap_around
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.25, momentum=0.5),
@@ -88,6 +88,8 @@ class _Run:
     record: Record
     moment: int = 0
     """How many forward passes there have been."""
+    computes: bool = False
+    """Whether the model did anything in this micro-batch, other than to pass its input on."""
 
     def steps(self) -> Record:
         side, record = self.side, self.record
@@ -127,6 +129,7 @@ class _Run:
     def micro(self, micro: Micro) -> bool:
         """Do it; returns whether there was anything to differentiate."""
         fed: list[list[Tensor]] = [[] for _ in self.side.ranks]
+        self.computes = False
         with self._quiet_if(micro.quiet in ("forward", "both")):
             losses = self._forward(fed)
             for _ in range(micro.forwards - 1):
@@ -140,7 +143,7 @@ class _Run:
                     self.side.backward([2 * loss for loss in losses], keep=False)
         for numbers, of_rank in zip(self.record.numbers, fed, strict=True):
             numbers.extend(x.grad for x in of_rank if x.grad is not None)
-        return losses[0].requires_grad
+        return losses[0].requires_grad and self.computes
 
     def evaluate(self, *, inference: bool) -> None:
         self.side.model.eval()
@@ -155,7 +158,9 @@ class _Run:
                 self.program.differentiates_inputs and torch.is_grad_enabled()
             )
             of_rank.append(x)
-            losses.append(loss_of(self.side.model(x, self.moment)))
+            output = self.side.model(x, self.moment)
+            self.computes = self.computes or main_of(output) is not x
+            losses.append(loss_of(output))
             numbers.append(losses[-1].detach())
         self.moment += 1
         return losses

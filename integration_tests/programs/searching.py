@@ -45,11 +45,15 @@ def is_meant(case: Case) -> bool:
 
 
 def holds(case: Case) -> None:
-    """The property, for hypothesis."""
+    """The property, for hypothesis; a case that fails is printed at once, since to shrink it takes minutes."""
     try:
         check(*case)
     except NothingToReduceError:
         hypothesis.reject()
+    except Exception as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\n    {case[0]!r},\n    {case[1]!r},\n")
+        sys.stdout.flush()
+        raise
 
 
 def search(examples: int, seed: int | None = None, **space: Any) -> None:
@@ -61,10 +65,10 @@ def search(examples: int, seed: int | None = None, **space: Any) -> None:
     seed = random.SystemRandom().getrandbits(32) if seed is None else seed
     sys.stdout.write(f"hypothesis's seed: {seed}\n")
 
-    def programs(case: Case) -> None:
+    def of_the_space(case: Case) -> None:
         holds(case)
 
-    run: Callable[[], None] = hypothesis.given(cases(**space).filter(is_meant))(programs)
+    run: Callable[[], None] = hypothesis.given(cases(**space).filter(is_meant))(of_the_space)
     hypothesis.seed(seed)(settings(examples)(run))()
 
 

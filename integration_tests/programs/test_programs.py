@@ -21,6 +21,7 @@ FULL = ("",)
 LOW = tuple(name for name in PRECISIONS if name)
 
 
+@pytest.mark.timeout(600)  # to shrink a failure takes minutes
 @pytest.mark.parametrize(
     ("examples", "space"),
     [

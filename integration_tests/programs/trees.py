@@ -236,7 +236,7 @@ def _call(place: Place, module: nn.Module, x: Tensor, moment: int) -> Tensor:
         out = checkpoint(module, x, moment, use_reentrant=place.checkpoint == "reentrant")
     else:
         out = module(x, moment)
-    return out[0] if isinstance(out, tuple) else out
+    return main_of(out)
 
 
 def build(tree: Block, ties: tuple[Tie, ...] = ()) -> nn.Module:
@@ -263,8 +263,14 @@ def inputs(moment: int, rank: int) -> Tensor:
     return torch.randint(-1, 2, (ROWS, WIDTH), generator=generator).float()
 
 
+def main_of(output: Any) -> Tensor:
+    """What a module returns, without what it returns aside."""
+    main: Tensor = output[0] if isinstance(output, tuple) else output
+    return main
+
+
 def loss_of(output: Any) -> Tensor:
     """A whole number that tells every output from every other one; its gradients are powers of two, never zero."""
-    output = output[0] if isinstance(output, tuple) else output
+    output = main_of(output)
     weights = 2.0 ** (2 * torch.arange(output.numel())).view_as(output)
     return (output.float() * weights).sum()
