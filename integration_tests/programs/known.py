@@ -36,12 +36,12 @@ def tie_and_absence(program: Program, configuration: Configuration) -> bool:
     return bool(program.ties) and any(place.when != "always" for place in _places(program.tree))
 
 
-def two_different_forwards(program: Program, configuration: Configuration) -> bool:
-    """One backward pass through two forward passes that use different parameters reduces a unit twice."""
+def unit_reached_again(program: Program, configuration: Configuration) -> bool:
+    """A unit that is used twice before one backward pass, and has parameters without gradients, is reduced twice."""
     forwards = (op.forwards for step in program.steps for op in step.operations if isinstance(op, Micro))
-    return max(forwards, default=1) > 1 and any(
-        place.when in ("even", "odd") for place in _places(program.tree)
-    )
+    places = list(_places(program.tree))
+    twice = max(forwards, default=1) > 1 or any(p.calls > 1 and isinstance(p.item, Block) for p in places)
+    return twice and any(place.when != "always" or not place.used for place in places)
 
 
 def frozen_and_checkpoint(program: Program, configuration: Configuration) -> bool:
@@ -54,7 +54,7 @@ KNOWN: tuple[Predicate, ...] = (
     tie_and_reload,
     tie_and_reentrant,
     tie_and_absence,
-    two_different_forwards,
+    unit_reached_again,
     frozen_and_checkpoint,
 )
 

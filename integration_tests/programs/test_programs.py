@@ -86,6 +86,10 @@ FAILURES = {
         Program(Block((Place(Leaf(), when="odd"), LINEAR)), steps=(TWICE,)),
         Configuration(units=("1",)),
     ),
+    "a unit called twice, of whose own parameters none is used": (
+        Program(Block((Place(Block((Place(Leaf(), used=False), LINEAR)), calls=2),))),
+        Configuration(units=("0", "0.1")),
+    ),
     "a frozen layer in a checkpoint within a unit": (
         Program(Block((LINEAR, Place(Leaf("norm", "all"), checkpoint="non-reentrant"), LINEAR))),
         Configuration(units=("0",)),
