@@ -120,6 +120,13 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def programs(session: nox.Session) -> None:
+    """Search for a random program that differs when it is sharded (`-- --examples 5000`, `-- --minutes 30`)."""
+    install_all_layers(session)
+    python(session, "-m", "integration_tests.programs.searching", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Documentation: execute every Python block of the docs and the READMEs, and build the site, strictly."""
     install_all_layers(session)

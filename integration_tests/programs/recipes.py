@@ -1,0 +1,126 @@
+"""Programs, which say what is trained and how, and configurations, which say how it is sharded. Both print as code."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import attrs
+import torch
+
+from integration_tests.programs.trees import Block, Recipe, Tie
+
+
+@attrs.frozen(repr=False)
+class Micro(Recipe):
+    """One micro-batch.
+
+    Attributes:
+        quiet: which part of it is inside of `no_sync()`: "", "forward", "backward" or "both".
+        forwards: how many forward passes the loss is the sum of.
+        again: whether the graph is kept, and gone through once more.
+        evaluates: whether the model is evaluated between the forward and the backward pass.
+    """
+
+    quiet: str = ""
+    forwards: int = 1
+    again: bool = False
+    evaluates: bool = False
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients are synchronised: the backward pass decides."""
+        return self.quiet in ("", "forward")
+
+
+@attrs.frozen(repr=False)
+class Evaluation(Recipe):
+    """A forward pass without gradients, in inference mode or not."""
+
+    inference: bool = False
+
+
+Operation: TypeAlias = Micro | Evaluation
+
+
+@attrs.frozen(repr=False)
+class Step(Recipe):
+    """What leads to one step of the optimizer.
+
+    Attributes:
+        operations: the last micro-batch among them is synchronised.
+        clip: the order of the norm that gradients are clipped to; 0 for none. The orders 1 and infinity are exact.
+        set_to_none: how gradients are zeroed afterwards.
+        look: how the parameters are looked at afterwards, beside through what the optimizer holds: "", "summon", "save"
+            or "reload".
+    """
+
+    operations: tuple[Operation, ...] = (Micro(),)
+    clip: float = 0.0
+    set_to_none: bool = True
+    look: str = ""
+
+
+@attrs.frozen(repr=False)
+class Program(Recipe):
+    """A model and what is done with it.
+
+    Attributes:
+        optimizer: "sgd" or "adamw".
+        differentiates_inputs: whether gradients of the inputs are asked for, too.
+    """
+
+    tree: Block
+    ties: tuple[Tie, ...] = ()
+    steps: tuple[Step, ...] = (Step(),)
+    optimizer: str = "sgd"
+    differentiates_inputs: bool = False
+
+
+@attrs.frozen(repr=False)
+class Configuration(Recipe):
+    """How a model is sharded. The upper-case strings are names of members of FSDP1's enums.
+
+    Attributes:
+        shard_size: how many ranks share a shard, for the hybrid strategies.
+        units: the modules that become units; the whole model becomes one, too.
+        use_orig_params: "no", "yes", or "inside": in all units but the root.
+        precision: a key of `PRECISIONS`.
+        forward_prefetch: how many units ahead.
+    """
+
+    ranks: int = 2
+    strategy: str = "FULL_SHARD"
+    shard_size: int = 0
+    units: tuple[str, ...] = ()
+    use_orig_params: str = "no"
+    precision: str = ""
+    offload: bool = False
+    backward_prefetch: str = "BACKWARD_PRE"
+    forward_prefetch: int = 0
+    limit_all_gathers: bool = True
+
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """The units, and last the root, in the order in which they are made."""
+        return (*sorted(self.units, key=lambda name: (-name.count("."), name)), "")
+
+    @property
+    def group_size(self) -> int:
+        """How many ranks together hold every parameter once."""
+        if self.strategy == "NO_SHARD":
+            return 1
+        return self.shard_size if "HYBRID" in self.strategy else self.ranks
+
+    def lists_originals(self, unit: str) -> bool:
+        """Whether `parameters()` lists the original parameters of this unit."""
+        return self.use_orig_params == "yes" or (self.use_orig_params == "inside" and unit != "")
+
+
+PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    "": (None, None),
+    "reduced in fp64": (None, torch.float64),
+    "reduced in bf16": (None, torch.bfloat16),
+    "computed in bf16": (torch.bfloat16, torch.float32),
+    "bf16": (torch.bfloat16, None),
+}
+"""The dtypes of computation and of reduction. fp16 and bf16 hold the same multiples of 3/4 exactly, so one is enough."""

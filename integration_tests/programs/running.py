@@ -1,0 +1,343 @@
+"""Running a program: in one process on the unsharded model, and on each rank of a world on the sharded one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from flatparam import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from flatparam_comm import Collectives
+from flatparam_core import clean_fqn
+from integration_tests.parity.runs import Named, gradients_of, parameters_of
+from integration_tests.parity.sharded import FlatPart, held_gradients, held_parameters, replace
+from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step
+from integration_tests.programs.trees import build, inputs, loss_of, main_of, wrap_around
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.25, momentum=0.5),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.1),
+}
+MAX_NORM = 2.5
+
+
+class NothingToReduceError(Exception):
+    """The program collects gradients in `no_sync()`, and no backward pass follows that would reduce them."""
+
+
+@attrs.define(eq=False)
+class Record:
+    """What came of a program.
+
+    Attributes:
+        numbers: for each rank of this process, every loss, input gradient and norm, in order.
+        gradients: before each step of the optimizer.
+        parameters: after it.
+        looks: the full parameters as the steps that look see them.
+    """
+
+    numbers: list[list[Tensor]]
+    gradients: list[Any] = attrs.field(factory=list)
+    parameters: list[Any] = attrs.field(factory=list)
+    looks: list[Named] = attrs.field(factory=list)
+
+
+class Side(Protocol):
+    """What differs between the two ways to run a program."""
+
+    ranks: Sequence[int]
+    model: nn.Module
+    """Whose forward is called, and whose parameters the optimizer gets."""
+    weights: nn.Module
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Where gradients are not synchronised."""
+
+    def backward(self, losses: Sequence[Tensor], *, keep: bool) -> None:
+        """Differentiate the losses of the ranks of this process."""
+
+    def clip(self, order: float) -> Tensor:
+        """Clip the gradients and return their norm."""
+
+    def note(self, what: str) -> Any:
+        """A copy of the "gradients" or "parameters"."""
+
+    def look(self, how: str) -> Named:
+        """The full parameters, see `Step`."""
+
+    def stepped(self) -> None:
+        """The parameters have changed."""
+
+
+@attrs.define(eq=False)
+class _Run:
+    program: Program
+    side: Side
+    record: Record
+    moment: int = 0
+    """How many forward passes there have been."""
+    computes: bool = False
+    """Whether the model did anything in this micro-batch, other than to pass its input on."""
+
+    def steps(self) -> Record:
+        side, record = self.side, self.record
+        optimizer = OPTIMIZERS[self.program.optimizer](side.weights.parameters())
+        for step in self.program.steps:
+            self.step(step)
+            record.gradients.append(side.note("gradients"))
+            optimizer.step()
+            record.parameters.append(side.note("parameters"))
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.copy_(
+                            wrap_around(parameter * 2, 4) / 2
+                        )  # few bits again, for the next step
+            optimizer.zero_grad(step.set_to_none)
+            side.stepped()
+            if step.look:
+                record.looks.append(side.look(step.look))
+        return record
+
+    def step(self, step: Step) -> None:
+        collected = False
+        for operation in step.operations:
+            if isinstance(operation, Micro):
+                if self.micro(operation):
+                    collected = not operation.is_reduced
+            else:
+                self.evaluate(inference=operation.inference)
+        if collected:
+            raise NothingToReduceError
+        if step.clip:
+            norm = self.side.clip(step.clip)
+            for numbers in self.record.numbers:
+                numbers.append(norm.float())
+
+    def micro(self, micro: Micro) -> bool:
+        """Do it; returns whether there was anything to differentiate."""
+        fed: list[list[Tensor]] = [[] for _ in self.side.ranks]
+        self.computes = False
+        with self._quiet_if(micro.quiet in ("forward", "both")):
+            losses = self._forward(fed)
+            for _ in range(micro.forwards - 1):
+                losses = [a + b for a, b in zip(losses, self._forward(fed), strict=True)]
+        if micro.evaluates:
+            self.evaluate(inference=False)
+        with self._quiet_if(micro.quiet in ("backward", "both")):
+            if losses[0].requires_grad:
+                self.side.backward(losses, keep=micro.again)
+                if micro.again:
+                    self.side.backward([2 * loss for loss in losses], keep=False)
+        for numbers, of_rank in zip(self.record.numbers, fed, strict=True):
+            numbers.extend(x.grad for x in of_rank if x.grad is not None)
+        return losses[0].requires_grad and self.computes
+
+    def evaluate(self, *, inference: bool) -> None:
+        self.side.model.eval()
+        with torch.inference_mode() if inference else torch.no_grad():
+            self._forward([[] for _ in self.side.ranks])
+        self.side.model.train()
+
+    def _forward(self, fed: list[list[Tensor]]) -> list[Tensor]:
+        losses = []
+        for rank, numbers, of_rank in zip(self.side.ranks, self.record.numbers, fed, strict=True):
+            x = inputs(self.moment, rank).requires_grad_(
+                self.program.differentiates_inputs and torch.is_grad_enabled()
+            )
+            of_rank.append(x)
+            output = self.side.model(x, self.moment)
+            self.computes = self.computes or main_of(output) is not x
+            losses.append(loss_of(output))
+            numbers.append(losses[-1].detach())
+        self.moment += 1
+        return losses
+
+    def _quiet_if(self, wanted: bool) -> AbstractContextManager[None]:
+        return self.side.quiet() if wanted else contextlib.nullcontext()
+
+
+# One process
+
+
+@attrs.define(eq=False)
+class _Local:
+    """All ranks in one graph, of the sum of their losses; the gradient is divided by their number, which is exact."""
+
+    configuration: Configuration
+    weights: nn.Module
+    model: nn.Module
+    """`weights` itself, or a copy of it in the dtype of computation."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(self.configuration.ranks)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, losses: Sequence[Tensor], *, keep: bool) -> None:
+        before = [parameter.grad for parameter in self.weights.parameters()]
+        self.model.zero_grad()
+        torch.stack(list(losses)).sum().backward(retain_graph=keep)
+        for parameter, computed, held in zip(
+            self.weights.parameters(), self.model.parameters(), before, strict=True
+        ):
+            if computed.grad is None:
+                parameter.grad = held
+            else:
+                mean = computed.grad.to(parameter.dtype) / len(losses)
+                parameter.grad = mean if held is None else held + mean
+
+    def clip(self, order: float) -> Tensor:
+        """Clip as documented: the norm is one of fp32."""
+        gradients = [p.grad for p in self.weights.parameters() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g.float().flatten(), order) for g in gradients if g.numel()]
+        norm = torch.linalg.vector_norm(torch.stack([torch.zeros(()), *norms]), order)
+        factor = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.dtype))
+        return norm
+
+    def note(self, what: str) -> Named:
+        if what == "parameters":
+            return parameters_of(self.weights)
+        self._share_zeros()
+        return gradients_of(self.weights)
+
+    def look(self, how: str) -> Named:
+        return parameters_of(self.weights)
+
+    def stepped(self) -> None:
+        if self.model is not self.weights:
+            self.model.load_state_dict(self.weights.state_dict())
+
+    def _share_zeros(self) -> None:
+        """Where `parameters()` lists a flat parameter, its gradient is there for all, or for none, of what is in it."""
+        unit_of: dict[int, str] = {}
+        for unit in self.configuration.in_order:
+            for parameter in self.weights.get_submodule(unit).parameters():
+                unit_of.setdefault(id(parameter), unit)
+        together: dict[Any, list[nn.Parameter]] = {}
+        for p in self.weights.parameters():
+            unit = unit_of[id(p)]
+            if p.requires_grad and not self.configuration.lists_originals(unit):
+                together.setdefault((unit, p.dtype), []).append(p)
+        for parameters in together.values():
+            if any(p.grad is not None for p in parameters):
+                for p in parameters:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def run_locally(program: Program, configuration: Configuration) -> Record:
+    """What one process makes of the program, with the mean of the losses of so many ranks."""
+    weights = build(program.tree, program.ties)
+    compute, _ = PRECISIONS[configuration.precision]
+    model = weights if compute is None else copy.deepcopy(weights).to(compute)
+    if compute is not None:
+        model.register_forward_pre_hook(lambda _, given: (given[0].to(compute), *given[1:]))
+    side = _Local(configuration, weights, model)
+    return _Run(program, side, Record([[] for _ in side.ranks])).steps()
+
+
+# Ranks
+
+
+@attrs.define(eq=False)
+class _Sharded:
+    model: FullyShardedDataParallel
+    ranks: Sequence[int]
+
+    @property
+    def weights(self) -> nn.Module:
+        return self.model
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return self.model.no_sync()
+
+    def backward(self, losses: Sequence[Tensor], *, keep: bool) -> None:
+        losses[0].backward(retain_graph=keep)
+
+    def clip(self, order: float) -> Tensor:
+        return self.model.clip_grad_norm_(MAX_NORM, order)
+
+    def note(self, what: str) -> list[FlatPart]:
+        return held_gradients(self.model) if what == "gradients" else held_parameters(self.model)
+
+    def look(self, how: str) -> Named:
+        if how in ("save", "reload"):
+            state = self.model.state_dict()
+            if how == "reload":
+                self.model.load_state_dict(state)
+            return {name: tensor.clone() for name, tensor in state.items()}
+        with FullyShardedDataParallel.summon_full_params(self.model):
+            return {clean_fqn(name): p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def stepped(self) -> None:
+        pass
+
+
+Sabotage = Callable[[FullyShardedDataParallel], None]
+
+
+def run_sharded(
+    group: Collectives, program: Program, configuration: Configuration, sabotage: Sabotage | None = None
+) -> Record:
+    """What one rank makes of the program."""
+    model = shard(program, configuration, group)
+    if sabotage is not None:
+        sabotage(model)
+    return _Run(program, _Sharded(model, [group.rank]), Record([[]])).steps()
+
+
+def shard(program: Program, configuration: Configuration, world: Collectives) -> FullyShardedDataParallel:
+    """The program's model, wrapped."""
+    prefetch = configuration.backward_prefetch
+    compute, reduce = PRECISIONS[configuration.precision]
+    groups = _groups(configuration, world)
+
+    def wrapped(module: nn.Module, unit: str) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module,
+            groups,
+            ShardingStrategy[configuration.strategy],
+            CPUOffload(configuration.offload),
+            backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
+            mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=reduce)
+            if configuration.precision
+            else None,
+            forward_prefetch=configuration.forward_prefetch,
+            limit_all_gathers=configuration.limit_all_gathers,
+            use_orig_params=configuration.lists_originals(unit),
+        )
+
+    model = build(program.tree, program.ties)
+    for unit in configuration.in_order[:-1]:
+        replace(model, unit, lambda module, unit=unit: wrapped(module, unit))
+    return wrapped(model, "")
+
+
+def _groups(configuration: Configuration, world: Collectives) -> Any:
+    """The world, or for the hybrid strategies this rank's pair of groups."""
+    if "HYBRID" not in configuration.strategy:
+        return world
+    size = configuration.shard_size
+    rows = [list(range(start, start + size)) for start in range(0, world.size, size)]
+    return _mine(world, rows), _mine(world, [list(column) for column in zip(*rows, strict=True)])
+
+
+def _mine(world: Collectives, groups: Sequence[Sequence[int]]) -> Collectives:
+    made = [world.subgroup(ranks) for ranks in groups]
+    return next(group for group in made if group is not None)

@@ -1,0 +1,93 @@
+"""The search for a program that is not the same sharded and unsharded: a part of it in the tests, long runs by hand.
+
+python -m integration_tests.programs.searching --examples 5000
+python -m integration_tests.programs.searching --minutes 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck
+
+from integration_tests.programs.checking import check
+from integration_tests.programs.known import is_known
+from integration_tests.programs.recipes import Configuration, Program
+from integration_tests.programs.running import NothingToReduceError
+from integration_tests.programs.strategies import cases
+
+Case = tuple[Program, Configuration]
+
+
+def settings(examples: int, **arguments: Any) -> hypothesis.settings:
+    """Other examples in each run; a failure is shrunk, and printed with what repeats it."""
+    return hypothesis.settings(
+        max_examples=examples,
+        derandomize=False,
+        print_blob=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        **arguments,
+    )
+
+
+def is_meant(case: Case) -> bool:
+    """Whether the property holds for a case, as far as is known."""
+    return not is_known(*case)
+
+
+def holds(case: Case) -> None:
+    """The property, for hypothesis; a case that fails is printed at once, since to shrink it takes minutes."""
+    try:
+        check(*case)
+    except NothingToReduceError:
+        hypothesis.reject()
+    except Exception as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\n    {case[0]!r},\n    {case[1]!r},\n")
+        sys.stdout.flush()
+        raise
+
+
+def search(examples: int, seed: int | None = None, **space: Any) -> None:
+    """Try so many cases of a part of the space, the arguments of `strategies.cases`.
+
+    Raises:
+        AssertionError, RankError: that of the smallest case that fails; its notes hold the case as code.
+    """
+    seed = random.SystemRandom().getrandbits(32) if seed is None else seed
+    sys.stdout.write(f"hypothesis's seed: {seed}\n")
+
+    def of_the_space(case: Case) -> None:
+        holds(case)
+
+    run: Callable[[], None] = hypothesis.given(cases(**space).filter(is_meant))(of_the_space)
+    hypothesis.seed(seed)(settings(examples)(run))()
+
+
+def main() -> None:
+    """Search over all of the space."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--examples", type=int, default=2000, help="how many cases (default: 2000)")
+    parser.add_argument("--minutes", type=float, help="go on for this long instead")
+    parser.add_argument("--seed", type=int, help="of the first 500 cases")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    begun, done, seed = time.monotonic(), 0, asked.seed
+    while time.monotonic() - begun < 60 * asked.minutes if asked.minutes else done < asked.examples:
+        count = 500 if asked.minutes else min(500, asked.examples - done)
+        search(count, seed)
+        seed, done = None, done + count
+        sys.stdout.write(f"{done} cases in {time.monotonic() - begun:.0f} s, all the same\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
