@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck
 
 from integration_tests.programs.checking import check
-from integration_tests.programs.known import is_known
 from integration_tests.programs.recipes import Configuration, Program
 from integration_tests.programs.running import NothingToReduceError
 from integration_tests.programs.strategies import cases
@@ -37,11 +36,6 @@ def settings(examples: int, **arguments: Any) -> hypothesis.settings:
         suppress_health_check=list(HealthCheck),
         **arguments,
     )
-
-
-def is_meant(case: Case) -> bool:
-    """Whether the property holds for a case, as far as is known."""
-    return not is_known(*case)
 
 
 def holds(case: Case) -> None:
@@ -68,7 +62,7 @@ def search(examples: int, seed: int | None = None, **space: Any) -> None:
     def of_the_space(case: Case) -> None:
         holds(case)
 
-    run: Callable[[], None] = hypothesis.given(cases(**space).filter(is_meant))(of_the_space)
+    run: Callable[[], None] = hypothesis.given(cases(**space))(of_the_space)
     hypothesis.seed(seed)(settings(examples)(run))()
 
 

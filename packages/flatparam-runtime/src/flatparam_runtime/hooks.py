@@ -91,11 +91,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def _call_inside(call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unit = call.unit
     if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
-        return call.method(*args, **kwargs)
+        return call.__wrapped__(*args, **kwargs)
     if in_backward() and not call.uses_parameters:  # a recomputation of what belongs to other units
-        return call.method(*args, **kwargs)
+        return call.__wrapped__(*args, **kwargs)
     before, after = functools.partial(_before_forward, unit), functools.partial(_after_forward, unit)
-    return call_as_forward(call.module, call.method, before, after, args, kwargs)
+    return call_as_forward(call.module, call.__wrapped__, before, after, args, kwargs)
 
 
 @untraced

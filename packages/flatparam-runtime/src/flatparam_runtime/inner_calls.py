@@ -20,7 +20,7 @@ __all__ = ["InnerCall", "InnerCalls"]
 class InnerCall:
     """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
 
-    __slots__ = ("_entered", "_module", "name", "over", "own", "run", "unit", "uses_parameters")
+    __slots__ = ("_module", "covered", "name", "own", "run", "unit", "uses_parameters")
 
     def __init__(
         self,
@@ -45,32 +45,21 @@ class InnerCall:
         self.run = run
         self.uses_parameters = uses_parameters
         self.own: Callable[..., Any] | None = None  # what the user had put in the place of the class's method
-        self.over: Callable[..., Any] | None = (
-            None  # what he has put in the place of this, and perhaps around it
+        self.covered: Callable[..., Any] | None = (
+            None  # what he has put in the place of this, most likely around it
         )
-        self._entered = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _new,
-            (),
-            (self.unit, self.module, self.name, self.run, self.uses_parameters, self.own, self.over),
-        )
+        state = (self.unit, self.module, self.name, self.run, self.uses_parameters, self.own, self.covered)
+        return _new, (), state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.unit, module, self.name, self.run, self.uses_parameters, self.own, self.over = state
+        self.unit, module, self.name, self.run, self.uses_parameters, self.own, self.covered = state
         self._module = weakref.ref(module)
-        self._entered = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; what the user has put over this may call it again."""
-        if self._entered or self.module.__dict__.get(self.name) is not self:
-            return self.__wrapped__(*args, **kwargs)
-        self._entered = True
-        try:
-            return self.run(self, args, kwargs)
-        finally:
-            self._entered = False
+        """Call the method."""
+        return self.run(self, args, kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -87,31 +76,26 @@ class InnerCall:
         method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
         return method
 
-    def method(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what would be called if this were not there."""
-        return (self.over or self.__wrapped__)(*args, **kwargs)
-
     def put(self) -> None:
-        """Stand in the method's place."""
+        """Stand in the method's place; what somebody has put over this stays, and calls this if it wants to."""
         module = self._module()
         if module is None:
             return
         there = module.__dict__.get(self.name)
-        if there is not self:
-            if there is not self.over:
-                self.own, self.over = there, None
+        if there is not self and (there is None or there is not self.covered):
+            self.own, self.covered = there, None
             module.__dict__[self.name] = self
 
     def lift(self) -> None:
-        """Put back what was there; what somebody has put over it stays."""
+        """Put back what was there, unless somebody has put something over this."""
         module = self._module()
         if module is None:
             return
         there = module.__dict__.get(self.name)
         if there is not self:
-            self.over = there
-        elif self.over is not None or self.own is not None:
-            module.__dict__[self.name] = self.over or self.own
+            self.covered = there
+        elif self.own is not None:
+            module.__dict__[self.name] = self.own
         else:
             del module.__dict__[self.name]
 
