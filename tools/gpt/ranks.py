@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group, which its default arguments would hold for ever
 from attrs import frozen
 
 from .errors import UserError

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flatparam_comm import CollectiveError, ProcessGroupCollectives, ReduceOp, c10d_names
+from flatparam_comm import CollectiveError, CommError, ProcessGroupCollectives, ReduceOp, c10d_names
 from flatparam_comm.testing import run_processes, run_threads
 
 pytestmark = pytest.mark.processes
@@ -185,3 +187,24 @@ def _float_bits(comm: Any) -> list[float]:
 def test_two_ranks_have_the_same_bits_as_threads() -> None:
     """With two ranks, sums over gloo and over threads are equal bit for bit."""
     assert run_processes(2, _float_bits) == run_threads(2, _float_bits)
+
+
+def _after_the_end(group: ProcessGroupCollectives) -> tuple[str, str, int]:
+    """Destroy the group after an optimizer's step, and look what is left of it."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = group.exchange(torch.ones(2), label="gradient")[0]
+    torch.optim.AdamW([parameter]).step()
+    dist.barrier()
+    dist.destroy_process_group()
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    with pytest.raises(CommError, match="has been destroyed") as caught:
+        group.exchange(1)
+    return repr(group), str(caught.value), sum("gloo" in name for name in threads)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_destroyed_group_is_gone() -> None:
+    """Nothing holds a group that was destroyed, also not torch.optim: gloo's threads end, and using it says so."""
+    for shown, _, threads in run_processes(2, _after_the_end):
+        assert shown == "ProcessGroupCollectives(destroyed)"
+        assert threads == 0

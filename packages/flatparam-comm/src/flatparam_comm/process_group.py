@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import attrs
+import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm import c10d_names as c10d
@@ -14,6 +16,11 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
+
+if dist.is_available() and not dist.is_initialized():
+    # The default argument of its functions is the default group of the moment when it is imported. torch.optim imports
+    # it with the first step: then nothing ends that group any more, and a process of gloo's may abort at its end.
+    importlib.import_module("torch.distributed.nn.functional")
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
