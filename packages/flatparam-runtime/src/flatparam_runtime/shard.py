@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -65,28 +65,20 @@ def shard_module(
     found = find()
     borrowed = [b for b in found if owner_of(b.parameter) is not None]
     own = [b for b in found if owner_of(b.parameter) is None]
+    flattening = _begin(module, own, plan, device) if own else None
     handles: tuple[FlatParamHandle, ...] = ()
     weights: InitialWeights | None = None
-    if own:
-        flattening = Flattening.begin(
-            module,
-            own,
-            rank=plan.topology.shard.rank,
-            world_size=plan.topology.shard.size,
-            use_orig_params=plan.use_orig_params,
-            precision=plan.precision,
-            device=device,
-            storage_device=plan.storage_device,
-        )
-        if initialise is None:
-            if plan.topology.data_parallel_size > 1:
-                weights = InitialWeights.of([b.names[0] for b in own], [b.parameter for b in own])
-            for b in own:
-                flattening.pack(b.names[0], b.parameter)
-        else:
-            initialise(flattening.pack)
-            names = {b.names[0] for b in own}
-            own = [b for b in find() if b.names[0] in names]  # they may be other objects by now
+    if flattening is not None and initialise is not None:
+        initialise(flattening.pack)
+        names = {b.names[0] for b in own}
+        handles = flattening.finish(
+            [b for b in find() if b.names[0] in names]
+        )  # they may be other objects by now
+    elif flattening is not None:
+        if plan.topology.data_parallel_size > 1:
+            weights = InitialWeights.of([b.names[0] for b in own], [b.parameter for b in own])
+        for b in own:
+            flattening.pack(b.names[0], b.parameter)
         handles = flattening.finish(own)
     modules = [module, *(child for child in inside(module) if child not in ignored)]
     names_of = {child: name for name, child in module.named_modules()}
@@ -98,6 +90,21 @@ def shard_module(
         _borrow(unit, b)
     attach(unit)
     return unit
+
+
+def _begin(
+    module: nn.Module, own: Sequence[BoundParameter], plan: UnitPlan, device: torch.device | None
+) -> Flattening:
+    return Flattening.begin(
+        module,
+        own,
+        rank=plan.topology.shard.rank,
+        world_size=plan.topology.shard.size,
+        use_orig_params=plan.use_orig_params,
+        precision=plan.precision,
+        device=device,
+        storage_device=plan.storage_device,
+    )
 
 
 def _borrow(unit: Unit, bound: BoundParameter) -> None:
