@@ -31,14 +31,6 @@ class Place:
         """The names of its parameters in the model, in the order of the slots."""
         return tuple(self.prefixes[0] + fqn for fqn in self.handle.layout.fqns)
 
-    @property
-    def all_fqns(self) -> tuple[tuple[str, ...], ...]:
-        """For each parameter, all the names under which the model reaches it; the first is its own."""
-        return tuple(
-            tuple(prefix + name for prefix in self.prefixes for name in (slot.spec.fqn, *slot.spec.aliases))
-            for slot in self.handle.layout.slots
-        )
-
 
 def places_of(unit: Unit) -> tuple[Place, ...]:
     """The flat parameters that `unit` uses, its own and those that it borrows, under their names in their units."""

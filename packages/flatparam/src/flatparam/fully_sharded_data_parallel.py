@@ -36,7 +36,6 @@ from flatparam_runtime import (
     shard_module,
     shown,
     summon_full_params,
-    tree_of,
     unit_of,
     units_in,
     untraced,
@@ -220,7 +219,7 @@ class FullyShardedDataParallel(WithState, WithPrivateNames):
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one, as far as any forward pass has shown."""
-        return tree_of(self._unit).root is self._unit
+        return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
