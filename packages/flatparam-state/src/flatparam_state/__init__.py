@@ -1,7 +1,8 @@
 """Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
 
+from flatparam_state.chunking import Chunker, OwnChunker
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
-from flatparam_state.forms import Chunker, FormKind, StateForm
+from flatparam_state.forms import FormKind, StateForm
 from flatparam_state.held import Held, Holding, held_parameters
 from flatparam_state.model import StandIns, clean_keys, model_state_dict, state_shown
 from flatparam_state.model_load import ModelLoad, load_model_state
@@ -19,6 +20,7 @@ __all__ = [
     "Held",
     "Holding",
     "ModelLoad",
+    "OwnChunker",
     "Place",
     "StandIns",
     "StateForm",

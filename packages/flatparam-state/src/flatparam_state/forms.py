@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -12,15 +12,15 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import FlatParamError, memory_view, process_group_of
 from flatparam_state.boxes import cut
+from flatparam_state.chunking import Chunker, OwnChunker
 from flatparam_state.codec import gather
 from flatparam_state.places import Place
-from flatparam_state.tilings import Tiling
-from flatparam_state.wanted import Wanted, is_dtensor
+from flatparam_state.wanted import Wanted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Chunker", "FormKind", "StateForm"]
+__all__ = ["FormKind", "StateForm", "own_part"]
 
 
 class FormKind(enum.Enum):
@@ -32,63 +32,6 @@ class FormKind(enum.Enum):
     """A `ShardedTensor` or a `DTensor` under the parameter's own name."""
     LOCAL = enum.auto()
     """Nothing; the flat parameter is there instead, as a `ShardedTensor` of one dimension."""
-
-
-class Chunker(Protocol):
-    """Makes the sharded forms that need the full tensor; FSDP1's extension point has the same two."""
-
-    def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
-        """A `ShardedTensor` of which this rank holds `full.chunk(world_size, dim=0)[rank]`."""
-        ...
-
-    def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
-        """A `DTensor` over `mesh`, sharded over its dimension 0; `full` is one itself under tensor parallelism."""
-        ...
-
-
-@final
-@attrs.frozen(eq=False)
-class OwnChunker:
-    """The chunks as torch's own FSDP makes them."""
-
-    def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
-        """See `Chunker`."""
-        group = place.unit.plan.topology.shard
-        tiling = Tiling.of_chunks(full.shape, group.size)
-        parts = [box.of(full).clone() for box in tiling.of_rank(group.rank)]
-        return tiling.sharded_tensor(parts, full.dtype, group)
-
-    def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
-        """See `Chunker`."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        group = place.unit.plan.topology.shard
-        kept: list[Any] = []
-        shape, stride = full.shape, full.stride()
-        if is_dtensor(full):
-            whole: Any = full
-            mesh, kept, full = _around(mesh, whole), list(whole.placements), whole.to_local()
-        chunks = full.chunk(group.size) if full.dim() else [full]
-        local = chunks[group.rank] if group.rank < len(chunks) else full[:0]
-        placements: list[Any] = [Replicate()] * mesh.ndim
-        if full.dim():
-            placements[mesh.ndim - 1 - len(kept)] = Shard(0)
-        placements[mesh.ndim - len(kept) :] = kept
-        return DTensor.from_local(
-            local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride
-        )
-
-
-def _around(mesh: DeviceMesh, tensor: Any) -> DeviceMesh:
-    """The mesh of which both the data-parallel mesh and that of a `DTensor` are slices."""
-    found: Any = mesh  # the method has no public name
-    root: DeviceMesh = found._get_root_mesh()
-    if root.ndim != mesh.ndim + tensor.device_mesh.ndim:
-        raise FlatParamError(
-            f"a parameter is a DTensor over {tensor.device_mesh} and is sharded over {mesh}: for its sharded state "
-            f"both have to be slices of one mesh of {mesh.ndim + tensor.device_mesh.ndim} dimensions, found {root}"
-        )
-    return root
 
 
 @final

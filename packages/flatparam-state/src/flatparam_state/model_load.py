@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
+from flatparam_state.chunking import Chunker, OwnChunker
 from flatparam_state.model import local_name
 from flatparam_state.places import Place, places_in
 from flatparam_state.wanted import Wanted
@@ -31,6 +32,7 @@ class ModelLoad:
     between ranks for full tensors, nor for sharded ones that are cut like the model is.
     """
 
+    _chunker: Chunker
     _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
     _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
@@ -44,16 +46,22 @@ class ModelLoad:
     """Those that are in the state as flat parameters, so that their parameters need not be."""
 
     @classmethod
-    def begin(cls, places: Iterable[Place], modules: Collection[nn.Module] | None = None) -> Self:
+    def begin(
+        cls,
+        places: Iterable[Place],
+        modules: Collection[nn.Module] | None = None,
+        chunker: Chunker | None = None,
+    ) -> Self:
         """Open the loading of `places`, whose full parameters are freed first.
 
         Args:
             modules: those whose entries are taken; by default all that hold a parameter of `places`.
+            chunker: what takes torch's sharded tensors apart.
 
         Raises:
             FlatParamError: inside a forward or backward pass.
         """
-        loading = cls()
+        loading = cls(chunker or OwnChunker())
         named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
         flat: dict[nn.Module, dict[str, Place]] = {}
         for place in places:
@@ -134,7 +142,7 @@ class ModelLoad:
         """Copy what was taken to the shards, where all of it fits; every rank calls it."""
         if not self.refused:
             for target, wanted, value in self._copies:
-                target[: wanted.span.numel].copy_(wanted.part(value))
+                target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
         self._copies.clear()
 
     def stop(self) -> None:

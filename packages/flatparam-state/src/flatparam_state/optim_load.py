@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flatparam_runtime import FlatParamError
+from flatparam_state.chunking import Chunker, OwnChunker
 from flatparam_state.held import Held, Holding, numbered
 from flatparam_state.optim_save import PER_RANK, copy_value, is_equal
 from flatparam_state.places import places_in
@@ -34,6 +35,7 @@ def load_optimizer_state(
     *,
     rank0_only: bool = False,
     is_named: bool = False,
+    chunker: Chunker | None = None,
 ) -> dict[str, Any]:
     """Turn what `optimizer_state_dict` returned into what this rank's `optimizer.load_state_dict` takes.
 
@@ -46,6 +48,7 @@ def load_optimizer_state(
             sent one after the other.
         is_named: the optimizer's state has names as keys, not numbers; what it has for parameters without a saved
             state stays.
+        chunker: what takes torch's sharded tensors apart.
 
     Raises:
         FlatParamError: where something does not fit, naming the parameter, the state and what to do. Nothing is
@@ -55,7 +58,7 @@ def load_optimizer_state(
         state_dict = _streamed(model, state_dict)
     saved, saved_groups = _checked(state_dict)
     holding = Holding.of(model, optimizer)
-    kinds = _Kinds.of(holding, saved)
+    kinds = _Kinds.of(holding, saved, chunker or OwnChunker())
     state: dict[Any, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     current = optimizer.state_dict() if is_named else None
@@ -152,10 +155,11 @@ class _Kinds:
     """Which of the saved states are shaped like their parameters."""
 
     saved: State
+    chunker: Chunker
     shaped: frozenset[str]
 
     @classmethod
-    def of(cls, holding: Holding, saved: State) -> _Kinds:
+    def of(cls, holding: Holding, saved: State, chunker: Chunker) -> _Kinds:
         """Look at every state of every parameter that the optimizer holds.
 
         A 0-d state of a 0-d parameter does not say which it is; what the name is elsewhere does.
@@ -173,7 +177,7 @@ class _Kinds:
                     else:
                         fits[name] = fits.get(name, 0) + 1
         likely = {name for name, count in fits.items() if count >= unlike.get(name, 0)}
-        return cls(saved, frozenset(likely | {name for name in unclear if name not in unlike}))
+        return cls(saved, chunker, frozenset(likely | {name for name in unclear if name not in unlike}))
 
     def value(self, item: Held, name: str) -> Any:
         """What this rank's optimizer holds of one state of one of its parameters."""
@@ -185,7 +189,7 @@ class _Kinds:
             and not any(_is_per_rank(value) for value in entries.values())
             and any(value is not None for value in own.values())
         ):
-            return _sharded(item, name, own)
+            return _sharded(item, name, own, self.chunker)
         first_fqn, first = next(iter(own.items()))
         for fqn, value in own.items():
             if not is_equal(value, first):
@@ -230,7 +234,7 @@ def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
     )
 
 
-def _sharded(item: Held, name: str, entries: Mapping[str, Any]) -> torch.Tensor:
+def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker) -> torch.Tensor:
     assert item.place is not None, "called for sharded parameters only"
     layout, rank = item.place.handle.layout, item.place.handle.rank
     found = {fqn: value for fqn, value in entries.items() if value is not None}
@@ -245,14 +249,14 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any]) -> torch.Tensor:
             )
     if not item.is_flat:
         (fqn,) = item.fqns
-        part = wanted[fqn].part(found[fqn])
+        part = wanted[fqn].part(found[fqn], chunker)
         return part.to(item.parameter.device, copy=True).view(item.parameter.shape)
     dtype = functools.reduce(torch.promote_types, (value.dtype for value in found.values()))
     shard = torch.zeros(layout.shard_numel, dtype=dtype, device=item.parameter.device)
     for fqn, index in zip(item.fqns, item.indices, strict=True):
         if fqn in found:
             target = shard[layout.fragment(index, rank).in_shard.as_slice()]
-            target.copy_(wanted[fqn].part(found[fqn]))
+            target.copy_(wanted[fqn].part(found[fqn], chunker))
     return shard
 
 

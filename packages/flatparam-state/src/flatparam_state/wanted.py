@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
@@ -11,10 +11,13 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives, ParamSpec, Span, Topology, broadcast_tensors, memory_view
 from flatparam_state.boxes import cut
+from flatparam_state.chunking import Chunker, OwnChunker, is_dtensor
 from flatparam_state.places import Place
 from flatparam_state.tilings import Tiling, is_sharded_tensor
 
 __all__ = ["Streamed", "Wanted", "from_first"]
+
+OWN_CHUNKER: Final = OwnChunker()
 
 
 @final
@@ -120,7 +123,7 @@ class Wanted:
             shape = _local_shape(value)
         return None if shape == self.spec.shape else f"shape {shape}"
 
-    def part(self, value: Any) -> torch.Tensor:
+    def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
         """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.
 
         Nothing is moved between ranks for a full tensor, nor for a `ShardedTensor` that is cut like the model is.
@@ -130,28 +133,23 @@ class Wanted:
         if isinstance(value, Streamed):
             value = value.arrive()
         elif is_dtensor(value):
-            value = _whole(value, self.device, self.is_presented)
+            value = chunker.whole(value, self.device, is_presented=self.is_presented)
         elif is_sharded_tensor(value):
             held = Tiling.of_sharded_tensor(value, self._group)
             if held.agrees_with(self.tiling):
-                return self._own(value)
-            value = _gathered(value, held, self._group, self.device)
+                return self._own(value, chunker)
+            value = _gathered(value, held, self._group, self.device, chunker)
         return memory_view(value, self.spec)[span]
 
-    def _own(self, value: Any) -> torch.Tensor:
+    def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
         boxes = self.tiling.of_rank(self.rank)
-        shards = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+        shards = chunker.local_shards(value)
         device = next((shard.device for shard in shards.values()), self.device)
         part = torch.empty(self.span.numel, dtype=value.dtype, device=device)
         for box, view in zip(boxes, cut(self.spec, boxes, part), strict=True):
             if box.numel:
                 view.copy_(shards[box.offsets])
         return part
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether `value` is torch's `DTensor`; it is not imported for that."""
-    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
 def _local_shape(value: Any) -> tuple[int, ...]:
@@ -164,26 +162,13 @@ def _local_shape(value: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _whole(value: Any, device: torch.device, is_presented: bool) -> torch.Tensor:
-    """The tensor of which data parallelism shards parts: all of a `DTensor`, or this rank's part of a presented one."""
-    from torch.distributed.tensor import Replicate
-
-    mesh = value.device_mesh
-    if all(placement.is_replicate() for placement in value.placements[: mesh.ndim - is_presented]):
-        local: torch.Tensor = value.to_local()
-        return local
-    value = value.to(device)
-    kept = value.placements[-1:] if is_presented else ()
-    replicated = [Replicate()] * (mesh.ndim - len(kept))
-    whole: torch.Tensor = value.redistribute(placements=[*replicated, *kept]).to_local()
-    return whole
-
-
-def _gathered(value: Any, held: Tiling, group: Collectives, device: torch.device) -> torch.Tensor:
+def _gathered(
+    value: Any, held: Tiling, group: Collectives, device: torch.device, chunker: Chunker
+) -> torch.Tensor:
     """The full tensor, gathered from what every rank holds of it."""
     width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
     mine = torch.zeros(width, dtype=value.dtype, device=device)
-    shards = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    shards = chunker.local_shards(value)
     start = 0
     for box in held.of_rank(group.rank):
         mine[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])

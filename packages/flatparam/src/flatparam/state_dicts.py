@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import final
 
+from flatparam._fsdp_extensions import chunker
 from flatparam.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -95,6 +96,7 @@ def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig)
         rank0_only=bool(getattr(config, "rank0_only", False)),
         dim_0_chunks=bool(getattr(config, "dim_0_chunks", False)),
         use_dtensor=bool(getattr(config, "_use_dtensor", False)),
+        chunker=chunker(),
     )
 
 
@@ -244,7 +246,7 @@ class Loading:
         assert inner is not None, "the wrapper always has its module"
         unit = unit_of(inner)
         places = () if unit is None else places_of(unit)
-        self._current = ModelLoad.begin(places, {inner, *inside(inner)})
+        self._current = ModelLoad.begin(places, {inner, *inside(inner)}, chunker())
         self._errors = errors
         outermost._inside.append(self._current)
         below = f"{prefix}{FSDP_WRAPPED_MODULE}."

@@ -13,6 +13,7 @@ from torch.distributed._composable.contract import _get_registry
 
 from flatparam import state_dicts
 from flatparam._debug_utils import SimpleProfiler
+from flatparam._fsdp_extensions import chunker
 from flatparam.api import StateDictSettings, StateDictType
 from flatparam_comm import resolve_topology
 from flatparam_runtime import revive_units
@@ -179,7 +180,9 @@ def to_load(
 ) -> dict[str, Any]:
     """This rank's part of an optimizer state; see `optim_state_dict_to_load`."""
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
-        loaded = load_optimizer_state(model, optim, state, rank0_only=rank0_only, is_named=is_named)
+        loaded = load_optimizer_state(
+            model, optim, state, rank0_only=rank0_only, is_named=is_named, chunker=chunker()
+        )
     SimpleProfiler.dump_and_reset("FSDP optim_state_dict_to_load() profiling:")
     if load_directly:
         optim.load_state_dict(loaded)
