@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -27,15 +27,17 @@ class ModelLoad:
     """One loading of a state into flat parameters, through torch's traversal.
 
     While it is open, a hook of each module, which runs after the module's own, takes the entries of its sharded
-    parameters out of the state: under the names and at the moment at which torch would. Nothing is copied before
-    `commit`, and nothing where anything did not fit. Each entry may have any form (see `Wanted.part`); no bytes move
-    between ranks for full tensors, nor for sharded ones that are cut like the model is.
+    parameters out of the state, and of what torch would copy itself: under the names and at the moment at which torch
+    would. Nothing is copied before `commit`, and nothing where anything did not fit. Each entry may have any form (see
+    `Wanted.part`); no bytes move between ranks for full tensors, nor for sharded ones that are cut like the model is.
     """
 
     _chunker: Chunker
     _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
     _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
+    _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
+    """What is not sharded, buffers above all, and what goes there."""
     refused: bool = False
     """Whether some entry did not fit."""
     _taken: set[str] = attrs.field(factory=set)
@@ -77,7 +79,7 @@ class ModelLoad:
             owner = place.unit.module
             if modules is None or owner in modules:
                 flat.setdefault(owner, {})[local_name(place.unit.handles.index(place.handle))] = place
-        for module in named.keys() | flat.keys():
+        for module in {*named, *flat, *(modules or ())}:
             loading.watch(
                 module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {}))
             )
@@ -117,6 +119,24 @@ class ModelLoad:
             elif module._parameters.get(name) is None:  # else torch misses it by itself
                 missing.append(key)
             self._handles[clean_fqn(key)] = place.handle
+        if not metadata.get("assign_to_params_buffers", False):
+            self._take_plain(module, parameters.keys(), state, prefix)
+
+    def _take_plain(
+        self, module: nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str
+    ) -> None:
+        """Take what is not sharded, where it fits; the rest is left for torch to refuse."""
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
+        for name, target in {**module._parameters, **buffers}.items():
+            value = state.get(prefix + name)
+            if name in sharded or not (_is_plain(target) and _is_plain(value)) or target.shape != value.shape:
+                continue
+            self._taken.add(clean_fqn(prefix + name))
+            self._plain.append((target.detach(), state.pop(prefix + name)))
 
     def _plan(self, wanted: Wanted, target: torch.Tensor, key: str, value: Any, errors: list[str]) -> None:
         self._taken.add(clean_fqn(key))
@@ -143,7 +163,14 @@ class ModelLoad:
         if not self.refused:
             for target, wanted, value in self._copies:
                 target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
+            for target, tensor in self._plain:
+                target.copy_(tensor)
+        self.forget()
+
+    def forget(self) -> None:
+        """Copy nothing of what was taken."""
         self._copies.clear()
+        self._plain.clear()
 
     def stop(self) -> None:
         """Take the hooks away: what was not in the state by now is not taken any more."""
@@ -152,14 +179,18 @@ class ModelLoad:
     def close(self) -> None:
         """Forget everything; calling it twice is harmless."""
         self.stop()
-        self._copies.clear()
+        self.forget()
+
+
+def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is an ordinary tensor with memory that exists already."""
+    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
 
-    Of full tensors every rank passes all, and copies its own part; nothing is copied to a shard where a shape does not
-    fit.
+    Of full tensors every rank passes all, and copies its own part; nothing is changed where something does not fit.
 
     Returns:
         What `torch.nn.Module.load_state_dict` returns: the missing and the unexpected keys.
@@ -167,12 +198,19 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     Raises:
         RuntimeError: torch's, naming every key that does not fit.
     """
-    loading = ModelLoad.begin(places_in(model))
+    loading = ModelLoad.begin(places_in(model), set(model.modules()))
+    torchs_errors: list[list[str]] = []
+
+    def begin(*arguments: Any) -> None:
+        torchs_errors[:] = [arguments[-1]]
 
     def end(module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = loading.really_missing(incompatible.missing_keys)
+        if any(torchs_errors) or (strict and (incompatible.missing_keys or incompatible.unexpected_keys)):
+            loading.forget()
         loading.commit()
 
+    loading.watch(model, begin)
     registered = model.register_load_state_dict_post_hook(end)  # type: ignore[no-untyped-call]
     try:
         return model.load_state_dict(state, strict=strict)

@@ -19,7 +19,7 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.compat import as_enum
-from flatparam.wrapper_state import check_group, to_load
+from flatparam.wrapper_state import WithState, check_group, to_load
 from flatparam_core import FlatParamError
 from flatparam_state import Holding, optimizer_state_dict
 
@@ -74,9 +74,13 @@ class WithLegacyOptim(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """The sharded optimizer state by parameter name, in CPU memory."""
+        """The sharded optimizer state by parameter name, as the settings for sharded states say."""
         check_group(model, group)
-        form = state_dicts.form_of(StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig())
+        settings = WithState.get_state_dict_type(model)
+        config = settings.optim_state_dict_config if settings is not None else None
+        if not isinstance(config, ShardedOptimStateDictConfig):
+            config = ShardedOptimStateDictConfig()
+        form = state_dicts.form_of(StateDictType.SHARDED_STATE_DICT, config)
         return optimizer_state_dict(model, optim, form=form)
 
     @staticmethod

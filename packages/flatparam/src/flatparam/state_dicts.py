@@ -210,6 +210,17 @@ def _flat(nested: Any) -> list[bool]:
 _LOCAL = threading.local()
 
 
+@contextlib.contextmanager
+def refusing_all(strict: bool) -> Iterator[None]:
+    """Inside, a missing or unexpected name keeps everything from being loaded where `strict`; torch tells no hook."""
+    before = getattr(_LOCAL, "is_strict", False)
+    _LOCAL.is_strict = strict
+    try:
+        yield
+    finally:
+        _LOCAL.is_strict = before
+
+
 @final
 @attrs.define(eq=False)
 class Loading:
@@ -264,7 +275,8 @@ class Loading:
         unexpected[:] = map(clean_fqn, unexpected)
         self._errors[:] = [error.replace(f"{FSDP_WRAPPED_MODULE}.", "") for error in self._errors]
         if getattr(_LOCAL, "outermost", None) is self:
-            if not any(loading.refused for loading in self._inside):
+            is_strict = getattr(_LOCAL, "is_strict", False)
+            if not self._errors and not (is_strict and (missing or unexpected)):
                 for loading in self._inside:
                     loading.commit()
             for loading in self._inside:

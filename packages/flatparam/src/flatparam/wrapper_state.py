@@ -49,14 +49,14 @@ class WithState(nn.Module):
         """Choose the form of the state of every wrapper in `module`; returns the settings before."""
         settings = state_dicts.resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = wrappers_in(module)
-        before = WithState.get_state_dict_type(module) if wrappers else None
+        before = WithState.get_state_dict_type(module)
         for wrapper in wrappers:
             wrapper._settings = settings
         return before
 
     @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings of the wrappers in `module`, which must agree.
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the wrappers in `module`, which must agree; `None` where there are none.
 
         Raises:
             AssertionError: where they differ.
@@ -65,7 +65,7 @@ class WithState(nn.Module):
         assert all(s == settings[0] for s in settings), (
             "the wrappers in this module have different state dict types"
         )
-        return settings[0] if settings else state_dicts.default_settings()
+        return settings[0] if settings else None
 
     @staticmethod
     @contextlib.contextmanager
@@ -85,18 +85,20 @@ class WithState(nn.Module):
             for wrapper, settings in zip(wrappers, before, strict=True):
                 wrapper._settings = settings
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load a state dict of any form; every rank calls it.
 
         Of a full one every rank passes all, and copies its own part. With `FullStateDictConfig(rank0_only=True)` the
         other ranks may pass an empty one: then the first rank's tensors are sent, one after the other.
+        Where something does not fit, nothing is changed.
         """
         if getattr(self._settings.state_dict_config, "rank0_only", False):
             state_dict = state_dicts.streamed(self, state_dict)
-        with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
-            loaded = super().load_state_dict(
-                state_dicts.with_inner_versions(self, state_dict), *args, **kwargs
-            )
+        state_dict = state_dicts.with_inner_versions(self, state_dict)
+        with SimpleProfiler.profile(SimpleProfiler.Type.ALL), state_dicts.refusing_all(strict):
+            loaded = super().load_state_dict(state_dict, strict=strict, assign=assign)
         SimpleProfiler.dump_and_reset("FSDP load_state_dict() profiling:")
         return loaded
 
@@ -162,7 +164,7 @@ class WithState(nn.Module):
 
 
 def _optim_form(model: nn.Module) -> StateForm:
-    settings = WithState.get_state_dict_type(model)
+    settings = WithState.get_state_dict_type(model) or state_dicts.default_settings()
     kind = settings.state_dict_type
     if kind is StateDictType.LOCAL_STATE_DICT:  # as FSDP1: of optimizers there is no local form
         kind = StateDictType.SHARDED_STATE_DICT
