@@ -117,13 +117,19 @@ def saving(
     if inner is not None and getattr(config, "rank0_only", False) and _is_later(unit):
         for name in _own_buffers(inner):
             state.pop(prefix + name, None)
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     for name, dtype in unit.buffers.original_dtypes.items() if unit is not None else ():
-        if prefix + name in state:
+        if prefix + name in state and not is_local:
             state[prefix + name] = state[prefix + name].to(dtype)
     if config.offload_to_cpu:
         for key in [key for key in state if key.startswith(prefix)]:
-            if hasattr(state[key], "cpu") and not is_sharded_tensor(state[key]):
-                state[key] = state[key].cpu()
+            value = state[key]  # those on the meta device stand in for what an outer wrapper puts there
+            if (
+                hasattr(value, "cpu")
+                and not is_sharded_tensor(value)
+                and not getattr(value, "is_meta", False)
+            ):
+                state[key] = value.cpu()
 
 
 def _is_later(unit: Unit | None) -> bool:

@@ -146,8 +146,6 @@ def set_model_state_dict(
         state = state_dicts.streamed(model, state)
     elif not state:
         return nn.modules.module._IncompatibleKeys([], [])
-    if options.ignore_frozen_params:
-        state = _completed(model, state)
     with _form_of(model, options):
         return model.load_state_dict(state, strict=options.strict)
 
@@ -247,16 +245,6 @@ def _frozen(model: nn.Module) -> set[str]:
         if item.place is None and not item.parameter.requires_grad:
             frozen |= set(item.fqns)
     return frozen
-
-
-def _completed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state with what the model itself has of frozen parameters that were left out of it."""
-    frozen = _frozen(model) - set(state)
-    if not frozen:
-        return state
-    with _form_of(model, StateDictOptions()):
-        own = model.state_dict()
-    return {**state, **{key: value for key, value in own.items() if clean_fqn(key) in frozen}}
 
 
 def _of_submodules(
