@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 import flatparam
@@ -104,11 +105,17 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def load_distributed(wrapper: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Load a distributed checkpoint into a model in the form it is set to; `wrapper` is torch's FSDP1 or ours."""
+def load_distributed(
+    wrapper: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, chunked: bool = False
+) -> None:
+    """Load a distributed checkpoint into a model in the form it is set to; `wrapper` is torch's FSDP1 or ours.
+
+    torch's planner loses FSDP1's chunks of tensors that have fewer rows than there are ranks, and then mistakes the file
+    for one of an old version; the option for `chunked` keeps it from that.
+    """
     prime(optimizer)
     state = {"model": model.state_dict(), "optim": wrapper.optim_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=not chunked))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(wrapper.optim_state_dict_to_load(model, optimizer, state["optim"]))
 

@@ -53,7 +53,7 @@ def test_a_distributed_checkpoint_of_fsdp1(
     """FSDP1's ShardedTensors and DTensors that `dcp.save` wrote load into each of our forms by `dcp.load`."""
     model = ours(build(mixed=file_originals, seed=1), not file_originals, form)
     optimizer = adamw(model.parameters())
-    load_distributed(FSDP, model, optimizer, files.torchs(kind, file_originals))
+    load_distributed(FSDP, model, optimizer, files.torchs(kind, file_originals), chunked=form == "chunked")
     assert_restored(group, model, optimizer, file_originals)
 
 
@@ -147,7 +147,7 @@ def test_what_torch_wrote(group: Collectives, files: Files, use_orig_params: boo
     for form in ("sharded", "dtensor"):
         model = torch_files.fsdp1(build(use_orig_params, seed=1), use_orig_params, form)
         optimizer = adamw(model.parameters())
-        load_distributed(wrapper, model, optimizer, files.torchs(form, use_orig_params))
+        load_distributed(wrapper, model, optimizer, files.torchs(form, use_orig_params), chunked=form == "sharded")
         train(model, optimizer, group.rank, AFTER)
         wrapper.set_state_dict_type(model, *torch_files.FORMS["full"])
         state = {k: v for k, v in model.state_dict().items() if k not in OF_RANK}
