@@ -206,5 +206,3 @@ WRITERS: Mapping[str, Callable[[Collectives, Path, bool], None]] = {
 def forms_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The kind of object of each entry."""
     return ((name, type(value).__name__) for name, value in state.items())
-
-

@@ -23,7 +23,9 @@ KINDS = ["sharded", "chunked", "dtensor", "async", "dsd"]
 
 
 @on_ranks(1, written_by=[2, 3], kind=KINDS, originals=BOTH)
-def test_what_ours_wrote(group: Collectives, files: Files, written_by: int, kind: str, originals: bool) -> None:
+def test_what_ours_wrote(
+    group: Collectives, files: Files, written_by: int, kind: str, originals: bool
+) -> None:
     """A distributed checkpoint of ours holds, under plain names, the tensors of the unsharded model and optimizer."""
     path = written_by_ours(files, written_by, kind, originals)
     read = as_torch_save(path)

@@ -21,7 +21,11 @@ BOTH = [False, True]
 
 
 def assert_restored(
-    group: Collectives, model: FSDP, optimizer: torch.optim.Optimizer, mixed: bool, buffers_differ: bool = True
+    group: Collectives,
+    model: FSDP,
+    optimizer: torch.optim.Optimizer,
+    mixed: bool,
+    buffers_differ: bool = True,
 ) -> None:
     """Demand the state of the checkpoint and, on 2 ranks, that training goes on with torch's bits."""
     expected = trained(mixed)
@@ -43,10 +47,14 @@ def test_a_full_checkpoint_of_fsdp1(
     optimizer = adamw(model.parameters())
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optim"]))
-    assert_restored(group, model, optimizer, file_originals, buffers_differ=group.rank != 0 and group.size == 0)
+    assert_restored(
+        group, model, optimizer, file_originals, buffers_differ=group.rank != 0 and group.size == 0
+    )
 
 
-@on_ranks(1, 2, 3, kind=["sharded", "dtensor"], file_originals=BOTH, form=["sharded", "chunked", "dtensor", "full"])
+@on_ranks(
+    1, 2, 3, kind=["sharded", "dtensor"], file_originals=BOTH, form=["sharded", "chunked", "dtensor", "full"]
+)
 def test_a_distributed_checkpoint_of_fsdp1(
     group: Collectives, files: Files, kind: str, file_originals: bool, form: str
 ) -> None:
@@ -91,7 +99,9 @@ def test_a_checkpoint_of_fsdp2(group: Collectives, files: Files, originals: bool
 
 
 @on_ranks(1, 2, 3, kind=["sharded", "dtensor", "fsdp2"], originals=BOTH)
-def test_files_of_torch_by_set_state_dict(group: Collectives, files: Files, kind: str, originals: bool) -> None:
+def test_files_of_torch_by_set_state_dict(
+    group: Collectives, files: Files, kind: str, originals: bool
+) -> None:
     """S-097: `get_state_dict`, `dcp.load`, `set_state_dict` of ours read what torch wrote."""
     import torch.distributed.checkpoint as dcp
 
@@ -147,7 +157,9 @@ def test_what_torch_wrote(group: Collectives, files: Files, use_orig_params: boo
     for form in ("sharded", "dtensor"):
         model = torch_files.fsdp1(build(use_orig_params, seed=1), use_orig_params, form)
         optimizer = adamw(model.parameters())
-        load_distributed(wrapper, model, optimizer, files.torchs(form, use_orig_params), chunked=form == "sharded")
+        load_distributed(
+            wrapper, model, optimizer, files.torchs(form, use_orig_params), chunked=form == "sharded"
+        )
         train(model, optimizer, group.rank, AFTER)
         wrapper.set_state_dict_type(model, *torch_files.FORMS["full"])
         state = {k: v for k, v in model.state_dict().items() if k not in OF_RANK}

@@ -69,7 +69,9 @@ def on_ranks(*sizes: int, **axes: Sequence[Any]) -> Callable[[Body], Any]:
 
 
 def _job(body: Body, case: tuple[tuple[str, Any], ...]) -> Job:
-    words = [(name if value else f"not_{name}") if isinstance(value, bool) else str(value) for name, value in case]
+    words = [
+        (name if value else f"not_{name}") if isinstance(value, bool) else str(value) for name, value in case
+    ]
     return Job(body.__module__, body.__name__, "-".join(words), case)
 
 
