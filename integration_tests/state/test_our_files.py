@@ -85,7 +85,7 @@ def test_in_torchs_fsdp1(
     else:
         load_distributed(FullyShardedDataParallel, model, optimizer, path, chunked=form == "sharded")
     train(model, optimizer, group.rank, AFTER)
-    FullyShardedDataParallel.set_state_dict_type(model, *torch_files.FORMS["full"])
+    FullyShardedDataParallel.set_state_dict_type(model, *torch_files.settings_of("full"))
     assert_model(model.state_dict(), trained(originals).end, but=OF_RANK)
     state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     assert_optimizer(state, trained(originals).end_optimizer)

@@ -104,7 +104,6 @@ def test_files_of_torch_by_set_state_dict(
 ) -> None:
     """S-097: `get_state_dict`, `dcp.load`, `set_state_dict` of ours read what torch wrote."""
     import torch.distributed.checkpoint as dcp
-
     from flatparam.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model = ours(build(mixed=True, seed=1), originals)
@@ -161,7 +160,7 @@ def test_what_torch_wrote(group: Collectives, files: Files, use_orig_params: boo
             wrapper, model, optimizer, files.torchs(form, use_orig_params), chunked=form == "sharded"
         )
         train(model, optimizer, group.rank, AFTER)
-        wrapper.set_state_dict_type(model, *torch_files.FORMS["full"])
+        wrapper.set_state_dict_type(model, *torch_files.settings_of("full"))
         state = {k: v for k, v in model.state_dict().items() if k not in OF_RANK}
         end = {k: v for k, v in trained(use_orig_params).end.items() if k not in OF_RANK}
         assert_same(state, end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,13 @@ def fsdp1(module: nn.Module, use_orig_params: bool, form: str = "full", **argume
         device_id=CPU,
         **arguments,
     )
-    kind, model_config, optimizer_config = FORMS[form]
-    FullyShardedDataParallel.set_state_dict_type(
-        model, kind, _copied(model_config), _copied(optimizer_config)
-    )
+    FullyShardedDataParallel.set_state_dict_type(model, *settings_of(form))
     return model
 
 
-def _copied(config: Any) -> Any:
-    """A configuration with the same fields; torch changes those that it is given."""
-    return type(config)(**vars(config))
+def settings_of(form: str) -> tuple[Any, Any, Any]:
+    """torch's settings, made anew: torch changes those that it is given."""
+    return copy.deepcopy(FORMS[form])
 
 
 def fsdp2(module: nn.Module) -> Any:
