@@ -328,7 +328,7 @@ def test_optim_input(group: Collectives, files: Files) -> None:
         assert_optimizer(state, trained().optimizer)
     else:
         assert state == {}
-    with pytest.raises(ValueError, match="(?i)empty|optim_input"):
+    with pytest.raises(ValueError, match=r"(?i)empty|optim_input"):
         FSDP.shard_full_optim_state_dict(numbers_of(False), wrapped, optim_input=[], optim=found)
 
 
