@@ -308,9 +308,6 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "clipped a norm that is not finite with `error_if_nonfinite`": clipped_infinity,
     },
     "State": {
-        "asked for a form that is not there yet": lambda: FSDP.set_state_dict_type(
-            wrapped(), StateDictType.SHARDED_STATE_DICT
-        ),
         "passed another form's configuration": lambda: FSDP.set_state_dict_type(
             wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
         ),

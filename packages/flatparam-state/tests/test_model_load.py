@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam_comm import Collectives
 from flatparam_runtime import no_sync
-from flatparam_state import FullLoad, model_state_dict, places_in
+from flatparam_state import ModelLoad, model_state_dict, places_in
 
 from .models import CASES, Buffers, Case, Nested, mlp
 from .worlds import assert_same_state, load, same_on_all, shard, shard_case, snapshot
@@ -274,7 +274,7 @@ def test_a_loading_that_ends_early_leaves_the_sharded_form(use_orig_params: bool
         model = shard_case(CASES["buffers"], ranks, use_orig_params=use_orig_params)
         before = list(model.parameters())
         state = dict(Buffers().state_dict())
-        loading = FullLoad.begin(places_in(model))
+        loading = ModelLoad.begin(places_in(model))
         if moment == "within":
             state["_extra_state"] = "not what the module takes"
             with pytest.raises(AssertionError), contextlib.closing(loading):

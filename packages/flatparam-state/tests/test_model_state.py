@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives
-from flatparam_state import full_state_shown, model_state_dict, places_in
+from flatparam_state import StateForm, model_state_dict, places_in, state_shown
 
 from .models import CASES, Buffers, Case, Tied, mlp
 from .worlds import assert_same_state, same_on_all, shard, shard_case
@@ -198,12 +198,12 @@ def test_a_module_shows_its_shards_again_afterwards(use_orig_params: bool) -> No
 
 
 def test_torch_collects_a_submodules_state_in_the_context(use_orig_params: bool) -> None:
-    """`full_state_shown` serves any `state_dict()` call within it, with a prefix or of a submodule."""
+    """`state_shown` serves any `state_dict()` call within it, with a prefix or of a submodule."""
 
     def rank(ranks: Collectives) -> Any:
         model = shard_case(CASES["nested units"], ranks, use_orig_params=use_orig_params)
-        with full_state_shown(model):
-            with full_state_shown(model.inner):  # inside already: left alone
+        with state_shown(model, StateForm()):
+            with state_shown(model.inner, StateForm()):  # inside already: left alone
                 inner = model.inner.state_dict(prefix="x.")
             return inner, list(model.state_dict())
 
@@ -240,7 +240,7 @@ def test_exception_inside_restores_the_sharded_form(use_orig_params: bool) -> No
     def rank(ranks: Collectives) -> Any:
         model = shard_case(CASES["nested units"], ranks, use_orig_params=use_orig_params)
         before = list(model.parameters())
-        with pytest.raises(ZeroDivisionError), full_state_shown(model):
+        with pytest.raises(ZeroDivisionError), state_shown(model, StateForm()):
             raise ZeroDivisionError
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
         model(torch.ones(2, 3)).sum().backward()

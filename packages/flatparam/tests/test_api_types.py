@@ -46,7 +46,7 @@ def test_members_and_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fields_and_defaults(name: str) -> None:
-    """The same fields in the same order with the same defaults, in a mutable dataclass."""
+    """The same fields in the same order with the same defaults, in a mutable dataclass; ours may follow them."""
     mine, other = pair(name)
     described = [
         [
@@ -55,7 +55,8 @@ def test_fields_and_defaults(name: str) -> None:
         ]
         for kind in (mine, other)
     ]
-    assert described[0] == described[1]
+    assert described[0][: len(described[1])] == described[1]
+    assert {name for name, _ in described[0][len(described[1]) :]} <= {"dim_0_chunks"}
     assert not mine.__dataclass_params__.frozen
     assert [base.__name__ for base in mine.__mro__] == [base.__name__ for base in other.__mro__]
 
@@ -96,7 +97,7 @@ def test_torchs_configurations_are_translated(name: str) -> None:
             setattr(asked, field.name, not field.default)
     found = as_config(mine, asked, "argument")
     assert type(found) is mine
-    assert dataclasses.asdict(found) == dataclasses.asdict(asked)
+    assert dataclasses.asdict(found).items() >= dataclasses.asdict(asked).items()
     own = mine()
     assert as_config(mine, own, "argument") is own
 

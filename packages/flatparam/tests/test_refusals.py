@@ -1,6 +1,5 @@
 """What cannot be honoured is refused by name, with what to do, and the module is left as it was."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 
 import flatparam as ours
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import NotYetSupportedError
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import SingleCollectives, Topology
 from flatparam_core import FlatParamError
@@ -113,7 +111,7 @@ def test_a_policys_override_that_is_refused(override: dict[str, Any]) -> None:
     last = module[4]
     policy = CustomPolicy(lambda m: override if m is last else isinstance(m, nn.Linear))
     before = facts_of(module)
-    with pytest.raises((NotYetSupportedError, TypeError, ValueError), match=next(iter(override))):
+    with pytest.raises((TypeError, ValueError), match=next(iter(override))):
         FSDP(module, HERE, auto_wrap_policy=policy)
     assert facts_of(module) == before
 
@@ -123,46 +121,22 @@ def test_wrapping_twice() -> None:
     module = mlp()
     FSDP(module, HERE)
     before = facts_of(module)
-    with pytest.raises(ours.NotYetSupportedError.__mro__[1], match="already"):
+    with pytest.raises(FlatParamError, match="already"):
         FSDP(module, HERE)
     assert facts_of(module) == before
 
 
-@pytest.mark.parametrize("api", [ours, theirs], ids=["ours", "torch's"])
-@pytest.mark.parametrize("name", ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_state_dict_types(name: str, api: Any) -> None:
-    """Sharded and local forms are refused by name, as a setting and as a context, and the setting stays."""
-    model = FSDP(mlp(), HERE)
-    before = FSDP.get_state_dict_type(model)
-    kind = api.StateDictType[name]
-    with pytest.raises(NotYetSupportedError, match=f"state_dict_type.*{name}.*FULL_STATE_DICT"):
-        FSDP.set_state_dict_type(model, kind)
-    with pytest.raises(NotYetSupportedError, match=name), FSDP.state_dict_type(model, kind):
-        pytest.fail("must not be entered")
-    assert FSDP.get_state_dict_type(model) == before
-
-
-def test_optimizer_state_arguments() -> None:
-    """The arguments of the optimizer-state functions that are not honoured are refused by name."""
+def test_a_group_of_other_ranks() -> None:
+    """The optimizer-state functions refuse a group that is not the model's, and what is no group at all."""
     model = FSDP(mlp(), HERE, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = FSDP.optim_state_dict(model, optimizer)
-    for arguments in ({"optim_state_dict": state}, {"group": object()}):
-        with pytest.raises(NotYetSupportedError, match=next(iter(arguments))):
-            FSDP.optim_state_dict(model, optimizer, **arguments)
-    for arguments in ({"is_named_optimizer": True}, {"group": object()}):
-        with pytest.raises(NotYetSupportedError, match=next(iter(arguments))):
-            FSDP.optim_state_dict_to_load(model, optimizer, state, **arguments)
-
-
-def test_loading_optimizer_state_of_rank_0_only() -> None:
-    """`rank0_only` would broadcast what rank 0 passes; until it does, what the others pass is refused by name."""
-    model = FSDP(mlp(), HERE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = ours.FullOptimStateDictConfig(rank0_only=True)
-    FSDP.set_state_dict_type(model, ours.StateDictType.FULL_STATE_DICT, ours.FullStateDictConfig(), config)
-    with pytest.raises(ours.NotYetSupportedError.__mro__[1], match=r"rank0_only|every rank"):
-        FSDP.optim_state_dict_to_load(model, optimizer, None)  # type: ignore[arg-type]
+    state = FSDP.optim_state_dict(model, optimizer, group=HERE)
+    for call in (
+        lambda group: FSDP.optim_state_dict(model, optimizer, group=group),
+        lambda group: FSDP.optim_state_dict_to_load(model, optimizer, state, group=group),
+    ):
+        with pytest.raises(TypeError, match="object"):
+            call(object())
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -211,25 +185,13 @@ def test_apply_sees_full_parameters_or_is_refused() -> None:
 
     module, model = mlp(), FSDP(mlp(), HERE)
     module.load_state_dict(model.state_dict())
-    with contextlib.suppress(NotYetSupportedError):
-        model.apply(number)
-        module.apply(number)
+    model.apply(number)
+    module.apply(number)
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
 
 
-MISSING = sorted(
-    name
-    for name in vars(theirs.FullyShardedDataParallel)
-    if not name.startswith("_") and not hasattr(nn.Module, name) and not hasattr(FSDP, name)
-)
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_a_method_that_is_not_there_yet(name: str) -> None:
-    """A public method of FSDP1 that is missing says so by its name and that of the wrapper, on class and instance."""
-    model = FSDP(mlp(), HERE)
-    with pytest.raises((AttributeError, NotYetSupportedError)) as caught:
-        getattr(model, name)(model)
-    assert name in str(caught.value)
-    assert "flatparam" in str(caught.value) or "FullyShardedDataParallel" in str(caught.value)
+def test_every_public_method_of_fsdp1() -> None:
+    """There is no public name of FSDP1's class that ours has not."""
+    wanted = {name for name in vars(theirs.FullyShardedDataParallel) if not name.startswith("_")}
+    assert {name for name in wanted if not hasattr(FSDP, name)} == set()

@@ -20,7 +20,7 @@ from flatparam_comm.forwarding import ForwardingCollectives
 from flatparam_comm.hooked import CommHook, HookedCollectives
 from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
-from flatparam_comm.process_group import ProcessGroupCollectives
+from flatparam_comm.process_group import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.recording import RecordingCollectives
 from flatparam_comm.silent import SilentCollectives
 from flatparam_comm.single import SingleCollectives
@@ -39,6 +39,7 @@ from flatparam_core import (
     ParamSpec,
     Precision,
     Residency,
+    Span,
     Transitions,
     clean_fqn,
     discover,
@@ -90,6 +91,7 @@ __all__ = [
     "Residency",
     "SilentCollectives",
     "SingleCollectives",
+    "Span",
     "Topology",
     "Totals",
     "Transfer",
@@ -99,9 +101,11 @@ __all__ = [
     "clean_fqn",
     "current_collectives",
     "discover",
+    "engine_of",
     "flatten_module",
     "memory_view",
     "owner_of",
+    "process_group_of",
     "resolve_topology",
     "run_threads",
     "sent_nbytes",

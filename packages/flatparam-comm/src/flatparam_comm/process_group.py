@@ -14,7 +14,7 @@ from torch import Tensor
 from flatparam_comm import c10d_names as c10d
 from flatparam_comm import checks
 from flatparam_comm.checks import Site
-from flatparam_comm.collectives import Pending, ReduceOp
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
 
 if dist.is_available() and not dist.is_initialized():
@@ -25,7 +25,7 @@ if dist.is_available() and not dist.is_initialized():
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ProcessGroupCollectives"]
+__all__ = ["ProcessGroupCollectives", "engine_of", "process_group_of"]
 
 T = TypeVar("T")
 
@@ -197,3 +197,17 @@ def _guarded(site: Site, call: Callable[[], T]) -> T:
             f"the process group failed with {type(error).__name__}: {error}; "
             "look for the first error among the other ranks, or for a rank that did not make this call",
         ) from error
+
+
+def process_group_of(collectives: Collectives) -> ProcessGroup | None:
+    """The process group that `collectives` works over, through all decorators; None for another engine."""
+    engine = engine_of(collectives)
+    return engine.group if isinstance(engine, ProcessGroupCollectives) else None
+
+
+def engine_of(collectives: Collectives) -> Collectives:
+    """What moves the bytes beneath all decorators."""
+    engine: Any = collectives
+    while not isinstance(engine, ProcessGroupCollectives) and hasattr(engine, "inner"):
+        engine = engine.inner
+    return engine  # type: ignore[no-any-return]  # decorators hold collectives

@@ -26,11 +26,12 @@ class Topology:
     """The groups that data parallelism works over.
 
     `shard` is the group over which each buffer is cut into shards; `replicate`, where there is one, the group of the
-    ranks that hold the same shard.
+    ranks that hold the same shard. `mesh` is the mesh that the two were taken from, where there was one.
     """
 
     shard: Collectives
     replicate: Collectives | None = None
+    mesh: DeviceMesh | None = attrs.field(default=None, eq=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # a copy of a model works over the same ranks
@@ -121,11 +122,10 @@ def _is_mesh(given: object) -> TypeGuard[DeviceMesh]:
 
 def _topology_of_mesh(mesh: DeviceMesh) -> Topology:
     if mesh.ndim == 1:
-        return Topology(ProcessGroupCollectives(mesh.get_group(0)))
+        return Topology(ProcessGroupCollectives(mesh.get_group(0)), mesh=mesh)
     if mesh.ndim == 2:
-        return Topology(
-            ProcessGroupCollectives(mesh.get_group(1)), ProcessGroupCollectives(mesh.get_group(0))
-        )
+        shard, replicate = (ProcessGroupCollectives(mesh.get_group(dimension)) for dimension in (1, 0))
+        return Topology(shard, replicate, mesh)
     raise ValueError(
         f"expected a DeviceMesh of 1 dimension (shard) or 2 (replicate, shard), found {mesh.ndim} of them: "
         f"{mesh.mesh_dim_names}; pass a slice of it, as in mesh['replicate', 'shard']"
@@ -161,5 +161,5 @@ def _same_again(shard: tuple[int, int], replicate: tuple[int, int] | None) -> To
     numbers = range(world.size)
     rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
     columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
-    mine = [next(group for group in groups if group is not None) for groups in (rows, columns)]
-    return Topology(*mine)
+    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
+    return Topology(row, column)

@@ -310,6 +310,10 @@ class FlatParamHandle:
         self.exposure.show(presented)
         self._move(Residency.UNSHARDED)  # last: where showing is refused, the buffer can still be given back
 
+    def has_presenter(self, index: int) -> bool:
+        """Whether the module shows something made of the full parameter `index`, as for a `DTensor`."""
+        return PRESENTER in self._attributes[index]
+
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """What the module shows for `full`, the full parameter `index`: itself, or what its `PRESENTER` makes of it."""
         presenter = self._attributes[index].get(PRESENTER)

@@ -174,6 +174,13 @@ class FlatLayout:
             return Fragment(index, Span(0, 0), Span(0, 0))
         return Fragment(index, common.relative_to(slot.start), common.relative_to(shard.start))
 
+    def ranks_of(self, index: int) -> range:
+        """The ranks that own elements of parameter `index`; none where it is empty."""
+        span = self.slots[index].span
+        if not span:
+            return range(0)
+        return range(span.start // self.shard_numel, (span.stop - 1) // self.shard_numel + 1)
+
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """The fragments of every parameter on `rank`, in slot order, empty ones included."""
         return (self.fragment(index, rank) for index in range(len(self.slots)))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
+from typing_extensions import Self, final
 
 from flatparam_runtime import FlatParamError, clean_fqn
 from flatparam_state.places import Place, places_in
 
-__all__ = ["Held", "held_by", "held_parameters"]
+__all__ = ["Held", "Holding", "held_by", "held_parameters", "numbered"]
 
 
 @final
@@ -70,3 +71,49 @@ def held_by(
             found.append(held[id(parameter)])
             number += 1
         yield group, found
+
+
+@final
+@attrs.frozen(eq=False)
+class Holding:
+    """What an optimizer holds, and what the keys of its state mean."""
+
+    groups: tuple[tuple[dict[str, Any], tuple[Held, ...]], ...]
+    """Each of its groups, and what the parameters in it stand for."""
+    _by_name: Mapping[str, Held]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Self:
+        """What `optimizer` holds of `model`.
+
+        Raises:
+            FlatParamError: where a parameter is not the model's, saying which.
+        """
+        held = held_parameters(model)
+        names = {clean_fqn(name): held[id(p)] for name, p in model.named_parameters() if id(p) in held}
+        names |= {fqn: item for item in held.values() if not item.is_flat for fqn in item.fqns}
+        return cls(tuple((group, tuple(found)) for group, found in held_by(optimizer, held)), names)
+
+    @property
+    def items(self) -> list[Held]:
+        """What the parameters stand for, in the order in which the optimizer numbers them."""
+        return [item for _, found in self.groups for item in found]
+
+    def resolve(self, keys: Iterable[object]) -> dict[object, Held]:
+        """What each of `keys` stands for: a number, or the name of a parameter; others are absent."""
+        items = self.items
+        found: dict[object, Held] = {}
+        for key in keys:
+            if isinstance(key, int) and 0 <= key < len(items):
+                found[key] = items[key]
+            elif isinstance(key, str) and clean_fqn(key) in self._by_name:
+                found[key] = self._by_name[clean_fqn(key)]
+        return found
+
+
+def numbered(groups: Iterable[Sequence[object]]) -> Iterator[list[int]]:
+    """For each group, the numbers that an optimizer gives to its parameters."""
+    start = 0
+    for group in groups:
+        yield list(range(start, start + len(group)))
+        start += len(group)

@@ -1,4 +1,4 @@
-"""Full model state, back into shards, through torch's own `load_state_dict`."""
+"""Model state in any form, back into shards, through torch's own `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -12,43 +12,58 @@ import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_runtime import FLAT_PARAM, FlatParamError, clean_fqn, tree_of
-from flatparam_state.codec import fragment_of
+from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
+from flatparam_state.chunking import Chunker, OwnChunker
+from flatparam_state.model import local_name
 from flatparam_state.places import Place, places_in
+from flatparam_state.wanted import Wanted
 
-__all__ = ["FullLoad", "load_model_state"]
+__all__ = ["ModelLoad", "load_model_state"]
 
 
 @final
 @attrs.define(eq=False)
-class FullLoad:
-    """One loading of full tensors into flat parameters, through torch's traversal; no bytes move between ranks.
+class ModelLoad:
+    """One loading of a state into flat parameters, through torch's traversal.
 
     While it is open, a hook of each module, which runs after the module's own, takes the entries of its sharded
     parameters out of the state: under the names and at the moment at which torch would. Nothing is copied before
-    `commit`, and nothing where anything did not fit.
+    `commit`, and nothing where anything did not fit. Each entry may have any form (see `Wanted.part`); no bytes move
+    between ranks for full tensors, nor for sharded ones that are cut like the model is.
     """
 
+    _chunker: Chunker
     _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
-    _copies: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
-    """This rank's part of a shard, and what goes there."""
+    _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
+    """This rank's part of a shard, what belongs there, and what it is to be taken from."""
     refused: bool = False
     """Whether some entry did not fit."""
     _taken: set[str] = attrs.field(factory=set)
     """The clean names of entries that torch no longer finds, since this has taken them."""
+    _handles: dict[str, FlatParamHandle] = attrs.field(factory=dict)
+    """By the clean names of their parameters."""
+    _in_flat: set[FlatParamHandle] = attrs.field(factory=set)
+    """Those that are in the state as flat parameters, so that their parameters need not be."""
 
     @classmethod
-    def begin(cls, places: Iterable[Place], modules: Collection[nn.Module] | None = None) -> Self:
+    def begin(
+        cls,
+        places: Iterable[Place],
+        modules: Collection[nn.Module] | None = None,
+        chunker: Chunker | None = None,
+    ) -> Self:
         """Open the loading of `places`, whose full parameters are freed first.
 
         Args:
             modules: those whose entries are taken; by default all that hold a parameter of `places`.
+            chunker: what takes torch's sharded tensors apart.
 
         Raises:
             FlatParamError: inside a forward or backward pass.
         """
-        loading = cls()
-        wanted: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
+        loading = cls(chunker or OwnChunker())
+        named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
+        flat: dict[nn.Module, dict[str, Place]] = {}
         for place in places:
             if tree_of(place.unit).is_in_a_pass:
                 raise FlatParamError(
@@ -58,9 +73,14 @@ class FullLoad:
             for index, infos in enumerate(place.handle.param_infos):
                 for info in infos:
                     if modules is None or info.module in modules:
-                        wanted.setdefault(info.module, {})[info.param_name] = (place, index)
-        for module, parameters in wanted.items():
-            loading.watch(module, functools.partial(loading._take, parameters))
+                        named.setdefault(info.module, {})[info.param_name] = (place, index)
+            owner = place.unit.module
+            if modules is None or owner in modules:
+                flat.setdefault(owner, {})[local_name(place.unit.handles.index(place.handle))] = place
+        for module in named.keys() | flat.keys():
+            loading.watch(
+                module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {}))
+            )
         return loading
 
     def watch(self, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -71,6 +91,7 @@ class FullLoad:
     def _take(
         self,
         parameters: Mapping[str, tuple[Place, int]],
+        flat: Mapping[str, Place],
         module: nn.Module,
         state: dict[str, Any],
         prefix: str,
@@ -80,37 +101,48 @@ class FullLoad:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        for name, place in flat.items():
+            if prefix + name in state:
+                shard = place.handle.flat_param.detach()
+                self._plan(
+                    Wanted.of_flat_parameter(place), shard, prefix + name, state.pop(prefix + name), errors
+                )
+                self._in_flat.add(place.handle)
         for name, (place, index) in parameters.items():
             key = prefix + name
             if key in state:
-                self._taken.add(clean_fqn(key))
-                self._plan(place, index, key, state.pop(key), errors)
+                shard = place.handle.flat_param.detach()
+                part = shard[place.handle.layout.fragment(index, place.handle.rank).in_shard.as_slice()]
+                self._plan(Wanted.of_parameter(place, index), part, key, state.pop(key), errors)
             elif module._parameters.get(name) is None:  # else torch misses it by itself
                 missing.append(key)
+            self._handles[clean_fqn(key)] = place.handle
 
-    def _plan(self, place: Place, index: int, key: str, value: Any, errors: list[str]) -> None:
-        shape = place.handle.layout.slots[index].spec.shape
-        if hasattr(
-            value, "to_local"
-        ):  # a DTensor, for tensor parallelism: this rank's part is what is sharded
-            value = value.to_local()
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-            fragment, part = fragment_of(place, index, value)
-            self._copies.append((place.handle.flat_param.detach()[fragment.in_shard.as_slice()], part))
+    def _plan(self, wanted: Wanted, target: torch.Tensor, key: str, value: Any, errors: list[str]) -> None:
+        self._taken.add(clean_fqn(key))
+        found = wanted.misfit(value)
+        if found is None:
+            self._copies.append((target, wanted, value))
             return
-        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         self.refused = True
-        errors.append(f"parameter {clean_fqn(key)!r}: expected a tensor of shape {shape}, found {found}.")
+        errors.append(
+            f"parameter {clean_fqn(key)!r}: expected a tensor of shape {wanted.spec.shape}, found {found}."
+        )
 
     def really_missing(self, missing: list[str]) -> list[str]:
         """What of torch's `missing` is not in the state: neither taken by this loading, nor a flat parameter."""
-        return [key for key in missing if clean_fqn(key) not in self._taken and not _is_flat(key)]
+        return [key for key in missing if not self._is_there(clean_fqn(key))]
+
+    def _is_there(self, name: str) -> bool:
+        if name in self._taken or name.rpartition(".")[2].startswith(FLAT_PARAM):
+            return True
+        return self._handles.get(name) in self._in_flat
 
     def commit(self) -> None:
-        """Copy what was taken to the shards, where all of it fits."""
+        """Copy what was taken to the shards, where all of it fits; every rank calls it."""
         if not self.refused:
-            for target, part in self._copies:
-                target.copy_(part)
+            for target, wanted, value in self._copies:
+                target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
         self._copies.clear()
 
     def stop(self) -> None:
@@ -123,14 +155,11 @@ class FullLoad:
         self._copies.clear()
 
 
-def _is_flat(key: str) -> bool:
-    return key.rpartition(".")[2].startswith(FLAT_PARAM)
-
-
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load the full state of the unsharded model into a model that was sharded by hooks.
+    """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
 
-    Every rank passes the full state and copies its own part; nothing is copied to a shard where a shape does not fit.
+    Of full tensors every rank passes all, and copies its own part; nothing is copied to a shard where a shape does not
+    fit.
 
     Returns:
         What `torch.nn.Module.load_state_dict` returns: the missing and the unexpected keys.
@@ -138,7 +167,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     Raises:
         RuntimeError: torch's, naming every key that does not fit.
     """
-    loading = FullLoad.begin(places_in(model))
+    loading = ModelLoad.begin(places_in(model))
 
     def end(module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = loading.really_missing(incompatible.missing_keys)

@@ -1,17 +1,21 @@
-"""A full optimizer state, back into the optimizer of a sharded model."""
+"""An optimizer state by parameter names, in any form, back into the optimizer of a sharded model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.codec import fragments_of, shard_of
-from flatparam_state.held import Held, held_by, held_parameters
-from flatparam_state.optim_save import copy_value
+from flatparam_state.chunking import Chunker, OwnChunker
+from flatparam_state.held import Held, Holding, numbered
+from flatparam_state.optim_save import PER_RANK, copy_value, is_equal
+from flatparam_state.places import places_in
+from flatparam_state.wanted import Streamed, Wanted, from_first
 
 __all__ = ["load_optimizer_state"]
 
@@ -25,32 +29,95 @@ _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    rank0_only: bool = False,
+    is_named: bool = False,
+    chunker: Chunker | None = None,
 ) -> dict[str, Any]:
     """Turn what `optimizer_state_dict` returned into what this rank's `optimizer.load_state_dict` takes.
 
-    The world size and the units may have changed in between. No communication: every rank passes the full state.
+    The world size and the units may have changed in between; the state may hold more parameters than the optimizer.
+    Every rank calls it. Nothing is moved between ranks for full tensors, nor for sharded ones that are cut like the
+    model is; the memory beyond the result is at most one full tensor, or two where it has to be gathered.
+
+    Args:
+        rank0_only: only the first rank has the (full) state; what the others pass is not looked at. Its tensors are
+            sent one after the other.
+        is_named: the optimizer's state has names as keys, not numbers; what it has for parameters without a saved
+            state stays.
+        chunker: what takes torch's sharded tensors apart.
 
     Raises:
         FlatParamError: where something does not fit, naming the parameter, the state and what to do. Nothing is
             changed then.
     """
-    full, saved_groups = _checked(state_dict)
-    shaped = _shaped_names(model, full)
-    state: dict[int, dict[str, Any]] = {}
+    if rank0_only:
+        state_dict = _streamed(model, state_dict)
+    saved, saved_groups = _checked(state_dict)
+    holding = Holding.of(model, optimizer)
+    kinds = _Kinds.of(holding, saved, chunker or OwnChunker())
+    state: dict[Any, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    number = 0
-    for group, found in held_by(optimizer, held_parameters(model)):
-        numbers = list(range(number, number + len(found)))
-        number += len(found)
-        for index, item in zip(numbers, found, strict=True):
-            values = {name: _value(item, name, full, name in shaped) for name in _state_names(item, full)}
+    current = optimizer.state_dict() if is_named else None
+    for keys, (group, found) in zip(_keys(holding, current), holding.groups, strict=True):
+        for key, item in zip(keys, found, strict=True):
+            values = {name: kinds.value(item, name) for name in _state_names(item, saved)}
             if values:
-                state[index] = values
+                state[key] = values
+            elif current is not None and key in current["state"]:
+                state[key] = current["state"][key]
         names = [fqn for item in found for fqn in item.fqns]
         settings = _settings(names, saved_groups) if names else {}
-        groups.append({**group, **settings, "params": numbers})
-    return {"state": state, "param_groups": groups}
+        groups.append({**group, **settings, "params": list(keys)})
+    known = {fqn for item in holding.items for fqn in item.fqns}
+    others = {key: value for key, value in saved.items() if "" in key.split(".") and key not in known}
+    return {"state": {**state, **others}, "param_groups": groups}
+
+
+def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]]:
+    """For each group, the keys that the optimizer gives to its parameters."""
+    if current is None:
+        return [list(numbers) for numbers in numbered([found for _, found in holding.groups])]
+    keys = [key for group in current["param_groups"] for key in group["params"]]
+    by_item = {item: key for key, item in holding.resolve(keys).items()}
+    return [[by_item[item] for item in found] for _, found in holding.groups]
+
+
+def _streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first rank's state, on every rank, with stand-ins for its tensors."""
+    place = next(iter(places_in(model)), None)
+    if place is None:
+        return state_dict
+    topology, device = place.unit.plan.topology, place.handle.device
+
+    def mapped(state: Any, tensor: Callable[[str, str, Any], Any]) -> Any:
+        if not isinstance(state, Mapping) or "state" not in state:
+            return state
+        entries = {
+            fqn: {name: tensor(fqn, name, value) for name, value in values.items()}
+            if isinstance(values, Mapping)
+            else values
+            for fqn, values in state["state"].items()
+        }
+        return {**state, "state": entries}
+
+    def described(fqn: str, name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return Streamed(tuple(value.shape), value.dtype)
+        return value
+
+    def arriving(fqn: str, name: str, value: Any) -> Any:
+        if not isinstance(value, Streamed):
+            return value
+        here = state_dict["state"][fqn][name] if is_first else None
+        return attrs.evolve(value, topology=topology, device=device, tensor=here)
+
+    is_first = all(group is None or group.rank == 0 for group in (topology.shard, topology.replicate))
+    skeleton = mapped(state_dict, described) if is_first else None
+    return mapped(from_first(topology, skeleton, label="optimizer state"), arriving)  # type: ignore[no-any-return]
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
@@ -61,9 +128,9 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
             else repr(state_dict)
         )
         raise FlatParamError(
-            f"expected a full optimizer state with 'state' and 'param_groups', found {found}; every rank "
-            "needs the full state: "
-            "if it was saved with rank0_only, load or broadcast it on every rank first"
+            f"expected an optimizer state with 'state' and 'param_groups', found {found}; every rank needs it: "
+            "if it was saved with rank0_only, load it on every rank, or load it with rank0_only too, so that it is "
+            "sent from rank 0"
         )
     names = [
         *state_dict["state"],
@@ -73,81 +140,124 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
         if not isinstance(name, str):
             raise FlatParamError(
                 f"expected an optimizer state by parameter names, found the key {name!r}; it looks like "
-                "the state_dict() of an "
-                "ordinary optimizer, which numbers parameters: rename its keys and the groups' params first"
+                "the state_dict() of an ordinary optimizer, which numbers parameters: give its keys names first "
+                "(rekey_optim_state_dict does)"
             )
     return state_dict["state"], state_dict["param_groups"]
 
 
-def _state_names(item: Held, full: State) -> list[str]:
-    return list(dict.fromkeys(name for fqn in item.fqns for name in full.get(fqn, {})))
+def _state_names(item: Held, saved: State) -> list[str]:
+    return sorted({name for fqn in item.fqns for name in saved.get(fqn, {})})
 
 
-def _shaped_names(model: nn.Module, full: State) -> set[str]:
-    """The states that are shaped like their parameter.
+@attrs.frozen(eq=False)
+class _Kinds:
+    """Which of the saved states are shaped like their parameters."""
 
-    A 0-d state of a 0-d parameter does not say which it is; what the name is elsewhere does.
-    """
-    shapes = {
-        fqn: item.place.handle.layout.slots[index].spec.shape
-        for item in held_parameters(model).values()
-        if item.place is not None
+    saved: State
+    chunker: Chunker
+    shaped: frozenset[str]
+
+    @classmethod
+    def of(cls, holding: Holding, saved: State, chunker: Chunker) -> _Kinds:
+        """Look at every state of every parameter that the optimizer holds.
+
+        A 0-d state of a 0-d parameter does not say which it is; what the name is elsewhere does.
+        """
+        fits: dict[str, int] = {}
+        unlike: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        unclear: set[str] = set()
+        for item in holding.items:
+            for fqn, wanted in _wanted(item).items():
+                for name, value in saved.get(fqn, {}).items():
+                    if wanted.misfit(value) is not None:
+                        unlike[name] = unlike.get(name, 0) + (isinstance(value, torch.Tensor))
+                    elif wanted.spec.shape == ():
+                        unclear.add(name)
+                    else:
+                        fits[name] = fits.get(name, 0) + 1
+        likely = {name for name, count in fits.items() if count >= unlike.get(name, 0)}
+        return cls(saved, chunker, frozenset(likely | {name for name in unclear if name not in unlike}))
+
+    def value(self, item: Held, name: str) -> Any:
+        """What this rank's optimizer holds of one state of one of its parameters."""
+        entries = {fqn: self.saved[fqn][name] for fqn in item.fqns if name in self.saved.get(fqn, {})}
+        own = {fqn: _of_this_rank(item, fqn, name, value) for fqn, value in entries.items()}
+        if (
+            item.place is not None
+            and name in self.shaped
+            and not any(_is_per_rank(value) for value in entries.values())
+            and any(value is not None for value in own.values())
+        ):
+            return _sharded(item, name, own, self.chunker)
+        first_fqn, first = next(iter(own.items()))
+        for fqn, value in own.items():
+            if not is_equal(value, first):
+                raise FlatParamError(
+                    f"optimizer state {name!r} is {first!r} for {first_fqn!r} and {value!r} for {fqn!r}, "
+                    "which lie in one flat parameter and can have only one; shard with use_orig_params=True, or make "
+                    "them units of their own"
+                )
+        return copy_value(first, None)
+
+
+def _wanted(item: Held) -> dict[str, Wanted]:
+    if item.place is None:
+        return {}
+    return {
+        fqn: Wanted.of_parameter(item.place, index)
         for fqn, index in zip(item.fqns, item.indices, strict=True)
     }
-    shaped: set[str] = set()
-    counters: set[str] = set(_COUNTERS)
-    for fqn, values in full.items():
-        for name, value in values.items():
-            if shapes.get(fqn) and isinstance(value, torch.Tensor):
-                if tuple(value.shape) == shapes[fqn]:
-                    shaped.add(name)
-                elif value.dim() == 0:
-                    counters.add(name)
-    for fqn, values in full.items():
-        if shapes.get(fqn) == ():
-            shaped.update(
-                name for name, v in values.items() if isinstance(v, torch.Tensor) and name not in counters
-            )
-    return shaped
 
 
-def _value(item: Held, name: str, full: State, is_shaped: bool) -> Any:
-    entries = {fqn: full[fqn][name] for fqn in item.fqns if name in full.get(fqn, {})}
-    if item.place is not None and is_shaped and any(value is not None for value in entries.values()):
-        return _sharded(item, name, entries)
-    first_fqn, first = next(iter(entries.items()))
-    for fqn, value in entries.items():
-        if not _equal(value, first):
-            raise FlatParamError(
-                f"optimizer state {name!r} is {first!r} for {first_fqn!r} and {value!r} for {fqn!r}, "
-                "which lie in one flat "
-                "parameter and can have only one; shard with use_orig_params=True, or make them units of their own"
-            )
-    return copy_value(first, None)
+def _is_per_rank(value: Any) -> bool:
+    return isinstance(value, Mapping) and PER_RANK in value
 
 
-def _sharded(item: Held, name: str, entries: Mapping[str, Any]) -> torch.Tensor:
+def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
+    """The value itself, or of one for each rank the one that was saved for what this rank holds."""
+    if isinstance(value, Streamed) and item.place is None:
+        return value.arrive()
+    if not _is_per_rank(value):
+        return value
+    span = _wanted(item)[fqn].span if item.place is not None else None
+    for each in value[PER_RANK]:
+        if span is not None and list(each["interval"]) == [span.start, span.stop]:
+            return each["value"]
+    if span is not None and not span:
+        return None  # this rank holds nothing of the parameter
+    saved = ", ".join(f"[{each['interval'][0]}, {each['interval'][1]})" for each in value[PER_RANK])
+    raise FlatParamError(
+        f"optimizer state {name!r} of {fqn!r} belongs to the parts of the parameter that the ranks held when it was "
+        f"saved, elements {saved}; this rank holds {'all' if span is None else f'[{span.start}, {span.stop})'}: load "
+        "it with as many ranks and the same wrapping as it was saved with, or leave this state out"
+    )
+
+
+def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker) -> torch.Tensor:
     assert item.place is not None, "called for sharded parameters only"
-    slots = item.place.handle.layout.slots
-    tensors: list[torch.Tensor | None] = [None] * len(slots)
-    for fqn, index in zip(item.fqns, item.indices, strict=True):
-        value = entries.get(fqn)
-        if value is None:
-            continue
-        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != slots[index].spec.shape:
+    layout, rank = item.place.handle.layout, item.place.handle.rank
+    found = {fqn: value for fqn, value in entries.items() if value is not None}
+    wanted = _wanted(item)
+    for fqn, value in found.items():
+        other = wanted[fqn].misfit(value)
+        if other is not None:
             raise FlatParamError(
-                f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape "
-                f"{slots[index].spec.shape}, found {found}; "
-                "the state was saved from another model"
+                f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape {wanted[fqn].spec.shape}, found "
+                f"{other if not isinstance(value, (int, float, str)) else repr(value)}; the state was saved from "
+                "another model"
             )
-        tensors[index] = value
-    parts = list(fragments_of(item.place, tensors))
-    if item.is_flat:
-        return shard_of(item.place, parts, item.parameter)
-    part = parts[item.indices[0]]
-    assert part is not None, "an original's state has one entry, which is a tensor"
-    return part.to(item.parameter.device, copy=True).view(item.parameter.shape)
+    if not item.is_flat:
+        (fqn,) = item.fqns
+        part = wanted[fqn].part(found[fqn], chunker)
+        return part.to(item.parameter.device, copy=True).view(item.parameter.shape)
+    dtype = functools.reduce(torch.promote_types, (value.dtype for value in found.values()))
+    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=item.parameter.device)
+    for fqn, index in zip(item.fqns, item.indices, strict=True):
+        if fqn in found:
+            target = shard[layout.fragment(index, rank).in_shard.as_slice()]
+            target.copy_(wanted[fqn].part(found[fqn], chunker))
+    return shard
 
 
 def _settings(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,24 +267,16 @@ def _settings(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict
         if name not in home:
             raise FlatParamError(
                 f"no parameter group of the saved optimizer state holds {name!r}; it was saved from "
-                "another model, or the "
-                "optimizer then did not hold this parameter"
+                "another model, or the optimizer then did not hold this parameter"
             )
     first = {key: value for key, value in home[names[0]].items() if key not in _NAMES}
     for name in names[1:]:
         other = home[name]
         for key in sorted(first.keys() | (other.keys() - _NAMES)):  # every rank names the same
-            if not _equal(first.get(key), other.get(key)):
+            if not is_equal(first.get(key), other.get(key)):
                 raise FlatParamError(
                     f"the saved optimizer state has {key}={first.get(key)!r} for {names[0]!r} and "
-                    f"{other.get(key)!r} for "
-                    f"{name!r}, which are in one parameter group now; give the optimizer the groups that it had, with "
-                    "use_orig_params=True where a flat parameter joins them"
+                    f"{other.get(key)!r} for {name!r}, which are in one parameter group now; give the optimizer the "
+                    "groups that it had, with use_orig_params=True where a flat parameter joins them"
                 )
     return first
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a.cpu(), b.cpu())
-    return bool(a == b)

@@ -17,7 +17,6 @@ from flatparam.api import (
     StateDictSettings,
     StateDictType,
 )
-from flatparam.errors import NotYetSupportedError
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam_core import FlatParameter
 
@@ -33,7 +32,6 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
-    "NotYetSupportedError",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",

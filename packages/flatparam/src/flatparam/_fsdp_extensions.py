@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import Any
+from typing import Any, Final
 
+import attrs
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import final, override
 
 from flatparam.resolve import Ignored
+from flatparam_comm import ProcessGroupCollectives, process_group_of
 from flatparam_core import PRESENTER, discover, owner_of
 from flatparam_runtime import unit_of
+from flatparam_state import Chunker, OwnChunker, Place
 
-__all__ = ["DTensorExtensions", "FSDPExtensions", "flatten_extended"]
+__all__ = ["DTensorExtensions", "FSDPExtensions", "chunker", "flatten_extended"]
 
 
 class FSDPExtensions(abc.ABC):
-    """How parameters of some tensor class are flattened. FSDP1's extension point: see `_set_fsdp_extensions`.
+    """How parameters of some tensor class are flattened, and how their sharded state is made and taken apart.
 
-    FSDP1's has four more methods, for sharded state dicts, which are not there yet.
+    FSDP1's extension point: see `_set_fsdp_extensions`. The first two methods have to be there.
     """
 
     @abc.abstractmethod
@@ -37,6 +41,34 @@ class FSDPExtensions(abc.ABC):
     @abc.abstractmethod
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
         """What modules see of `tensor`, a full parameter as flattened; it is made differentiably."""
+
+    def chunk_tensor(
+        self,
+        tensor: Tensor,
+        rank: int,
+        world_size: int,
+        num_devices_per_node: int,
+        pg: Any,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """A `ShardedTensor` over `pg` of which this rank holds `tensor.chunk(world_size, dim=0)[rank]`."""
+        found: Tensor = _OWN.chunk_over(tensor, ProcessGroupCollectives(pg))
+        return found if device is None else found.to(device)
+
+    def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: Any) -> Tensor:
+        """A `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
+        found: Tensor = _OWN.chunk_over_mesh(tensor, device_mesh, rank)
+        return found
+
+    def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """What is loaded in place of `tensor`, a `ShardedTensor`, and its local shards."""
+        sharded: Any = tensor
+        return tensor, sharded.local_shards()
+
+    def all_gather_dtensor(self, tensor: Tensor, parent_mesh: Any) -> Tensor:
+        """The tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
+        sharded: Any = tensor
+        return _OWN.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
 
 
 class DTensorExtensions(FSDPExtensions):
@@ -67,6 +99,7 @@ class DTensorExtensions(FSDPExtensions):
         return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+_OWN: Final = OwnChunker()
 _extensions: FSDPExtensions | None = None
 
 
@@ -99,3 +132,38 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
             for info in b.infos:
                 setattr(info.module, info.param_name, parameter)
             break
+
+
+def chunker() -> Chunker:
+    """What makes sharded tensors and takes them apart: the extensions, where there are any."""
+    return _OWN if _extensions is None else _Extended(_extensions)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Extended:
+    """The extensions, as the layer beneath asks for them."""
+
+    _extensions: FSDPExtensions
+
+    def chunk_tensor(self, place: Place, full: Tensor) -> Any:
+        """See `Chunker`."""
+        group = place.unit.plan.topology.shard
+        device = full.device
+        per_node = getattr(torch, device.type).device_count() if device.type != "cpu" else 1
+        return self._extensions.chunk_tensor(
+            full, group.rank, group.size, per_node, process_group_of(group), device
+        )
+
+    def chunk_dtensor(self, place: Place, full: Tensor, mesh: Any) -> Any:
+        """See `Chunker`."""
+        return self._extensions.chunk_dtensor(full, place.unit.plan.topology.shard.rank, mesh)
+
+    def local_shards(self, tensor: Any) -> dict[tuple[int, ...], Tensor]:
+        """See `Chunker`."""
+        _, shards = self._extensions.pre_load_state_dict_transform(tensor)
+        return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in shards}
+
+    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> Tensor:
+        """See `Chunker`."""
+        return self._extensions.all_gather_dtensor(tensor.to(device), tensor.device_mesh)

@@ -104,9 +104,14 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Sharded tensors, as `DTensor` with `_use_dtensor`."""
+    """Sharded tensors, as `DTensor` with `_use_dtensor`.
+
+    A `ShardedTensor` has the parts that each rank owns anyway, so that nothing is moved; with `dim_0_chunks` (not in
+    FSDP1) exactly FSDP1's, `tensor.chunk(world_size, dim=0)[rank]`, for which each unit is gathered.
+    """
 
     _use_dtensor: bool = False
+    dim_0_chunks: bool = False
 
 
 @dataclass
@@ -132,9 +137,10 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Sharded tensors, as `DTensor` with `_use_dtensor`."""
+    """Sharded tensors, as `DTensor` with `_use_dtensor`; see `ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
+    dim_0_chunks: bool = False
 
 
 @dataclass

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from flatparam.auto_wrap import wrap_below
 from flatparam.compiling import mark_for_compiler
 from flatparam.debug_log import watch_for_debugging
 from flatparam.deferred_init import initialiser
+from flatparam.legacy_optim import WithLegacyOptim
 from flatparam.private_names import WithPrivateNames
 from flatparam.resolve import Arguments, resolve
 from flatparam.wrapper_state import WithState, wrappers_in
-from flatparam_comm import Collectives, ProcessGroupCollectives
+from flatparam_comm import Collectives, engine_of, process_group_of
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn, owner_of
 from flatparam_runtime import (
     HookStage,
@@ -43,20 +44,8 @@ from flatparam_runtime import (
 
 __all__ = ["FullyShardedDataParallel"]
 
-_NOT_YET: Final = frozenset(
-    {
-        "flatten_sharded_optim_state_dict",
-        "full_optim_state_dict",
-        "rekey_optim_state_dict",
-        "scatter_full_optim_state_dict",
-        "shard_full_optim_state_dict",
-        "sharded_optim_state_dict",
-    }
-)
-"""Methods of FSDP1's that this version has not."""
 
-
-class FullyShardedDataParallel(WithState, WithPrivateNames):
+class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -174,10 +163,6 @@ class FullyShardedDataParallel(WithState, WithPrivateNames):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in _NOT_YET:
-                raise AttributeError(
-                    f"FullyShardedDataParallel.{name} is not supported by this version of flatparam"
-                ) from None
             inner = self.__dict__.get("_modules", {}).get(FSDP_WRAPPED_MODULE)
             if inner is None or not hasattr(inner, name):
                 raise
@@ -192,10 +177,8 @@ class FullyShardedDataParallel(WithState, WithPrivateNames):
     @property
     def process_group(self) -> Any:
         """The ranks that the parameters are sharded over."""
-        group = self._group
-        while not isinstance(group, ProcessGroupCollectives) and hasattr(group, "inner"):
-            group = group.inner
-        return group.group if isinstance(group, ProcessGroupCollectives) else group
+        engine = engine_of(self._group)
+        return process_group_of(engine) or engine
 
     @property
     def _group(self) -> Collectives:

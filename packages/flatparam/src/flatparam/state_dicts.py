@@ -4,36 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final, cast
 
 import attrs
+import torch
 from torch import nn
 from typing_extensions import final
 
+from flatparam._fsdp_extensions import chunker
 from flatparam.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from flatparam.compat import as_config, as_enum
-from flatparam.errors import NotYetSupportedError
+from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_runtime import inside, unit_of
-from flatparam_state import FullLoad, clean_keys, full_state_shown, places_of
+from flatparam_runtime import Unit, inside, unit_of
+from flatparam_state import (
+    FormKind,
+    ModelLoad,
+    StateForm,
+    Streamed,
+    clean_keys,
+    from_first,
+    is_sharded_tensor,
+    places_in,
+    places_of,
+    state_shown,
+)
 
-__all__ = ["Loading", "default_settings", "resolve_settings", "saving"]
+__all__ = ["Loading", "default_settings", "form_of", "resolve_settings", "saving", "streamed"]
+
+
+_CONFIGS: Final = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+_KINDS: Final = {
+    StateDictType.FULL_STATE_DICT: FormKind.FULL,
+    StateDictType.LOCAL_STATE_DICT: FormKind.LOCAL,
+    StateDictType.SHARDED_STATE_DICT: FormKind.SHARDED,
+}
 
 
 def default_settings() -> StateDictSettings:
     """Full tensors on every rank, where they are."""
-    return StateDictSettings(
-        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=True)
-    )
+    return resolve_settings(StateDictType.FULL_STATE_DICT)
 
 
 def resolve_settings(
@@ -42,50 +70,141 @@ def resolve_settings(
     """The settings asked for.
 
     Raises:
-        NotYetSupportedError: for a form that this version has not.
         RuntimeError: where a configuration is not one of the form's.
     """
     kind = as_enum(StateDictType, state_dict_type, "state_dict_type")
-    if kind is not StateDictType.FULL_STATE_DICT:
-        raise NotYetSupportedError(f"state_dict_type={kind}", "use StateDictType.FULL_STATE_DICT")
-    settings = default_settings()
+    of_model, of_optimizer = _CONFIGS[kind]
     try:
-        if state_dict_config is not None:
-            settings.state_dict_config = as_config(
-                FullStateDictConfig, state_dict_config, "state_dict_config"
-            )
-        if optim_state_dict_config is not None:
-            settings.optim_state_dict_config = as_config(
-                FullOptimStateDictConfig, optim_state_dict_config, "optim_state_dict_config"
-            )
+        return StateDictSettings(
+            kind,
+            of_model()
+            if state_dict_config is None
+            else as_config(of_model, state_dict_config, "state_dict_config"),
+            of_optimizer()
+            if optim_state_dict_config is None
+            else as_config(of_optimizer, optim_state_dict_config, "optim_state_dict_config"),
+        )
     except TypeError as error:
         raise RuntimeError(f"{kind.name} does not take this configuration: {error}") from error
-    return settings
 
 
-def wants(config: StateDictConfig | OptimStateDictConfig) -> dict[str, bool]:
-    """The two questions that every full form answers, as arguments."""
-    return {"offload_to_cpu": config.offload_to_cpu, "rank0_only": bool(getattr(config, "rank0_only", False))}
+def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> StateForm:
+    """The form of model or optimizer state that the settings ask for."""
+    return StateForm(
+        _KINDS[kind],
+        offload_to_cpu=config.offload_to_cpu,
+        rank0_only=bool(getattr(config, "rank0_only", False)),
+        dim_0_chunks=bool(getattr(config, "dim_0_chunks", False)),
+        use_dtensor=bool(getattr(config, "_use_dtensor", False)),
+        chunker=chunker(),
+    )
 
 
 @contextlib.contextmanager
 def saving(
     wrapper: nn.Module, settings: StateDictSettings, state: dict[str, Any], prefix: str
 ) -> Iterator[None]:
-    """While torch collects `wrapper`'s state in `state`, show full parameters; then clean the names it wrote."""
+    """While torch collects `wrapper`'s state in `state`, show its form of the parameters; then clean the names."""
     config = settings.state_dict_config
-    with full_state_shown(wrapper, **wants(config)):
-        yield
-    clean_keys(state, prefix)
     inner = wrapper._modules[FSDP_WRAPPED_MODULE]
     unit = None if inner is None else unit_of(inner)
+    if unit is not None:
+        _check_form(unit, settings.state_dict_type)
+    with state_shown(wrapper, form_of(settings.state_dict_type, config)) as stand_ins:
+        yield
+    clean_keys(state, prefix)
+    stand_ins.resolve(state, prefix)
+    if inner is not None and getattr(config, "rank0_only", False) and _is_later(unit):
+        for name in _own_buffers(inner):
+            state.pop(prefix + name, None)
     for name, dtype in unit.buffers.original_dtypes.items() if unit is not None else ():
         if prefix + name in state:
             state[prefix + name] = state[prefix + name].to(dtype)
     if config.offload_to_cpu:
         for key in [key for key in state if key.startswith(prefix)]:
-            if hasattr(state[key], "cpu"):
+            if hasattr(state[key], "cpu") and not is_sharded_tensor(state[key]):
                 state[key] = state[key].cpu()
+
+
+def _is_later(unit: Unit | None) -> bool:
+    """Whether another rank is the first of those that share the unit."""
+    return unit is not None and unit.plan.topology.group.rank > 0
+
+
+def _own_buffers(inner: nn.Module) -> Iterator[str]:
+    """The names of the buffers of a unit's own modules, below the unit."""
+    own = {inner, *inside(inner)}
+    for path, module in inner.named_modules():
+        if module in own:
+            yield from (clean_fqn(f"{path}.{name}" if path else name) for name in module._buffers)
+
+
+def _check_form(unit: Unit, kind: StateDictType) -> None:
+    """FSDP1's rules for where a form is possible.
+
+    Raises:
+        RuntimeError: for a local state of what was sharded over a mesh.
+    """
+    if kind is StateDictType.FULL_STATE_DICT:
+        return
+    if unit.plan.topology.shard.size == 1:
+        warnings.warn(
+            f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
+            stacklevel=4,
+        )
+    elif kind is StateDictType.LOCAL_STATE_DICT and unit.plan.topology.mesh is not None:
+        raise RuntimeError(
+            f"unit {unit.name!r} was sharded over a DeviceMesh, which is not compatible with LOCAL_STATE_DICT; use "
+            "SHARDED_STATE_DICT, which then has DTensors"
+        )
+
+
+def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where only the first rank has a state and the others have an empty one: what every rank is to load instead.
+
+    The parameters of units are sent when they are loaded, one after the other; what else there is is sent here.
+    Every rank calls it.
+    """
+    places = list(places_in(model))
+    if not places or not _is_only_on_first(places[0].unit.plan.topology, bool(state)):
+        return state
+    topology, device = places[0].unit.plan.topology, places[0].handle.device
+    sharded = {
+        place.prefixes[0] + name
+        for place in places
+        for slot in place.handle.layout.slots
+        for name in (slot.spec.fqn, *slot.spec.aliases)
+    }
+    skeleton = from_first(
+        topology,
+        {
+            key: Streamed(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        },
+        label="state dict",
+    )
+    whole: Any = OrderedDict()
+    for key, value in skeleton.items():
+        if isinstance(value, Streamed):
+            value = attrs.evolve(value, topology=topology, device=device, tensor=state.get(key))
+            whole[key] = value if key in sharded else value.arrive()
+        else:
+            whole[key] = value
+    whole._metadata = from_first(topology, getattr(state, "_metadata", None), label="state dict")
+    return cast("Mapping[str, Any]", whole)
+
+
+def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
+    found: Any = is_here
+    for group in (topology.shard, topology.replicate):
+        if group is not None:
+            found = tuple(group.exchange(found, label="who has the state"))
+    first, *others = _flat(found)
+    return first and not any(others)
+
+
+def _flat(nested: Any) -> list[bool]:
+    return [nested] if isinstance(nested, bool) else [each for item in nested for each in _flat(item)]
 
 
 _LOCAL = threading.local()
@@ -100,10 +219,10 @@ class Loading:
     and only where everything fits.
     """
 
-    _current: FullLoad | None = None
+    _current: ModelLoad | None = None
     _errors: list[str] | None = None
     """The list in which torch collects the errors of one loading: the same for every module in it."""
-    _inside: list[FullLoad] = attrs.field(factory=list)
+    _inside: list[ModelLoad] = attrs.field(factory=list)
 
     def before(
         self,
@@ -127,7 +246,7 @@ class Loading:
         assert inner is not None, "the wrapper always has its module"
         unit = unit_of(inner)
         places = () if unit is None else places_of(unit)
-        self._current = FullLoad.begin(places, {inner, *inside(inner)})
+        self._current = ModelLoad.begin(places, {inner, *inside(inner)}, chunker())
         self._errors = errors
         outermost._inside.append(self._current)
         below = f"{prefix}{FSDP_WRAPPED_MODULE}."

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 from torch import Tensor
 
 from flatparam.api import ShardingStrategy
@@ -137,7 +138,7 @@ def _silenced(topology: Topology, environment: Environment) -> Topology:
     if not (environment.fake_all_gather or environment.fake_reduce):
         return topology
     replicate = None if topology.replicate is None else _Fake(topology.replicate, environment)
-    return Topology(_Fake(topology.shard, environment), replicate)
+    return attrs.evolve(topology, shard=_Fake(topology.shard, environment), replicate=replicate)
 
 
 class _Fake(ForwardingCollectives):

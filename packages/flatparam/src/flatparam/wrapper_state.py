@@ -13,12 +13,13 @@ from torch.distributed._composable.contract import _get_registry
 
 from flatparam import state_dicts
 from flatparam._debug_utils import SimpleProfiler
-from flatparam.api import StateDictSettings
-from flatparam.errors import NotYetSupportedError
+from flatparam._fsdp_extensions import chunker
+from flatparam.api import StateDictSettings, StateDictType
+from flatparam_comm import resolve_topology
 from flatparam_runtime import revive_units
-from flatparam_state import load_optimizer_state, optimizer_state_dict
+from flatparam_state import StateForm, load_optimizer_state, optimizer_state_dict, places_in
 
-__all__ = ["WithState", "wrappers_in"]
+__all__ = ["WithState", "check_group", "to_load", "wrappers_in"]
 
 
 class WithState(nn.Module):
@@ -85,7 +86,13 @@ class WithState(nn.Module):
                 wrapper._settings = settings
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a full state dict, which every rank passes and of which each copies its own part."""
+        """Load a state dict of any form; every rank calls it.
+
+        Of a full one every rank passes all, and copies its own part. With `FullStateDictConfig(rank0_only=True)` the
+        other ranks may pass an empty one: then the first rank's tensors are sent, one after the other.
+        """
+        if getattr(self._settings.state_dict_config, "rank0_only", False):
+            state_dict = state_dicts.streamed(self, state_dict)
         with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
             loaded = super().load_state_dict(
                 state_dicts.with_inner_versions(self, state_dict), *args, **kwargs
@@ -116,10 +123,14 @@ class WithState(nn.Module):
         optim_state_dict: Mapping[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter name, in full shapes; every rank calls it."""
-        _refuse(optim_state_dict=optim_state_dict, group=group)
-        config = WithState.get_state_dict_type(model).optim_state_dict_config
-        return optimizer_state_dict(model, optim, **state_dicts.wants(config))
+        """The optimizer's state by parameter name, in the form that was chosen; every rank calls it.
+
+        Args:
+            optim_state_dict: what `optim.state_dict()` gave; by default it is asked.
+            group: the ranks that the parameters are sharded over; the model knows them, and refuses others.
+        """
+        check_group(model, group)
+        return optimizer_state_dict(model, optim, form=_optim_form(model), state_dict=optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -130,14 +141,70 @@ class WithState(nn.Module):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """This rank's part of a full optimizer state (which every rank passes), for `optim.load_state_dict`."""
-        _refuse(is_named_optimizer=is_named_optimizer or None, group=group)
-        with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
-            state = load_optimizer_state(model, optim, optim_state_dict)
-        SimpleProfiler.dump_and_reset("FSDP optim_state_dict_to_load() profiling:")
-        if load_directly:
-            optim.load_state_dict(state)
-        return state
+        """This rank's part of an optimizer state of any form, for `optim.load_state_dict`; every rank calls it.
+
+        Args:
+            optim_state_dict: a full one on every rank; with `FullOptimStateDictConfig(rank0_only=True)` only the first
+                rank's counts, and its tensors are sent, one after the other.
+            is_named_optimizer: the state of `optim` has names as keys, not numbers.
+            load_directly: call `optim.load_state_dict` too.
+            group: the ranks that the parameters are sharded over; the model knows them, and refuses others.
+        """
+        check_group(model, group)
+        return to_load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=_optim_form(model).rank0_only,
+            is_named=is_named_optimizer,
+            load_directly=load_directly,
+        )
+
+
+def _optim_form(model: nn.Module) -> StateForm:
+    settings = WithState.get_state_dict_type(model)
+    kind = settings.state_dict_type
+    if kind is StateDictType.LOCAL_STATE_DICT:  # as FSDP1: of optimizers there is no local form
+        kind = StateDictType.SHARDED_STATE_DICT
+    return state_dicts.form_of(kind, settings.optim_state_dict_config)
+
+
+def to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state: Any,
+    *,
+    rank0_only: bool = False,
+    is_named: bool = False,
+    load_directly: bool = False,
+) -> dict[str, Any]:
+    """This rank's part of an optimizer state; see `optim_state_dict_to_load`."""
+    with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
+        loaded = load_optimizer_state(
+            model, optim, state, rank0_only=rank0_only, is_named=is_named, chunker=chunker()
+        )
+    SimpleProfiler.dump_and_reset("FSDP optim_state_dict_to_load() profiling:")
+    if load_directly:
+        optim.load_state_dict(loaded)
+    return loaded
+
+
+def check_group(model: nn.Module, group: Any) -> None:
+    """Make sure that `group`, where one is given, are the ranks that `model` is sharded over.
+
+    Raises:
+        ValueError: where they are others.
+    """
+    if group is None:
+        return
+    given = resolve_topology(group).shard
+    for place in places_in(model):
+        topology = place.unit.plan.topology
+        sizes = [each.size for each in (topology.shard, topology.replicate) if each is not None]
+        if given.size not in {*sizes, topology.data_parallel_size}:
+            raise ValueError(
+                f"group: expected the ranks that the model is sharded over, {topology.shard}, found {given}"
+            )
 
 
 def wrappers_in(module: nn.Module, *, root_only: bool = False) -> list[WithState]:
@@ -161,9 +228,3 @@ def wrappers_in(module: nn.Module, *, root_only: bool = False) -> list[WithState
 def _is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` has `module`: then it is not FSDP's."""
     return "replicate" in (_get_registry(module) or ())
-
-
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotYetSupportedError(f"{name}={value!r}", "leave it out")

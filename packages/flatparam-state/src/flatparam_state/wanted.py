@@ -1,0 +1,185 @@
+"""This rank's part of a tensor that comes in any of the forms that state dicts have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_runtime import Collectives, ParamSpec, Span, Topology, broadcast_tensors, memory_view
+from flatparam_state.boxes import cut
+from flatparam_state.chunking import Chunker, OwnChunker, is_dtensor
+from flatparam_state.places import Place
+from flatparam_state.tilings import Tiling, is_sharded_tensor
+
+__all__ = ["Streamed", "Wanted", "from_first"]
+
+OWN_CHUNKER: Final = OwnChunker()
+
+
+@final
+@attrs.frozen(eq=False)
+class Streamed:
+    """A full tensor that only the first rank has; the others know its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    topology: Topology | None = None
+    """The ranks it is for; known where it is to arrive."""
+    device: torch.device | None = None
+    tensor: torch.Tensor | None = None
+
+    def arrive(self) -> torch.Tensor:
+        """The tensor, on every rank; every rank calls it. Extra memory: the tensor, until it is dropped."""
+        assert self.topology is not None, "it is completed before it is used"
+        full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.tensor is not None:
+            full.copy_(self.tensor.detach())
+        for group in (self.topology.replicate, self.topology.shard):
+            if group is not None and group.size > 1:
+                broadcast_tensors(group, [full], label="state of the first rank")
+        return full
+
+
+def from_first(topology: Topology, value: Any, *, label: str) -> Any:
+    """The first rank's `value` (small, and picklable), on every rank."""
+    for group in (topology.replicate, topology.shard):
+        if group is not None and group.size > 1:
+            value = group.exchange(value if group.rank == 0 else None, label=label)[0]
+    return value
+
+
+@final
+@attrs.frozen(eq=False)
+class Wanted:
+    """A tensor of which each rank of a group wants an interval of the elements, in memory order."""
+
+    spec: ParamSpec
+    span_of: Callable[[int], Span]
+    ranks: range
+    """The ranks that want a part that is not empty."""
+    topology: Topology
+    rank: int
+    device: torch.device
+    """Where collectives work."""
+    is_presented: bool = False
+    """Whether modules see a `DTensor` of which the tensor is this rank's part."""
+
+    @classmethod
+    def of_parameter(cls, place: Place, index: int) -> Self:
+        """Parameter `index` of a flat parameter."""
+        handle = place.handle
+        layout = handle.layout
+        return cls(
+            layout.slots[index].spec,
+            lambda rank: layout.fragment(index, rank).in_param,
+            layout.ranks_of(index),
+            place.unit.plan.topology,
+            handle.rank,
+            handle.device,
+            handle.has_presenter(index),
+        )
+
+    @classmethod
+    def of_flat_parameter(cls, place: Place) -> Self:
+        """The flat parameter itself, without the padding at its end."""
+        handle = place.handle
+        layout = handle.layout
+        whole = Span(0, layout.slots[-1].span.stop)
+        return cls(
+            ParamSpec("flat parameter", (whole.numel,), layout.dtype, requires_grad=False),
+            lambda rank: whole.overlap(layout.shard_span(rank)),
+            range(-(-whole.numel // layout.shard_numel)) if whole else range(0),
+            place.unit.plan.topology,
+            handle.rank,
+            handle.device,
+        )
+
+    @property
+    def span(self) -> Span:
+        """What this rank wants."""
+        return self.span_of(self.rank)
+
+    @property
+    def tiling(self) -> Tiling:
+        """What every rank wants."""
+        return Tiling.of_spans(self.spec, self.span_of, self.ranks)
+
+    @property
+    def _group(self) -> Collectives:
+        return self.topology.shard
+
+    def misfit(self, value: Any) -> str | None:
+        """What is found where `value` is not this tensor in one of its forms; the same on every rank."""
+        if isinstance(value, Streamed):
+            return None if value.shape == self.spec.shape else f"shape {value.shape}"
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__
+        shape = tuple(value.size())
+        if is_dtensor(value) and self.is_presented:
+            shape = _local_shape(value)
+        return None if shape == self.spec.shape else f"shape {shape}"
+
+    def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
+        """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.
+
+        Nothing is moved between ranks for a full tensor, nor for a `ShardedTensor` that is cut like the model is.
+        Any other needs the memory of two such tensors for a moment.
+        """
+        span = self.span.as_slice()
+        if isinstance(value, Streamed):
+            value = value.arrive()
+        elif is_dtensor(value):
+            value = chunker.whole(value, self.device, is_presented=self.is_presented)
+        elif is_sharded_tensor(value):
+            held = Tiling.of_sharded_tensor(value, self._group)
+            if held.agrees_with(self.tiling):
+                return self._own(value, chunker)
+            value = _gathered(value, held, self._group, self.device, chunker)
+        return memory_view(value, self.spec)[span]
+
+    def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
+        boxes = self.tiling.of_rank(self.rank)
+        shards = chunker.local_shards(value)
+        device = next((shard.device for shard in shards.values()), self.device)
+        part = torch.empty(self.span.numel, dtype=value.dtype, device=device)
+        for box, view in zip(boxes, cut(self.spec, boxes, part), strict=True):
+            if box.numel:
+                view.copy_(shards[box.offsets])
+        return part
+
+
+def _local_shape(value: Any) -> tuple[int, ...]:
+    """The shape of this rank's part over the last dimension of the mesh, that of tensor parallelism."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    last = value.device_mesh.ndim - 1
+    mesh = value.device_mesh if last == 0 else value.device_mesh[value.device_mesh.mesh_dim_names[last]]
+    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, value.placements[last:])
+    return tuple(shape)
+
+
+def _gathered(
+    value: Any, held: Tiling, group: Collectives, device: torch.device, chunker: Chunker
+) -> torch.Tensor:
+    """The full tensor, gathered from what every rank holds of it."""
+    width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
+    mine = torch.zeros(width, dtype=value.dtype, device=device)
+    shards = chunker.local_shards(value)
+    start = 0
+    for box in held.of_rank(group.rank):
+        mine[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
+        start += box.numel
+    everything = mine.new_empty(width * group.size)
+    if width:
+        group.all_gather(everything, mine, label="sharded state").wait()
+    full = mine.new_empty(held.shape)
+    for rank, boxes in held.boxes.items():
+        start = rank * width
+        for box in boxes:
+            box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
+            start += box.numel
+    return full

@@ -1,0 +1,329 @@
+"""The functions of `torch.distributed.checkpoint.state_dict`, for models that are sharded with flatparam.
+
+Same names, same arguments, same results. What torch's own functions do for a model that holds none of flatparam's
+wrappers, they do here: they are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatparam import state_dicts
+from flatparam.api import FullStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictType
+from flatparam.checkpoint.flattening import flattened, unflattened
+from flatparam.wrapper_state import WithState, wrappers_in
+from flatparam_core import clean_fqn
+from flatparam_state import (
+    FormKind,
+    StateForm,
+    held_parameters,
+    load_optimizer_state,
+    optimizer_state_dict,
+    places_in,
+)
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+
+@dataclass
+class StateDictOptions:
+    """Torch's options of the same names.
+
+    Args:
+        full_state_dict: full tensors instead of sharded ones.
+        cpu_offload: tensors in CPU memory; of full ones only the first rank gets them, the others an empty dict.
+        ignore_frozen_params: leave parameters out that require no gradient.
+        keep_submodule_prefixes: with `submodules`, keep their names in front of their parameters'.
+        strict: refuse missing and unexpected keys.
+        broadcast_from_rank0: only the first rank has the (full) state; it is sent tensor by tensor.
+        flatten_optimizer_state_dict: one level of keys, as in `state.layer1.weight.exp_avg`.
+        dsd_fqn_modifiers: a method by which modules say how their hooks rename parameters; here the hooks themselves
+            run, so there is nothing to be told.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
+    """The model's state under clean names, sharded unless the options say full; every rank calls it."""
+    if not wrappers_in(model):
+        return _torchs("get_model_state_dict")(model, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
+    options = _checked(options)
+    with _form_of(model, options):
+        state: dict[str, Any] = model.state_dict()
+    if _is_elsewhere(model, options):
+        return {}
+    state = {clean_fqn(key): value for key, value in state.items()}
+    if options.ignore_frozen_params:
+        frozen = _frozen(model)
+        state = {key: value for key, value in state.items() if key not in frozen}
+    return _of_submodules(model, state, submodules, options.keep_submodule_prefixes) if submodules else state
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: Any = None,
+) -> dict[str, Any]:
+    """The optimizers' state by parameter name, all in one; every rank calls it.
+
+    An optimizer that has not made a step yet makes one with zero gradients, which changes nothing, so that its state
+    is there.
+    """
+    if not wrappers_in(model):
+        ask = _torchs("get_optimizer_state_dict")
+        return ask(model, optimizers, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
+    options = _checked(options)
+    form = _form(options)
+    state: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in _several(optimizers):
+        _have_state(optimizer)
+        found = optimizer_state_dict(model, optimizer, form=form)
+        state["state"] |= found.get("state", {})
+        state["param_groups"] += found.get("param_groups", [])
+    if _is_elsewhere(model, options):
+        return {}
+    return flattened(state) if options.flatten_optimizer_state_dict else state
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: Any = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two above."""
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None
+) -> Any:
+    """Load a model state of any form; every rank calls it.
+
+    Returns:
+        What `load_state_dict` returns: missing and unexpected keys.
+
+    Raises:
+        RuntimeError: naming every key that does not fit.
+    """
+    if not wrappers_in(model):
+        return _torchs("set_model_state_dict")(model, model_state_dict, options=_for_torch(options))
+    options = _checked(options)
+    state = _with_prefixes(model, model_state_dict)
+    if options.broadcast_from_rank0:
+        state = state_dicts.streamed(model, state)
+    elif not state:
+        return nn.modules.module._IncompatibleKeys([], [])
+    if options.ignore_frozen_params:
+        state = _completed(model, state)
+    with _form_of(model, options):
+        return model.load_state_dict(state, strict=options.strict)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: Any = None,
+) -> None:
+    """Load optimizer state of any form, flattened or not, into each of `optimizers`; every rank calls it.
+
+    Raises:
+        RuntimeError: where a parameter has no state and the options are strict.
+    """
+    if not wrappers_in(model):
+        set_state = _torchs("set_optimizer_state_dict")
+        set_state(model, optimizers, optim_state_dict=optim_state_dict, options=_for_torch(options))
+        return
+    options = _checked(options)
+    loads = [
+        (optimizer, _to_load(model, optimizer, optim_state_dict, options))
+        for optimizer in _several(optimizers)
+    ]
+    for optimizer, state in loads:
+        optimizer.load_state_dict(state)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    model_state_dict: Mapping[Any, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: Any = None,
+) -> Any:
+    """The two above; returns what the first returns."""
+    incompatible = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return incompatible
+
+
+def _torchs(name: str) -> Any:
+    """Torch's own function; its module also loads torch's FSDP, so it is imported only where it is needed."""
+    return getattr(importlib.import_module("torch.distributed.checkpoint.state_dict"), name)
+
+
+def _for_torch(options: Any) -> Any:
+    return options if options is None else _torchs("StateDictOptions")(**vars(options))
+
+
+def _checked(given: Any) -> StateDictOptions:
+    options = StateDictOptions(**({} if given is None else vars(given)))
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        raise ValueError(
+            "broadcast_from_rank0=True needs full_state_dict=True: the first rank sends full tensors"
+        )
+    return options
+
+
+def _form(options: StateDictOptions) -> StateForm:
+    if not options.full_state_dict:
+        return StateForm(FormKind.SHARDED, offload_to_cpu=options.cpu_offload)
+    return StateForm(offload_to_cpu=options.cpu_offload, rank0_only=options.cpu_offload)
+
+
+@contextlib.contextmanager
+def _form_of(model: nn.Module, options: StateDictOptions) -> Generator[None, None, None]:
+    config: StateDictConfig = ShardedStateDictConfig(options.cpu_offload)
+    kind = StateDictType.SHARDED_STATE_DICT
+    if options.full_state_dict:
+        config = FullStateDictConfig(options.cpu_offload, rank0_only=options.cpu_offload)
+        kind = StateDictType.FULL_STATE_DICT
+    with warnings.catch_warnings(), WithState.state_dict_type(model, kind, config):
+        warnings.filterwarnings("ignore", message=".*shards nothing.*")
+        yield
+
+
+def _is_elsewhere(model: nn.Module, options: StateDictOptions) -> bool:
+    """Whether only the first rank gets the state, and this is another."""
+    if not (options.full_state_dict and options.cpu_offload):
+        return False
+    topology = next(place.unit.plan.topology for place in places_in(model))
+    return any(group is not None and group.rank > 0 for group in (topology.shard, topology.replicate))
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """The names of the parameters that require no gradient."""
+    frozen = set()
+    for place in places_in(model):
+        wanted = place.handle.exposure.requires_grad()
+        for slot, trains in zip(place.handle.layout.slots, wanted, strict=True):
+            if not trains:
+                frozen |= {place.prefixes[0] + name for name in (slot.spec.fqn, *slot.spec.aliases)}
+    for item in held_parameters(model).values():
+        if item.place is None and not item.parameter.requires_grad:
+            frozen |= set(item.fqns)
+    return frozen
+
+
+def _completed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state with what the model itself has of frozen parameters that were left out of it."""
+    frozen = _frozen(model) - set(state)
+    if not frozen:
+        return state
+    with _form_of(model, StateDictOptions()):
+        own = model.state_dict()
+    return {**state, **{key: value for key, value in own.items() if clean_fqn(key) in frozen}}
+
+
+def _of_submodules(
+    model: nn.Module, state: Mapping[str, Any], submodules: set[nn.Module], keep_prefixes: bool
+) -> dict[str, Any]:
+    prefixes = [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in submodules]
+    return {
+        key if keep_prefixes else key[len(prefix) :]: value
+        for key, value in state.items()
+        for prefix in prefixes
+        if key.startswith(prefix)
+    }
+
+
+def _with_prefixes(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """A state by submodule, `{module: state}`, as one of the whole model."""
+    if not any(isinstance(key, nn.Module) for key in state):
+        return state
+    names = {module: clean_fqn(name) for name, module in model.named_modules()}
+    return {
+        f"{names[module]}.{key}" if names[module] else key: value
+        for module, inner in state.items()
+        for key, value in inner.items()
+    }
+
+
+def _several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> Sequence[Any]:
+    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+
+
+def _have_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer without any state make it, by a step that changes nothing."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer.state or any(parameter.grad is not None for parameter in parameters):
+        return
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    optimizer.step(closure=None)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _to_load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], options: StateDictOptions
+) -> dict[str, Any]:
+    if state and "state" not in state:
+        state = unflattened(model, optimizer, state)
+    loaded = load_optimizer_state(model, optimizer, state, rank0_only=options.broadcast_from_rank0)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if options.strict and loaded["state"]:
+        names = held_parameters(model)
+        without = [
+            fqn
+            for number, parameter in enumerate(held)
+            if parameter.requires_grad and parameter.numel() and number not in loaded["state"]
+            for fqn in names[id(parameter)].fqns
+        ]
+        if without:
+            raise RuntimeError(
+                f"the optimizer state has nothing for {', '.join(map(repr, without))}, which are trained; load it with "
+                "StateDictOptions(strict=False) to leave them without"
+            )
+    return loaded
