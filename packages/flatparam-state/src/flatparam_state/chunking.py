@@ -63,18 +63,15 @@ class OwnChunker:
         """A `DTensor` over `mesh`, and over that of `full` where it is one itself."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        size = mesh.size(mesh.ndim - 1)
-        kept: list[Any] = []
-        shape, stride = full.shape, full.stride()
         if is_dtensor(full):
-            whole: Any = full
-            mesh, kept, full = _around(mesh, whole), list(whole.placements), whole.to_local()
-        chunks = full.chunk(size) if full.dim() else [full]
+            return _chunk_of_dtensor(full, mesh)
+        chunks = full.chunk(mesh.size(mesh.ndim - 1)) if full.dim() else [full]
         local = chunks[rank] if rank < len(chunks) else full[:0]
+        cut, mesh = _place_in_root(mesh)
         placements: list[Any] = [Replicate()] * mesh.ndim
         if full.dim():
-            placements[mesh.ndim - 1 - len(kept)] = Shard(0)
-        placements[mesh.ndim - len(kept) :] = kept
+            placements[cut] = Shard(0)
+        shape, stride = full.shape, full.stride()
         return DTensor.from_local(
             local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride
         )
@@ -101,13 +98,29 @@ def is_dtensor(value: object) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
-def _around(mesh: DeviceMesh, tensor: Any) -> DeviceMesh:
-    """The mesh of which both the data-parallel mesh and that of a `DTensor` are slices."""
+def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
+    """A `DTensor` over `mesh` too. Where both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
+    that order means it: so parts of tensors move between the ranks of `full`."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    cut, root = _place_in_root(mesh)
+    if root.ndim != mesh.ndim + full.device_mesh.ndim:
+        raise FlatParamError(
+            f"a parameter is a DTensor over {full.device_mesh} and is sharded over {mesh}: for its sharded state both "
+            f"have to be slices of one mesh of {mesh.ndim + full.device_mesh.ndim} dimensions, found {root}"
+        )
+    kept = list(full.placements)
+    outer: list[Any] = [Replicate()] * mesh.ndim
+    local, shape, stride = full.to_local().clone(), full.shape, full.stride()
+    whole = DTensor.from_local(local, root, [*outer, *kept], run_check=False, shape=shape, stride=stride)
+    outer[cut] = Shard(0)
+    return whole.redistribute(placements=[*outer, *kept])
+
+
+def _place_in_root(mesh: DeviceMesh) -> tuple[int, DeviceMesh]:
+    """Which dimension of the mesh that `mesh` is a slice of data parallelism shards over, and that mesh."""
     found: Any = mesh  # the method has no public name
     root: DeviceMesh = found._get_root_mesh()
-    if root.ndim != mesh.ndim + tensor.device_mesh.ndim:
-        raise FlatParamError(
-            f"a parameter is a DTensor over {tensor.device_mesh} and is sharded over {mesh}: for its sharded state "
-            f"both have to be slices of one mesh of {mesh.ndim + tensor.device_mesh.ndim} dimensions, found {root}"
-        )
-    return root
+    if root.ndim == mesh.ndim or root.mesh_dim_names is None or mesh.mesh_dim_names is None:
+        return mesh.ndim - 1, mesh
+    return root.mesh_dim_names.index(mesh.mesh_dim_names[-1]), root
