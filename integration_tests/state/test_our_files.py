@@ -116,14 +116,12 @@ def test_in_ours(group: Collectives, files: Files, written_by: int, kind: str, f
     assert_restored(group, model, optimizer, mixed=True)
 
 
-@on_ranks(2, 3, originals=BOTH, into_originals=BOTH)
-def test_a_local_checkpoint_in_ours(
-    group: Collectives, files: Files, originals: bool, into_originals: bool
-) -> None:
-    """L-37: flat shards load on as many ranks into both exposures, whichever wrote them."""
+@on_ranks(2, 3, originals=BOTH)
+def test_a_local_checkpoint_in_ours(group: Collectives, files: Files, originals: bool) -> None:
+    """L-37: flat shards load on as many ranks, with use_orig_params=False and True."""
     path = written_by_ours(files, group.size, "local", originals) / f"rank{group.rank}.pt"
     checkpoint = torch.load(path, weights_only=False)  # this test's own file
-    model = ours(build(mixed=originals, seed=1), into_originals, "local")
+    model = ours(build(mixed=originals, seed=1), originals, "local")
     model.load_state_dict(checkpoint["model"])
     assert_model(full_state(model), trained(originals).model, but=OF_RANK)
 

@@ -152,9 +152,15 @@ def _attempt(job: Job, files: Files) -> str | None:
             job.run(ProcessGroupCollectives(), files)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # torch's CheckpointException is one
-            return traceback.format_exc(limit=-8)
+        except BaseException as error:  # torch's CheckpointException is one
+            return traceback.format_exc(limit=-8) + ("" if str(error) else _values(error))
     return None
+
+
+def _values(error: BaseException) -> str:
+    """What the failing function knew, for an assertion that says nothing itself."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return "".join(f"  {name} = {str(value)[:300]}\n" for name, value in frames[-1].f_locals.items())
 
 
 def _start_again(rank: int, size: int, path: Path) -> None:
