@@ -52,7 +52,9 @@ class OwnChunker:
     def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
         """A `ShardedTensor` over `group`."""
         tiling = Tiling.of_chunks(full.shape, group.size)
-        parts = [box.of(full).clone() for box in tiling.of_rank(group.rank)]
+        parts = [
+            box.of(full).clone(memory_format=torch.contiguous_format) for box in tiling.of_rank(group.rank)
+        ]
         return tiling.sharded_tensor(parts, full.dtype, group)
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
@@ -65,7 +67,8 @@ class OwnChunker:
 
         if is_dtensor(full):
             return _chunk_of_dtensor(full, mesh)
-        chunks = full.chunk(mesh.size(mesh.ndim - 1)) if full.dim() else [full]
+        size = mesh.size(mesh.ndim - 1)
+        chunks = full.chunk(size) if full.dim() else [full] * size
         local = chunks[rank] if rank < len(chunks) else full[:0]
         cut, mesh = _place_in_root(mesh)
         placements: list[Any] = [Replicate()] * mesh.ndim
