@@ -104,6 +104,7 @@ def test_files_of_torch_by_set_state_dict(
 ) -> None:
     """S-097: `get_state_dict`, `dcp.load`, `set_state_dict` of ours read what torch wrote."""
     import torch.distributed.checkpoint as dcp
+
     from flatparam.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model = ours(build(mixed=True, seed=1), originals)
