@@ -6,8 +6,11 @@ from flatparam_comm import (
     FlatParamError,
     FlatParamHandle,
     Fragment,
+    SingleCollectives,
+    Span,
     clean_fqn,
     memory_view,
+    resolve_topology,
 )
 from flatparam_runtime.agreement import DivergenceError
 from flatparam_runtime.averaging import gradient_divisors
@@ -56,6 +59,8 @@ __all__ = [
     "Instrument",
     "Phase",
     "PrefetchPlan",
+    "SingleCollectives",
+    "Span",
     "Unit",
     "UnitPlan",
     "UnitTree",
@@ -73,6 +78,7 @@ __all__ = [
     "observe",
     "refuse_in_a_pass",
     "register_forward_method",
+    "resolve_topology",
     "revive_units",
     "shard_module",
     "shown",
