@@ -15,7 +15,7 @@ from flatparam_runtime import Span
 from flatparam_state.byte_file import ByteFile, tensor_of
 from flatparam_state.source import TensorInfo, chunk_spans
 
-__all__ = ["Box", "StridedTensor", "Storage", "boxes_of", "row_major"]
+__all__ = ["Box", "StridedTensor", "Storage", "boxes_of", "read_box", "row_major"]
 
 # A read may fetch this many times the bytes that it needs before it is split into smaller ones.
 _WASTE: Final = 2
@@ -152,7 +152,7 @@ class StridedTensor:
                 out = torch.empty(piece.numel, dtype=dtype)
                 at = 0
                 for box in boxes_of(piece, self.info.shape):
-                    _read_box(file, self, box, out[at : at + box.numel].view(box.sizes))
+                    read_box(file, self, box, out[at : at + box.numel].view(box.sizes))
                     at += box.numel
                 yield self._resolved(out)
 
@@ -167,7 +167,7 @@ def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def _read_box(file: ByteFile, stored: StridedTensor, box: Box, out: torch.Tensor) -> None:
+def read_box(file: ByteFile, stored: StridedTensor, box: Box, out: torch.Tensor) -> None:
     """Read the elements `box` of a stored tensor into `out`, of the sizes of the box.
 
     Extra memory: about twice `out`, or 64 KiB: what lies scattered is read in smaller boxes.
@@ -181,8 +181,8 @@ def _read_box(file: ByteFile, stored: StridedTensor, box: Box, out: torch.Tensor
         dim = wide.index(max(wide))
         first, second = box.split(dim)
         half = first.sizes[dim]
-        _read_box(file, stored, first, out.narrow(dim, 0, half))
-        _read_box(file, stored, second, out.narrow(dim, half, second.sizes[dim]))
+        read_box(file, stored, first, out.narrow(dim, 0, half))
+        read_box(file, stored, second, out.narrow(dim, half, second.sizes[dim]))
         return
     start = stored.offset + sum(i * s for i, s in zip(box.start, stored.strides, strict=True))
     data = file.read(stored.storage.start + start * itemsize, extent * itemsize)

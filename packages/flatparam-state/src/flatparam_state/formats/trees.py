@@ -67,7 +67,9 @@ class TreeSource:
         return self.stored[path].read(span)
 
 
-def arranged(root: Any, file: Path, tensor_type: type) -> tuple[dict[str, Any], dict[str, Any]]:
+def arranged(
+    root: Any, file: Path, tensor_type: type | tuple[type, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Bring what a program saved into our tree.
 
     Args:
@@ -88,7 +90,7 @@ def arranged(root: Any, file: Path, tensor_type: type) -> tuple[dict[str, Any], 
     return walk.tensors, values
 
 
-def _parts(root: Any, file: Path, tensor_type: type) -> dict[str, Any]:
+def _parts(root: Any, file: Path, tensor_type: type | tuple[type, ...]) -> dict[str, Any]:
     if not isinstance(root, Mapping):
         raise CheckpointError(
             f"{file} holds a {_kind(root, tensor_type)}, and not a state dict or a dictionary of state dicts"
@@ -133,7 +135,7 @@ def _is_optimizer(value: Any) -> bool:
     return bool(keys) and all(key.startswith(("state.", "param_groups.")) for key in keys)
 
 
-def _kind(value: Any, tensor_type: type) -> str:
+def _kind(value: Any, tensor_type: type | tuple[type, ...]) -> str:
     return "single tensor" if isinstance(value, tensor_type) else type(value).__name__
 
 
@@ -141,7 +143,7 @@ def _kind(value: Any, tensor_type: type) -> str:
 class _Walk:
     """Sorts the leaves of a tree into tensors by path and the tree of the other values."""
 
-    def __init__(self, file: Path, tensor_type: type) -> None:
+    def __init__(self, file: Path, tensor_type: type | tuple[type, ...]) -> None:
         self.tensors: dict[str, Any] = {}
         self._file = file
         self._tensor_type = tensor_type
