@@ -116,7 +116,7 @@ class _Cut:
         return self
 
 
-def _info(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
+def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"a shape of {shape}")
     return TensorInfo(tuple(shape), dtype)

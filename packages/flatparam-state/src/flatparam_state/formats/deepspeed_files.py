@@ -174,7 +174,7 @@ class RankPart:
             count = state["partition_count"]
             weights = tuple(state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"])
             optimizer = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-            if isinstance(optimizer, list):  # `elastic_checkpoint`
+            if stage < 3 and isinstance(optimizer, list):  # `elastic_checkpoint`
                 optimizer = {"state": dict(enumerate(optimizer))}
             if not all(isinstance(part, StridedTensor) for part in weights):
                 raise TypeError("a flat group is no tensor")
