@@ -35,7 +35,7 @@ from flatparam_state.formats.deepspeed_files import (
     step_directory,
 )
 from flatparam_state.formats.pickled import Global, Record
-from flatparam_state.formats.regions import StridedTensor
+from flatparam_state.formats.regions import Storage, StridedTensor
 from flatparam_state.formats.trees import TreeSource, arranged
 from flatparam_state.source import Source, TensorInfo
 
@@ -104,6 +104,10 @@ class _Cut:
         """The row-major elements `span`; see `Source.read`."""
         for k, inside in self.pieces(span):
             yield from self.parts[k].read(inside)
+
+    def storages(self) -> Iterator[Storage]:
+        """What it lies in."""
+        return (part.storage for part in self.parts)
 
     def check(self) -> _Cut:
         """The same, when all its elements are there, in one dtype."""
