@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ import attrs
 import torch
 from typing_extensions import final
 
+from flatparam_state.byte_file import ByteFile
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.pickled import Names, read_pickle
 from flatparam_state.formats.regions import Storage, StridedTensor
@@ -207,7 +207,7 @@ def open_archive(
 
 def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
     with zipfile.ZipFile(window) as archive:
-        records: OrderedDict[str, zipfile.ZipInfo] = OrderedDict()
+        records: dict[str, zipfile.ZipInfo] = {}
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise ValueError(f"{info.filename!r} is compressed, which torch.save never does")
@@ -216,21 +216,23 @@ def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
             if "constants.pkl" in records or any(name.startswith("code/") for name in records):
                 raise ValueError("it is a TorchScript program")
             raise ValueError("it has no data.pkl")
-        order = archive.read(records["byteorder"]) if "byteorder" in records else b"little"
+        storages, sound = {}, set[int]()
+        for name, info in records.items():
+            at = window.start + _data_offset(window, info)
+            storages[name] = Storage(path, at, info.file_size, info.CRC, sound)
+    with ByteFile(path) as file:
+        small = {
+            name: _record(file, storages[name]) for name in ("data.pkl", "byteorder") if name in storages
+        }
+        order = small.get("byteorder", b"little")
         if order != b"little":
             raise ValueError(f"its byte order is {order!r}, and only little-endian files can be read")
-        storages = {
-            name.removeprefix("data/"): Storage(path, window.start + at, info.file_size, info.CRC)
-            for name, info in records.items()
-            if name.startswith("data/")
-            for at in (_data_offset(window, info),)
-        }
-        data = archive.read(records["data.pkl"])
 
     def persistent(identity: Any) -> _TypedStorage:
         kind, dtype, key, _, numel = identity
+        key = f"data/{key}"
         if kind != "storage" or key not in storages:
-            raise ValueError(f"a storage {key!r} that is not in the archive")
+            raise ValueError(f"the storage {key!r} is not in the archive")
         itemsize = 1 if dtype is None else dtype.itemsize
         if type(numel) is not int or numel * itemsize > storages[key].nbytes:
             raise ValueError(
@@ -238,7 +240,13 @@ def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
             )
         return _TypedStorage(storages[key], dtype)
 
-    return Archive(read_pickle(data, names, what=what, persistent=persistent), storages)
+    root = read_pickle(small["data.pkl"], names, what=what, persistent=persistent)
+    return Archive(root, {name: storage for name, storage in storages.items() if name.startswith("data/")})
+
+
+def _record(file: ByteFile, storage: Storage) -> bytes:
+    storage.check(file)
+    return bytes(file.read(storage.start, storage.nbytes))
 
 
 def _data_offset(window: _Window, info: zipfile.ZipInfo) -> int:

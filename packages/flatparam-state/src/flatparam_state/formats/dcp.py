@@ -17,7 +17,7 @@ from flatparam_state.byte_file import ByteFile
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import open_archive
 from flatparam_state.formats.dcp_metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
-from flatparam_state.formats.regions import Box, StridedTensor, boxes_of, read_box
+from flatparam_state.formats.regions import Box, Storage, StridedTensor, boxes_of, read_box
 from flatparam_state.formats.trees import TreeSource, arranged
 from flatparam_state.source import Source, TensorInfo, chunk_spans
 
@@ -83,6 +83,13 @@ class ChunkedTensor:
                     at += box.numel
                 yield out
 
+    def storages(self) -> Iterator[Storage]:
+        """What it lies in."""
+        with ExitStack() as files:
+            reader = _Reader(self, files)
+            for chunk in self.chunks:
+                yield reader.stored_in(chunk).storage
+
 
 @final
 class _Reader:
@@ -103,10 +110,11 @@ class _Reader:
             place = out
             for dim, begin in enumerate(common.relative_to(box.start).start):
                 place = place.narrow(dim, begin, common.sizes[dim])
-            stored = self._stored_in(chunk)
+            stored = self.stored_in(chunk)
             read_box(self._file(chunk.item.file), stored, common.relative_to(chunk.box.start), place)
 
-    def _stored_in(self, chunk: Chunk) -> StridedTensor:
+    def stored_in(self, chunk: Chunk) -> StridedTensor:
+        """The archive of a chunk, checked."""
         if chunk.item not in self._stored:
             self._stored[chunk.item] = self._open(chunk)
         return self._stored[chunk.item]
@@ -127,6 +135,7 @@ class _Reader:
                 path=item.file,
                 fqn=self._tensor.key,
             )
+        stored.storage.check(self._file(item.file))
         return stored
 
     def _file(self, path: Path) -> ByteFile:

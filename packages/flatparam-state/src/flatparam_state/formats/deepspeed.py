@@ -36,7 +36,7 @@ from flatparam_state.formats.deepspeed_files import (
     step_directory,
 )
 from flatparam_state.formats.pickled import Global, Record
-from flatparam_state.formats.regions import StridedTensor
+from flatparam_state.formats.regions import Storage, StridedTensor
 from flatparam_state.formats.trees import TreeSource, arranged
 from flatparam_state.source import Source, TensorInfo
 
@@ -105,6 +105,10 @@ class _Cut:
         """The row-major elements `span`; see `Source.read`."""
         for k, inside in self.pieces(span):
             yield from self.parts[k].read(inside)
+
+    def storages(self) -> Iterator[Storage]:
+        """What it lies in."""
+        return (part.storage for part in self.parts)
 
     def check(self) -> _Cut:
         """The same, when all its elements are there, in one dtype."""

@@ -16,6 +16,7 @@ from flatparam_runtime import Span
 from flatparam_state.byte_file import ByteFile, tensor_of
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.output import SparseFile, appearing
+from flatparam_state.formats.regions import Storage
 from flatparam_state.formats.trees import TreeSource, aliases_of
 from flatparam_state.limited_json import parse_json
 from flatparam_state.source import Source, TensorInfo, chunk_spans, join_path, split_path
@@ -43,6 +44,10 @@ class _FileTensor:
             for piece in chunk_spans(span, itemsize):
                 data = file.read(self.offset + piece.start * itemsize, piece.numel * itemsize)
                 yield tensor_of(data, self.info.dtype)
+
+    def storages(self) -> Iterator[Storage]:
+        """What it lies in."""
+        yield Storage(self.file, self.offset, self.info.nbytes)
 
 
 def open_hugging_face(path: str | os.PathLike[str]) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.byte_file import ByteFile, tensor_of
+from flatparam_state.errors import CheckpointError
 from flatparam_state.source import TensorInfo, chunk_spans
 
 __all__ = ["Box", "StridedTensor", "Storage", "boxes_of", "read_box", "row_major"]
@@ -100,12 +102,37 @@ def _within(row: int, span: Span, shape: Sequence[int]) -> Iterator[Box]:
 @final
 @attrs.frozen
 class Storage:
-    """`nbytes` bytes of a file, from byte `start` on: what the elements of stored tensors lie in."""
+    """`nbytes` bytes of a file, from byte `start` on: what the elements of stored tensors lie in.
+
+    `crc` is the CRC-32 that the file says they have, or 0 where it says nothing. It is compared once, before anything
+    is read; `sound` are the starts of those for which it was, shared by the storages of one archive.
+    """
 
     file: Path
     start: int
     nbytes: int
-    crc: int | None = None
+    crc: int = 0
+    sound: set[int] = attrs.field(factory=set, eq=False, repr=False)
+
+    def check(self, file: ByteFile) -> None:
+        """Read all bytes and compare their checksum, if there is one and that was not done before.
+
+        Raises:
+            CheckpointError: where they are not what was written.
+        """
+        if not self.crc or self.start in self.sound:
+            return
+        crc = 0
+        for span in chunk_spans(Span(self.start, self.start + self.nbytes), 1):
+            crc = zlib.crc32(file.read(span.start, span.numel), crc)
+        if crc != self.crc:
+            raise CheckpointError(
+                f"{self.file}: the bytes [{self.start}, {self.start + self.nbytes}) are not what was written: expected "
+                f"checksum {self.crc:08x}, found {crc:08x}",
+                path=self.file,
+                hint="the file is damaged: copy it again, or use another checkpoint",
+            )
+        self.sound.add(self.start)
 
 
 @final
@@ -125,6 +152,9 @@ class StridedTensor:
 
     def __attrs_post_init__(self) -> None:
         shape = self.info.shape
+        numbers = [*shape, *self.strides, self.offset]
+        if any(type(number) is not int for number in numbers):
+            raise TypeError(f"sizes that are no integers: {shape}, {self.strides}")
         if len(shape) != len(self.strides) or any(size < 0 for size in shape):
             raise ValueError(f"strides {self.strides} do not fit the shape {shape}")
         if self.offset < 0 or any(stride < 0 for stride in self.strides):
@@ -144,6 +174,7 @@ class StridedTensor:
         """The row-major elements `span`, as 1-D tensors of at most `CHUNK_NBYTES`."""
         dtype = self.info.dtype
         with ByteFile(self.storage.file) as file:
+            self.storage.check(file)
             for piece in chunk_spans(span, dtype.itemsize):
                 if self.contiguous:
                     start = self.storage.start + (self.offset + piece.start) * dtype.itemsize
@@ -155,6 +186,10 @@ class StridedTensor:
                     read_box(file, self, box, out[at : at + box.numel].view(box.sizes))
                     at += box.numel
                 yield self._resolved(out)
+
+    def storages(self) -> Iterator[Storage]:
+        """What it lies in."""
+        yield self.storage
 
     def _resolved(self, elements: torch.Tensor) -> torch.Tensor:
         if self.conjugated:

@@ -18,6 +18,7 @@ from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive_writer import Streamed
 from flatparam_state.formats.optimizers import by_name
+from flatparam_state.formats.regions import Storage
 from flatparam_state.source import Source, TensorInfo, join_path, split_path
 
 __all__ = ["Stored", "TreeSource", "aliases_of", "arranged", "select", "tree_of"]
@@ -45,6 +46,9 @@ class Stored(Protocol):
 
     def read(self, span: Span) -> Iterator[torch.Tensor]:
         """The row-major elements `span`, in pieces; see `Source.read`."""
+
+    def storages(self) -> Iterator[Storage]:
+        """The parts of files that it lies in."""
 
 
 @final
