@@ -19,7 +19,7 @@ from flatparam_state.formats.output import SparseFile, appearing
 from flatparam_state.formats.pickle_writer import Call, pickle_of
 from flatparam_state.formats.pickled import Global
 from flatparam_state.formats.regions import Box
-from flatparam_state.formats.trees import tree_of
+from flatparam_state.formats.views import tree_of
 from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_dcp"]

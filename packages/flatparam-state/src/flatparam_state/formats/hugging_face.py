@@ -17,7 +17,8 @@ from flatparam_state.byte_file import ByteFile, tensor_of
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.output import SparseFile, appearing
 from flatparam_state.formats.regions import Storage
-from flatparam_state.formats.trees import TreeSource, aliases_of
+from flatparam_state.formats.trees import TreeSource
+from flatparam_state.formats.views import aliases_of
 from flatparam_state.limited_json import parse_json
 from flatparam_state.source import Source, TensorInfo, chunk_spans, join_path, split_path
 from flatparam_state.tensor_file import TensorFileWriter, read_header

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flatparam_state.formats.archive_writer import write_archive
 from flatparam_state.formats.output import SparseFile, appearing
-from flatparam_state.formats.trees import tree_of
+from flatparam_state.formats.views import tree_of
 from flatparam_state.source import Source
 
 __all__ = ["write_torch_file"]
