@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import unquote
 
@@ -20,12 +20,16 @@ CHUNK_NBYTES: Final = 8 * 2**20
 """The most bytes that a source yields at once."""
 
 
+def _as_shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
 @final
 @attrs.frozen
 class TensorInfo:
     """The shape and dtype of a tensor in a checkpoint."""
 
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_as_shape)
     dtype: torch.dtype
 
     @property
