@@ -7,8 +7,11 @@ from pathlib import Path
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint import CheckpointWriter
+from flatparam_state.checkpoint.directory import CheckpointDirectory
+from flatparam_state.checkpoint.manifest import rank_file
+from flatparam_state.formats.output import refuse_existing
 from flatparam_state.formats.views import aliases_of
-from flatparam_state.source import Source
+from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_checkpoint"]
 
@@ -37,9 +40,15 @@ def write_checkpoint(
             for path, info in tensors.items():
                 writer.write(path, source.read(path, Span(0, info.numel)))
             writer.commit()
-    elif (Path(directory) / f"step-{step:08d}").exists():
-        raise CheckpointError
-    names = [f"step-{step:08d}/rank-{rank:05d}.safetensors" for rank in range(world_size)]
+    else:
+        refuse_existing(CheckpointDirectory(Path(directory)).path_of(step))
+    name = CheckpointDirectory(Path(directory)).path_of(step).name
     return {
-        name: sum(_share(info, rank, world_size) for info in tensors.values()) for rank, name in enumerate(names)
+        f"{name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
+        for rank in range(world_size)
     }
+
+
+def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
+    elements = info.numel * (rank + 1) // world_size - info.numel * rank // world_size
+    return elements * info.dtype.itemsize

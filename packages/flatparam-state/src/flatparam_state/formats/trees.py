@@ -152,7 +152,7 @@ class _Walk:
         self._seen = 0
 
     def values(self, tree: Any, parts: tuple[str, ...]) -> Any:
-        """`tree` without its tensors (None in a list); they go to `tensors`."""
+        """`tree` without its tensors, which go to `tensors`: None in a list; a tuple becomes one."""
         self._seen += 1
         if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
             raise CheckpointError(
@@ -167,11 +167,12 @@ class _Walk:
                 if not self._took(value, (*parts, key))
             }
         if isinstance(tree, (list, tuple)):
-            each = (
+            known = len(self.tensors)
+            each = [
                 None if self._took(value, (*parts, str(index))) else self.values(value, (*parts, str(index)))
                 for index, value in enumerate(tree)
-            )
-            return type(tree)(each) if type(tree) in (list, tuple) else list(each)
+            ]
+            return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
         return tree
 
     def _took(self, value: Any, parts: tuple[str, ...]) -> bool:
