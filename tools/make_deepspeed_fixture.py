@@ -10,8 +10,8 @@ paths `model/<name>` and `optimizer/state/<name>/<state>`:
   `safe_get_full_fp32_param` and `safe_get_full_optimizer_state`; stages 1 and 2 too;
 - frozen ones as `GatheredParameters` returns them, and buffers as the module has them.
 
-The weights must be those of DeepSpeed's own zero_to_fp32, where it reads the checkpoint, or the script stops. The files are also made smaller than
-DeepSpeed leaves them: its copies of zero_to_fp32.py and zero_to_torch.py go. Nothing else in them is touched.
+The weights must be those of DeepSpeed's own zero_to_fp32, where it reads the checkpoint, or the script stops. Of what
+DeepSpeed wrote, only its copies of zero_to_fp32.py and zero_to_torch.py are removed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 STEPS: Final = 2
 CLIENT_STATE: Final = {"epoch": 3, "note": "written by the test", "permutation": torch.arange(7).flip(0)}
@@ -192,7 +193,7 @@ def make(directory: Path, name: str) -> None:
         port = free.getsockname()[1]
     world_size = CHECKPOINTS[name][0]
     arguments = (world_size, port, directory, name)
-    torch.multiprocessing.spawn(be_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
+    spawn(be_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
+import torch
 from torch import Tensor
 from typing_extensions import final
 
@@ -31,7 +32,7 @@ from flatparam_state.formats.deepspeed_files import (
     RankPart,
     check_complete,
     plausible,
-    read_model_part,
+    read_model_parts,
     step_directory,
 )
 from flatparam_state.formats.pickled import Global, Record
@@ -68,9 +69,9 @@ def open_deepspeed(path: str | Path) -> Source:
     """
     files = Files.found_in(step_directory(Path(path)))
     ranks = [RankPart.read_from(file) for file in files.optim]
-    models = [read_model_part(file) for file in files.model]
-    check_complete(files, ranks, models)
+    models = read_model_parts(files.model)
     with plausible(files.model[0]):
+        check_complete(files, ranks, models)
         return _Reading(files, ranks, models).source()
 
 
@@ -119,28 +120,37 @@ class _Cut:
         return self
 
 
-# Entries of the model's side that are DeepSpeed's own and no state of training
-_DESCRIBING: Final = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "ds_config",
-        "ds_version",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "num_experts",
-        "ds_autoep_layers",
-        "universal_checkpoint_info",
-    ]
+def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a shape of {shape}")
+    return TensorInfo(tuple(shape), dtype)
+
+
+# Entries of the model's side: the state of training, and what only describes the checkpoint. The rest is the client's.
+_TRAINING: Final = (
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
 )
-_STATE_OF_TRAINING: Final = frozenset(
-    ["lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"]
+_DESCRIBING: Final = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "ds_config",
+    "ds_version",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "num_experts",
+    "ds_autoep_layers",
+    "universal_checkpoint_info",
 )
 
 
@@ -179,7 +189,7 @@ class _Reading:
         main = self._models[0]
         weights: dict[str, _Cut] = {}
         for index, group in enumerate(main["param_shapes"]):
-            weights.update(self._cuts(index, group, [rank.weights[index] for rank in self._ranks]))
+            weights.update(self._cuts(index, group, tuple(rank.weights[index] for rank in self._ranks)))
         weights.update(self._frozen())
         weights.update(
             {alias: weights[name] for alias, name in main["shared_params"].items() if name in weights}
@@ -200,23 +210,23 @@ class _Reading:
         for name, shape in shapes.items():
             parts = tuple(model["frozen_param_fragments"][name] for model in self._models)
             each = -(-math.prod(shape) // len(parts))
-            found[name] = _Cut(TensorInfo(shape, parts[0].info.dtype), parts, max(1, each)).check()
+            found[name] = _Cut(_info(shape, parts[0].info.dtype), parts, max(1, each)).check()
         return found
 
     def _cuts(
-        self, index: int, shapes: Mapping[str, tuple[int, ...]], parts: Sequence[StridedTensor]
+        self, index: int, shapes: Mapping[str, tuple[int, ...]], parts: tuple[StridedTensor, ...]
     ) -> dict[str, _Cut]:
         """The tensors of a flat group, whose parts on the ranks are given."""
         found = {}
         offset, dtype = 0, parts[0].info.dtype
         for name, shape, padding in zip(shapes, shapes.values(), self._paddings(index, shapes), strict=True):
-            info, numel = TensorInfo(shape, dtype), math.prod(shape)
+            info, numel = _info(shape, dtype), math.prod(shape)
             if self._stage == 3:
                 each = -(-numel // len(parts))
-                found[name] = _Cut(info, tuple(parts), max(1, each), at=offset).check()
+                found[name] = _Cut(info, parts, max(1, each), at=offset).check()
                 offset += each
             else:
-                found[name] = _Cut(info, tuple(parts), max(1, parts[0].info.numel), origin=offset).check()
+                found[name] = _Cut(info, parts, max(1, parts[0].info.numel), origin=offset).check()
                 offset += numel + padding
         self._check_used_up(index, offset, [part.info.numel for part in parts])
         return found
@@ -270,7 +280,7 @@ class _Reading:
         found: dict[str, dict[str, Any]] = {name: {} for name in shapes} if of_ranks[0] else {}
         for kind, value in of_ranks[0].items():
             if self._is_cut(kind, value, index):
-                cuts = self._cuts(index, shapes, [states[kind] for states in of_ranks])
+                cuts = self._cuts(index, shapes, tuple(states[kind] for states in of_ranks))
                 for name, cut in cuts.items():
                     found[name][kind] = cut
             elif isinstance(value, StridedTensor) and value.info.numel != 1:
@@ -297,11 +307,11 @@ class _Reading:
 
     def _extra(self) -> dict[str, Any]:
         main, state = self._models[0], self._ranks[0].state
-        extra = {key: main[key] for key in _STATE_OF_TRAINING if main.get(key) is not None}
+        extra = {key: main[key] for key in _TRAINING if main.get(key) is not None}
         scaler = state.get("loss_scaler")
         if isinstance(scaler, Record) and isinstance(scaler.state, dict):
             extra["loss_scaler"] = scaler.state
-        client = {key: main[key] for key in main if key not in _DESCRIBING | _STATE_OF_TRAINING}
+        client = {key: main[key] for key in main if key not in (*_DESCRIBING, *_TRAINING)}
         if client:
             extra["client_state"] = client
         plain: dict[str, Any] = self._plain(extra, ("extra",))

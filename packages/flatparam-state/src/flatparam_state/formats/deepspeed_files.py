@@ -16,7 +16,7 @@ from flatparam_state.formats.archive import TORCH_NAMES, open_archive
 from flatparam_state.formats.pickled import Global, Names, Record
 from flatparam_state.formats.regions import StridedTensor
 
-__all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_part", "step_directory"]
+__all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 
 # The files
 
@@ -108,7 +108,13 @@ def _unread(file: Path, what: str) -> CheckpointError:
 
 def _by_rank(step: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
     """The files whose names match, in the order of the ranks; none may be missing in between."""
-    found = {int(match[1] or 0): file for file in step.iterdir() if (match := pattern.fullmatch(file.name))}
+    found: dict[int, Path] = {}
+    for file in sorted(step.iterdir()):
+        if match := pattern.fullmatch(file.name):
+            rank = int(match[1] or 0)
+            if rank in found:
+                raise _of_another_save(file, rank)
+            found[rank] = file
     for rank in range(max(found, default=-1)):
         if rank not in found:
             raise _missing(found[max(found)], rank)
@@ -125,13 +131,27 @@ def _missing(other: Path, rank: int) -> CheckpointError:
     )
 
 
+@contextmanager
+def plausible(file: Path) -> Iterator[None]:
+    """Turn what goes wrong with the contents of a file into an error that names it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} does not hold what DeepSpeed writes there: {type(error).__name__}: {error}",
+            path=file,
+            hint="the file is not of a whole save by a version that is known (0.19.8 is tested), or its states were "
+            "offloaded to NVMe, which leaves them out of it",
+        ) from error
+
+
 @final
 @attrs.frozen
 class RankPart:
     """What a rank saved of the optimizer.
 
     Attributes:
-        state: ZeRO's state, of which the other attributes are parts.
+        state: what else is needed of ZeRO's state.
         weights: its part of the master weights, by flat group.
         optimizer: the state dict of the optimizer in it, `{"state": {flat group: {...}}, "param_groups": [...]}`;
             without groups where only the states were kept.
@@ -154,13 +174,16 @@ class RankPart:
             count = state["partition_count"]
             weights = tuple(state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"])
             optimizer = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-            if isinstance(optimizer, list):  # `elastic_checkpoint`
+            if stage < 3 and isinstance(optimizer, list):  # `elastic_checkpoint`
                 optimizer = {"state": dict(enumerate(optimizer))}
             if not all(isinstance(part, StridedTensor) for part in weights):
                 raise TypeError("a flat group is no tensor")
-            return cls(
-                file, state, stage, max(count) if isinstance(count, list) else count, weights, optimizer
-            )
+            world_size = int(max(count) if isinstance(count, list) else count)
+            needed = {key: value for key, value in state.items() if key in _NEEDED}
+            return cls(file, needed, stage, world_size, weights, optimizer)
+
+
+_NEEDED: Final = ("param_alignment_paddings", "loss_scaler", "ds_zero_partition_groups")
 
 
 def _stage(file: Path, state: Mapping[str, Any]) -> int:
@@ -176,15 +199,17 @@ def _stage(file: Path, state: Mapping[str, Any]) -> int:
     return int(stage)
 
 
-def read_model_part(file: Path) -> Mapping[str, Any]:
-    """What a file of the model's side holds."""
-    root = open_archive(file, names=_NAMES).root
-    with plausible(file):
-        if not isinstance(root["module"], dict) or not isinstance(root["param_shapes"], list):
-            raise TypeError("`module` and `param_shapes` are of other types")
-        for key in ("buffer_names", "shared_params"):
-            root[key]
-    return root  # type: ignore[no-any-return]
+def read_model_parts(files: Sequence[Path]) -> list[Mapping[str, Any]]:
+    """What the files of the model's side hold: all of rank 0's, and what is cut or compared of the others'."""
+    found: list[Mapping[str, Any]] = []
+    for file in files:
+        root = open_archive(file, names=_NAMES).root
+        with plausible(file):
+            if not isinstance(root["module"], dict) or not isinstance(root["param_shapes"], list):
+                raise TypeError("`module` or `param_shapes` is of another type")
+            compared = {key: root.get(key) for key in ("frozen_param_fragments", "global_steps")}
+            found.append(compared if found else root)
+    return found
 
 
 def check_complete(files: Files, ranks: Sequence[RankPart], models: Sequence[Mapping[str, Any]]) -> None:
@@ -217,25 +242,12 @@ def _check_count(found: Sequence[Path], expected: int) -> None:
 
 def _of_another_save(file: Path, rank: int) -> CheckpointError:
     return CheckpointError(
-        f"{file} does not belong to the save of rank 0's files: the ranks differ in number, stage, groups or step",
+        f"{file} does not belong to the same save as the others: they differ in dtype, stage, groups, step or number "
+        "of ranks",
         rank=rank,
         path=file,
         hint="the directory was written twice, or copied together: take it from where it was written, whole",
     )
-
-
-@contextmanager
-def plausible(file: Path) -> Iterator[None]:
-    """Turn what goes wrong with the contents of a file into an error that names it."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} does not hold what DeepSpeed writes there: {type(error).__name__}: {error}",
-            path=file,
-            hint="the file is not of a whole save by a version that is known (0.19.8 is tested), or its states were "
-            "offloaded to NVMe, which leaves them out of it",
-        ) from error
 
 
 # What the pickles may mention
@@ -249,7 +261,6 @@ def _typed(function: Any, kind: Any, arguments: Any, state: Any = None) -> Any:
     return TORCH_NAMES.functions[function.name](*arguments)
 
 
-_STAGE: Final = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _NUMPY: Final = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NAMES: Final[Names] = attrs.evolve(
     TORCH_NAMES,
@@ -258,7 +269,7 @@ _NAMES: Final[Names] = attrs.evolve(
     # Their objects become inert records: nothing of these classes is imported.
     records=frozenset(
         {
-            _STAGE,
+            "deepspeed.runtime.zero.config.ZeroStageEnum",
             "deepspeed.runtime.zero.constants.ZeroStageEnum",
             "deepspeed.runtime.zero.config.DeepSpeedZeroConfig",
             "deepspeed.runtime.config.DeepSpeedConfig",
