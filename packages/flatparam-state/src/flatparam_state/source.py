@@ -20,8 +20,8 @@ CHUNK_NBYTES: Final = 8 * 2**20
 """The most bytes that a source yields at once."""
 
 
-def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
-    return tuple(shape)
+def _as_shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
 
 
 @final
@@ -29,7 +29,7 @@ def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
 class TensorInfo:
     """The shape and dtype of a tensor in a checkpoint."""
 
-    shape: tuple[int, ...] = attrs.field(converter=_sizes)
+    shape: tuple[int, ...] = attrs.field(converter=_as_shape)
     dtype: torch.dtype
 
     @property

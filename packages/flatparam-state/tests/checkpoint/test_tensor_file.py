@@ -20,13 +20,7 @@ from flatparam_state.tensor_file import (
     read_header,
 )
 
-
-def example(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Arbitrary bytes that are elements of `dtype`."""
-    numel = torch.Size(shape).numel()
-    raw = torch.arange(numel * dtype.itemsize).to(torch.uint8) % 100
-    return (raw % 2 if dtype == torch.bool else raw).view(dtype).reshape(shape)
-
+from .examples import example
 
 EXAMPLES = {str(dtype): example(dtype, 3, 4) for dtype in DTYPES} | {
     "none": torch.empty(0, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +16,11 @@ from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive_writer import Streamed, write_archive
 from flatparam_state.formats.dcp_metadata import METADATA_FILE
-from flatparam_state.formats.output import SparseFile, appearing
+from flatparam_state.formats.output import SparseFile, appearing, refuse_existing
 from flatparam_state.formats.pickle_writer import Call, pickle_of
 from flatparam_state.formats.pickled import Global
 from flatparam_state.formats.regions import Box
-from flatparam_state.formats.trees import tree_of
+from flatparam_state.formats.views import tree_of
 from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_dcp"]
@@ -29,12 +30,18 @@ _VERSION: Final = "1.0.0"
 _Path = tuple[str | int, ...]
 
 
-def write_dcp(source: Source, path: str | Path, *, world_size: int = 1) -> None:
+def write_dcp(
+    source: Source, path: str | os.PathLike[str], *, world_size: int = 1, dry_run: bool = False
+) -> dict[str, int]:
     """Write a source as `torch.distributed.checkpoint.save({"model": ..., "optimizer": ..., "extra": ...})` would.
 
     Args:
         world_size: the files that it is spread over; tensors are cut along their first dimension, as FSDP2 does.
             It can be loaded at any world size.
+        dry_run: write nothing.
+
+    Returns:
+        The bytes of tensors by file, relative to `path`.
 
     Extra memory: the structure and one chunk.
 
@@ -42,18 +49,31 @@ def write_dcp(source: Source, path: str | Path, *, world_size: int = 1) -> None:
         CheckpointError: where `path` exists, or two entries would have the same key.
     """
     entries = dict(_flattened(tree_of(source)))
+    keys = {".".join(map(str, parts)): parts for parts in entries}
+    if len(keys) < len(entries):
+        raise CheckpointError(f"{path}: two entries would have the same key in this format", path=path)
+    files = {
+        f"__{rank}_0.distcp": sum(_nbytes(info, rank, world_size) for info in source.tensors.values())
+        for rank in range(world_size)
+    }
+    if dry_run:
+        refuse_existing(Path(path))
+        return files
     with appearing(Path(path)) as temporary:
         temporary.mkdir()
-        writer = _Writer({".".join(map(str, parts)): parts for parts in entries})
-        if len(writer.paths) < len(entries):
-            raise CheckpointError(f"{path}: two entries would have the same key in this format", path=path)
-        for rank in range(world_size):
-            name = f"__{rank}_0.distcp"
+        writer = _Writer(keys)
+        for rank, name in enumerate(files):
             with SparseFile(temporary / name) as file:
-                for parts, value in entries.items():
-                    writer.write(file, name, ".".join(map(str, parts)), value, rank, world_size)
+                for key, parts in keys.items():
+                    writer.write(file, name, key, entries[parts], rank, world_size)
         with SparseFile(temporary / METADATA_FILE) as file:
             file.write(pickle_of(writer.metadata()))
+    return files
+
+
+def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
+    rows = _rows(info.shape, rank, world_size)
+    return 0 if rows is None else math.prod(_box(info.shape, rows).sizes) * info.dtype.itemsize
 
 
 def _flattened(tree: Mapping[str, Any], parts: _Path = ()) -> Iterator[tuple[_Path, Any]]:

@@ -15,14 +15,15 @@ from typing_extensions import final
 from flatparam_runtime import Span
 from flatparam_state.byte_file import ByteFile, tensor_of
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.output import SparseFile, appearing
+from flatparam_state.formats.output import SparseFile, appearing, refuse_existing
 from flatparam_state.formats.regions import Storage
-from flatparam_state.formats.trees import TreeSource, aliases_of
+from flatparam_state.formats.trees import TreeSource
+from flatparam_state.formats.views import aliases_of
 from flatparam_state.limited_json import parse_json
 from flatparam_state.source import Source, TensorInfo, chunk_spans, join_path, split_path
 from flatparam_state.tensor_file import TensorFileWriter, read_header
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "open_hugging_face", "shards_of", "write_hugging_face"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "open_hugging_face", "write_hugging_face"]
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -107,7 +108,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weights
 
 
-def shards_of(source: Source, max_shard_nbytes: int) -> list[dict[str, TensorInfo]]:
+def _shards_of(source: Source, max_shard_nbytes: int) -> list[dict[str, TensorInfo]]:
     """Which tensors of the model go to which file, by path, in the order of the source.
 
     A file holds at most `max_shard_nbytes` bytes of tensors, or one tensor. A tensor that is another one (tied
@@ -128,13 +129,21 @@ def shards_of(source: Source, max_shard_nbytes: int) -> list[dict[str, TensorInf
 
 
 def write_hugging_face(
-    source: Source, path: str | os.PathLike[str], *, max_shard_nbytes: int = 5 * 10**9
-) -> None:
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_nbytes: int = 5 * 10**9,
+    dry_run: bool = False,
+) -> dict[str, int]:
     """Write the model of a source as safetensors with the names that `from_pretrained` looks for.
 
     Args:
         path: a new directory, or a new file where the name ends with `.safetensors` (then everything goes there).
         max_shard_nbytes: the most bytes of tensors in a file, unless a single tensor is larger.
+        dry_run: write nothing.
+
+    Returns:
+        The bytes of tensors by file.
 
     Extra memory: one chunk. Equal models become equal bytes.
 
@@ -150,25 +159,32 @@ def write_hugging_face(
             path=path,
             hint="export it to torch or dcp",
         )
-    shards = shards_of(source, max_shard_nbytes)
+    shards = _shards_of(source, max_shard_nbytes)
     if not shards[0]:
         raise CheckpointError(f"there is no model to write to {path}", path=path, hint="use torch or dcp")
-    if path.suffix == ".safetensors":
-        everything = {name: info for shard in shards for name, info in shard.items()}
+    single = path.suffix == ".safetensors"
+    if single:
+        shards = [{name: info for shard in shards for name, info in shard.items()}]
+    names = [path.name] if single else _file_names(len(shards))
+    if dry_run:
+        refuse_existing(path)
+    else:
         with appearing(path) as temporary:
-            _write_file(source, temporary, everything)
-        return
-    with appearing(path) as temporary:
-        temporary.mkdir()
-        names = file_names(len(shards))
-        for name, shard in zip(names, shards, strict=True):
-            _write_file(source, temporary / name, shard)
-        if len(shards) > 1:
-            with SparseFile(temporary / INDEX_FILE) as file:
-                file.write(_index(names, shards))
+            _write(source, temporary, dict(zip(names, shards, strict=True)), single)
+    return {name: sum(info.nbytes for info in shard.values()) for name, shard in zip(names, shards, strict=True)}
 
 
-def file_names(count: int) -> list[str]:
+def _write(source: Source, path: Path, files: Mapping[str, Mapping[str, TensorInfo]], single: bool) -> None:
+    if not single:
+        path.mkdir()
+    for name, shard in files.items():
+        _write_file(source, path if single else path / name, shard)
+    if len(files) > 1:
+        with SparseFile(path / INDEX_FILE) as file:
+            file.write(_index(files))
+
+
+def _file_names(count: int) -> list[str]:
     """What `count` files of one model are called."""
     if count == 1:
         return [SINGLE_FILE]
@@ -191,8 +207,8 @@ def _write_file(source: Source, path: Path, shard: Mapping[str, TensorInfo]) -> 
             writer.write(_name(each), source.read(each, Span(0, shard[each].numel)))
 
 
-def _index(names: list[str], shards: list[dict[str, TensorInfo]]) -> bytes:
-    total = sum(info.nbytes for shard in shards for info in shard.values())
-    weights = {_name(path): name for name, shard in zip(names, shards, strict=True) for path in shard}
+def _index(files: Mapping[str, Mapping[str, TensorInfo]]) -> bytes:
+    total = sum(info.nbytes for shard in files.values() for info in shard.values())
+    weights = {_name(path): name for name, shard in files.items() for path in shard}
     tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
     return (json.dumps(tree, indent=2) + "\n").encode()

@@ -15,9 +15,15 @@ from typing_extensions import final
 from flatparam_state.errors import CheckpointError
 from flatparam_state.tensor_file import bytes_view
 
-__all__ = ["SparseFile", "appearing", "buffer_of"]
+__all__ = ["SparseFile", "appearing", "buffer_of", "refuse_existing"]
 
 _HOLE: Final = 1 << 16
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise a CheckpointError where there is something at `path`."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists already", path=path, hint="choose another name, or remove it first")
 
 
 @contextmanager
@@ -29,10 +35,7 @@ def appearing(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: where `path` exists, or its directory does not.
     """
-    if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path} exists already", path=path, hint="choose another name, or remove it first"
-        )
+    refuse_existing(path)
     if not path.absolute().parent.is_dir():
         raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.incomplete")

@@ -5,8 +5,7 @@ A foreign tree is made of dictionaries, lists, tuples and leaves, where the tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,12 +15,11 @@ from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.archive_writer import Streamed
 from flatparam_state.formats.optimizers import by_name
 from flatparam_state.formats.regions import Storage
-from flatparam_state.source import Source, TensorInfo, join_path, split_path
+from flatparam_state.source import TensorInfo, join_path
 
-__all__ = ["Stored", "TreeSource", "aliases_of", "arranged", "select", "tree_of"]
+__all__ = ["Stored", "TreeSource", "arranged"]
 
 MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS: Final = (
@@ -154,7 +152,7 @@ class _Walk:
         self._seen = 0
 
     def values(self, tree: Any, parts: tuple[str, ...]) -> Any:
-        """`tree` without its tensors (None in a list); they go to `tensors`."""
+        """`tree` without its tensors, which go to `tensors`: None in a list; a tuple becomes one."""
         self._seen += 1
         if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
             raise CheckpointError(
@@ -169,11 +167,12 @@ class _Walk:
                 if not self._took(value, (*parts, key))
             }
         if isinstance(tree, (list, tuple)):
-            each = (
+            known = len(self.tensors)
+            each = [
                 None if self._took(value, (*parts, str(index))) else self.values(value, (*parts, str(index)))
                 for index, value in enumerate(tree)
-            )
-            return type(tree)(each) if type(tree) in (list, tuple) else list(each)
+            ]
+            return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
         return tree
 
     def _took(self, value: Any, parts: tuple[str, ...]) -> bool:
@@ -181,77 +180,3 @@ class _Walk:
             return False
         self.tensors[join_path(parts)] = value
         return True
-
-
-def tree_of(source: Source) -> dict[str, Any]:
-    """The tree of a source, with a `Streamed` for each tensor."""
-    tree: dict[str, Any] = _copied(source.values)
-    aliases = aliases_of(source)
-    for path, info in source.tensors.items():
-        *parents, name = split_path(path)
-        place: Any = tree
-        for part in parents:
-            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        tensor = Streamed(aliases.get(path, path), info, partial(source.read, path))
-        place[int(name) if isinstance(place, list) else name] = tensor
-    return tree
-
-
-def aliases_of(source: Source) -> dict[str, str]:
-    """Tensors that are another one before them (tied weights), as far as the format tells: path by path."""
-    if isinstance(source, Selection):
-        inner = source.tensors
-        return {path: to for path, to in aliases_of(source.source).items() if path in inner and to in inner}
-    if not isinstance(source, TreeSource):
-        return {}
-    first: dict[Any, str] = {}
-    found: dict[str, str] = {}
-    for path, stored in source.stored.items():
-        if stored.info.numel and first.setdefault(stored, path) != path:
-            found[path] = first[stored]
-    return found
-
-
-def _copied(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {key: _copied(value) for key, value in values.items()}
-    return [_copied(value) for value in values] if isinstance(values, list) else values
-
-
-@final
-@attrs.frozen(eq=False)
-class Selection:
-    """Some parts of a source."""
-
-    source: Source
-    parts: tuple[str, ...]
-
-    @property
-    def format(self) -> str:
-        """See `Source`."""
-        return self.source.format
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """See `Source`."""
-        return self.source.facts
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """See `Source`."""
-        return {part: value for part, value in self.source.values.items() if part in self.parts}
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """See `Source`."""
-        paths = self.source.tensors.items()
-        return {path: info for path, info in paths if path.partition("/")[0] in self.parts}
-
-    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
-        """See `Source`."""
-        return self.source.read(path, span)
-
-
-def select(source: Source, parts: Sequence[str]) -> Source:
-    """The parts of a source that are named: "model", "optimizer", "extra"."""
-    return Selection(source, tuple(parts))
