@@ -106,6 +106,20 @@ def test_truncated_later(tmp_path: Path) -> None:
         list(source.read("model/hidden.weight", Span(0, 35)))
 
 
+@pytest.mark.parametrize("name", ["stage3-fp32", "stage1-fp32"])
+def test_changed_byte(name: str, tmp_path: Path) -> None:
+    """One changed bit among a rank's weights is found when any of them is read, and the file is named."""
+    checkpoint, step = copied(name, tmp_path)
+    source = open_deepspeed(checkpoint)
+    weights = next(iter(source.read("model/out.weight", Span(34, 35)))).numpy().tobytes()
+    data = (step / OPTIM.format(1)).read_bytes()
+    assert data.count(weights) == 1
+    at = data.index(weights)
+    (step / OPTIM.format(1)).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(CheckpointError, match=OPTIM.format(1)):
+        list(open_deepspeed(checkpoint).read("model/out.weight", Span(0, 35)))
+
+
 def test_other_stage(tmp_path: Path) -> None:
     """A stage that is not known is named, with those that are."""
     checkpoint, step = copied("stage3-fp32", tmp_path)

@@ -57,8 +57,9 @@ def open_deepspeed(path: str | Path) -> Source:
     options of the parameter groups, and in `extra` the rest of what DeepSpeed keeps: the learning rate scheduler's
     state, the loss scale, the number of steps. `facts["left_out"]` lists what is neither a tensor nor a plain value.
 
-    Only the structure of the files is read now, and a span of a tensor later by the parts that it lies in. What the
-    pickles in the files name is neither imported nor called.
+    Only the structure of the files is read now. A span of a tensor is read from the parts that it lies in, and no more
+    than it; the first time, the checksum of each part (a rank's flat group) is compared, which takes a read of it. What
+    the pickles in the files name is neither imported nor called.
 
     Args:
         path: the directory with the file `latest`, or the directory of one step in it.
@@ -76,7 +77,7 @@ def open_deepspeed(path: str | Path) -> Source:
 
 
 @final
-@attrs.frozen
+@attrs.frozen(eq=False)  # two names are of one tensor where they share the object
 class _Cut:
     """A tensor that lies in parts: its element `i` is number `origin + i` of a row, the row is cut every `each`
     elements, and piece `k` of it begins at element `at` of `parts[k]`.
@@ -123,7 +124,7 @@ class _Cut:
 def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"a shape of {shape}")
-    return TensorInfo(tuple(shape), dtype)
+    return TensorInfo(shape, dtype)
 
 
 # Entries of the model's side: the state of training, and what only describes the checkpoint. The rest is the client's.
@@ -288,9 +289,8 @@ class _Reading:
                     f"optimizer state {kind!r} of flat group {index}, of shape {value.info.shape}"
                 )
             else:
-                plain = self._plain(value, ("optimizer", "state", str(index), str(kind)))
-                for states in found.values():
-                    states[kind] = plain
+                for name, states in found.items():
+                    states[kind] = self._plain(value, ("optimizer", "state", name, str(kind)))
         if "step" in group:  # where DeepSpeed's own optimizers had it before 0.15
             for states in found.values():
                 states.setdefault("step", group["step"])
