@@ -159,14 +159,19 @@ class StagedOptimizer:
     state_dict: dict[str, Any]
 
     def install(self) -> None:
-        """Give it to the optimizer, in the dtypes that were saved (torch would take those of the parameters)."""
+        """Give it to the optimizer as it was saved.
+
+        Torch itself would cast tensors to the parameters' dtype, and make generators of strings.
+        """
         self.optimizer.load_state_dict(self.state_dict)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, values in self.state_dict["state"].items():
             installed = self.optimizer.state[parameters[index]]
             for name, value in values.items():
                 now = installed.get(name)
-                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                if not isinstance(value, Tensor):
+                    installed[name] = value
+                elif isinstance(now, Tensor) and now.dtype != value.dtype:
                     installed[name] = value.to(now.device)
 
 
