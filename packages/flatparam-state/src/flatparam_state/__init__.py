@@ -21,7 +21,7 @@ from flatparam_state.model_load import FullLoad, load_model_state
 from flatparam_state.optim_load import load_optimizer_state
 from flatparam_state.optim_save import optimizer_state_dict
 from flatparam_state.places import Place, places_in, places_of
-from flatparam_state.source import Source, TensorInfo, chunk_spans, join_path, split_path
+from flatparam_state.source import Source, TensorInfo, join_path, split_path
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,6 @@ __all__ = [
     "TensorInfo",
     "UnknownFormatError",
     "cast_model",
-    "chunk_spans",
     "clean_keys",
     "fragment_of",
     "fragments_of",

@@ -14,10 +14,11 @@ from typing_extensions import final
 from flatparam.command.options import add_reading, command, parts_of
 from flatparam.command.progress import add_progress, showing
 from flatparam_core import Span
-from flatparam_state import Source, TensorInfo, chunk_spans, open_source
+from flatparam_state import Source, TensorInfo, open_source
 
 __all__ = ["add_to"]
 
+_AT_ONCE_NBYTES: Final = 1 << 21  # bytes of a tensor that are compared at once
 _WIDE_NUMEL: Final = 1 << 18  # elements that are compared in float64 at once
 
 
@@ -36,9 +37,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     added.add_argument(
         "--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers"
     )
-    added.add_argument(
-        "--all", action="store_true", help="show all differences, and not the first twenty"
-    )
+    added.add_argument("--all", action="store_true", help="show all differences, and not the first twenty")
     add_reading(added, pair=False)
     add_progress(added)
 
@@ -125,7 +124,8 @@ def _comparable(info: TensorInfo, other: TensorInfo | None) -> bool:
 
 
 def _common_spans(info: TensorInfo, other: TensorInfo) -> Iterator[Span]:
-    return chunk_spans(Span(0, info.numel), max(info.dtype.itemsize, other.dtype.itemsize))
+    step = _AT_ONCE_NBYTES // max(info.dtype.itemsize, other.dtype.itemsize)
+    return (Span(start, min(start + step, info.numel)) for start in range(0, info.numel, step))
 
 
 @final

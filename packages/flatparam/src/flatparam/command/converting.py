@@ -54,9 +54,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="SIZE",
         help="hf: the most bytes of tensors in a file, such as 2GB (default: 5GB)",
     )
-    added.add_argument(
-        "--world-size", type=positive, default=1, help="dcp: the number of files (default: 1)"
-    )
+    added.add_argument("--world-size", type=positive, default=1, help="dcp: the number of files (default: 1)")
     _add_writing(added)
 
 
@@ -76,9 +74,7 @@ def _add_own(
         default=1,
         help="the number of ranks" + ("" if needs_world_size else " (default: 1)"),
     )
-    added.add_argument(
-        "--step", type=natural, help="the step of the new one (default: the same, or 0)"
-    )
+    added.add_argument("--step", type=natural, help="the step of the new one (default: the same, or 0)")
     _add_writing(added)
 
 
@@ -163,7 +159,8 @@ def _converted(source: Source, chosen: argparse.Namespace, write: _Write) -> int
         verb = "would write" if chosen.dry_run else "wrote"
         for name, nbytes in planned.items():
             sys.stdout.write(f"{verb} {_shown(chosen.destination, name)}: {shown_nbytes(nbytes)}\n")
-        sys.stdout.write(f"{len(planned)} files, {shown_nbytes(sum(planned.values()))} of tensors\n")
+        count = "1 file" if len(planned) == 1 else f"{len(planned)} files"
+        sys.stdout.write(f"{count}, {shown_nbytes(sum(planned.values()))} of tensors\n")
     return 0
 
 
