@@ -65,11 +65,12 @@ def open_dcps(paths: Sequence[Path]) -> Source:
 @final
 @attrs.frozen
 class ChunkedTensor:
-    """A tensor in boxes, each in an archive of its own."""
+    """A tensor in boxes, each in an archive of its own; `opened` are those that were looked into."""
 
     key: str
     info: TensorInfo
     chunks: tuple[Chunk, ...]
+    opened: dict[Item, StridedTensor] = attrs.field(factory=dict, eq=False, repr=False)
 
     def read(self, span: Span) -> Iterator[torch.Tensor]:
         """The row-major elements `span`, as 1-D tensors of at most `CHUNK_NBYTES`."""
@@ -99,7 +100,6 @@ class _Reader:
         self._tensor = tensor
         self._stack = files
         self._files: dict[Path, ByteFile] = {}
-        self._stored: dict[Item, StridedTensor] = {}
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """Read the elements `box` into `out`, of the sizes of the box."""
@@ -110,14 +110,16 @@ class _Reader:
             place = out
             for dim, begin in enumerate(common.relative_to(box.start).start):
                 place = place.narrow(dim, begin, common.sizes[dim])
-            stored = self.stored_in(chunk)
-            read_box(self._file(chunk.item.file), stored, common.relative_to(chunk.box.start), place)
+            stored, file = self.stored_in(chunk), self._file(chunk.item.file)
+            stored.storage.check(file)
+            read_box(file, stored, common.relative_to(chunk.box.start), place)
 
     def stored_in(self, chunk: Chunk) -> StridedTensor:
-        """The archive of a chunk, checked."""
-        if chunk.item not in self._stored:
-            self._stored[chunk.item] = self._open(chunk)
-        return self._stored[chunk.item]
+        """What a chunk was saved as."""
+        opened = self._tensor.opened
+        if chunk.item not in opened:
+            opened[chunk.item] = self._open(chunk)
+        return opened[chunk.item]
 
     def _open(self, chunk: Chunk) -> StridedTensor:
         item, info = chunk.item, self._tensor.info
@@ -135,7 +137,6 @@ class _Reader:
                 path=item.file,
                 fqn=self._tensor.key,
             )
-        stored.storage.check(self._file(item.file))
         return stored
 
     def _file(self, path: Path) -> ByteFile:

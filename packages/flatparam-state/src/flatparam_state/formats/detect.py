@@ -19,7 +19,11 @@ from flatparam_state.formats.torch_file import ACCELERATE_FILES, open_torch_file
 from flatparam_state.formats.views import Own
 from flatparam_state.source import Source
 
-__all__ = ["FORMATS", "open_source"]
+__all__ = ["FORMATS", "UnknownFormatError", "open_source"]
+
+
+class UnknownFormatError(CheckpointError):
+    """There is nothing at a path that is known to be a checkpoint."""
 
 
 def _open_own(paths: Sequence[Path]) -> Source:
@@ -67,13 +71,15 @@ def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> So
     found = [Path(path) for path in paths]
     for path in found:
         if not path.exists():
-            raise CheckpointError(f"{path} does not exist", path=path, hint="check the path")
+            raise UnknownFormatError(f"{path} does not exist", path=path, hint="check the path")
     if format is not None:
         return _OPEN[format](found)
     inner = [each for path in found for each in _inside(path)]
     formats = {_format_of(path) for path in inner}
     if len(formats) != 1:
-        raise CheckpointError(f"{', '.join(map(str, found))} are of different formats: {', '.join(sorted(formats))}")
+        raise CheckpointError(
+            f"{', '.join(map(str, found))} are of different formats: {', '.join(sorted(formats))}"
+        )
     return _OPEN[formats.pop()](inner)
 
 
@@ -92,7 +98,7 @@ def _format_of(path: Path) -> str:
         return "safetensors"
     if is_archive(path):
         return "torch"
-    raise CheckpointError(
+    raise UnknownFormatError(
         f"{path} is neither what torch.save writes (since torch 1.6) nor a .safetensors file",
         path=path,
         hint="where it is an older file of torch, load it and save it again",
@@ -110,7 +116,7 @@ def _format_of_directory(path: Path) -> str:
         return "deepspeed"
     names = sorted(each.name for each in path.iterdir())
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    raise CheckpointError(
+    raise UnknownFormatError(
         f"{path} is no checkpoint that is known; it holds {shown or 'nothing'}",
         path=path,
         hint=(

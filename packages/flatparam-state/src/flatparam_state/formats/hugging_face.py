@@ -171,7 +171,9 @@ def write_hugging_face(
     else:
         with appearing(path) as temporary:
             _write(source, temporary, dict(zip(names, shards, strict=True)), single)
-    return {name: sum(info.nbytes for info in shard.values()) for name, shard in zip(names, shards, strict=True)}
+    return {
+        name: sum(info.nbytes for info in shard.values()) for name, shard in zip(names, shards, strict=True)
+    }
 
 
 def _write(source: Source, path: Path, files: Mapping[str, Mapping[str, TensorInfo]], single: bool) -> None:

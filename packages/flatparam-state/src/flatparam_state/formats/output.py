@@ -23,7 +23,9 @@ _HOLE: Final = 1 << 16
 def refuse_existing(path: Path) -> None:
     """Raise a CheckpointError where there is something at `path`."""
     if os.path.lexists(path):
-        raise CheckpointError(f"{path} exists already", path=path, hint="choose another name, or remove it first")
+        raise CheckpointError(
+            f"{path} exists already", path=path, hint="choose another name, or remove it first"
+        )
 
 
 @contextmanager

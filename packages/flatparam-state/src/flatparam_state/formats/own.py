@@ -17,7 +17,12 @@ __all__ = ["write_checkpoint"]
 
 
 def write_checkpoint(
-    source: Source, directory: str | os.PathLike[str], *, world_size: int = 1, step: int = 0, dry_run: bool = False
+    source: Source,
+    directory: str | os.PathLike[str],
+    *,
+    world_size: int = 1,
+    step: int = 0,
+    dry_run: bool = False,
 ) -> dict[str, int]:
     """Write a source as the checkpoint of `step` in the directory of a run, as `world_size` ranks would have.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ def open_torch_file(path: str | Path) -> Source:
     return open_torch_files([Path(path)])
 
 
-def open_torch_files(paths: list[Path]) -> Source:
+def open_torch_files(paths: Sequence[Path]) -> Source:
     """Open files that belong together, such as one of the model and one of the optimizer; see `open_torch_file`."""
     root: dict[Any, Any] = {}
     for path in paths:

@@ -13,7 +13,9 @@ from flatparam_state.source import Source
 __all__ = ["write_torch_file"]
 
 
-def write_torch_file(source: Source, path: str | os.PathLike[str], *, dry_run: bool = False) -> dict[str, int]:
+def write_torch_file(
+    source: Source, path: str | os.PathLike[str], *, dry_run: bool = False
+) -> dict[str, int]:
     """Write a source as `torch.save` would.
 
     A source that has only a model becomes its plain state dict, one that has only an optimizer that optimizer's; any

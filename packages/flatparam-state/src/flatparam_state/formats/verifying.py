@@ -60,7 +60,7 @@ class _Work:
     def own(self, source: Own) -> None:
         """Compare the headers of all files, and then the blocks of all tensors in files that have passed."""
         reader = source.reader
-        broken = set()
+        broken: set[int] = set()
         for number in range(reader.manifest.world_size):
             with self._noting():
                 reader.file(number)

@@ -166,7 +166,9 @@ def cast_model(source: Source, dtype: torch.dtype) -> Source:
         CheckpointError: where `dtype` is not one of floating-point numbers.
     """
     if not dtype.is_floating_point:
-        raise CheckpointError(f"a model cannot be cast to {dtype}", hint="give a dtype of floating-point numbers")
+        raise CheckpointError(
+            f"a model cannot be cast to {dtype}", hint="give a dtype of floating-point numbers"
+        )
     return _Cast(source, dtype)
 
 
@@ -209,7 +211,9 @@ def _copied(values: Any) -> Any:
         return {key: _copied(value) for key, value in values.items()}
     if type(values) in (list, tuple):
         copied = [_copied(value) for value in values]
-        plain = type(values) is tuple and not any(isinstance(each, (list, dict, type(None))) for each in copied)
+        plain = type(values) is tuple and not any(
+            isinstance(each, (list, dict, type(None))) for each in copied
+        )
         return tuple(copied) if plain else copied
     return values
 
