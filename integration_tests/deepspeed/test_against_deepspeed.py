@@ -10,13 +10,14 @@ import make_deepspeed_fixture
 import pytest
 import safetensors.torch
 import torch
-from make_deepspeed_fixture import CHECKPOINTS, Odd, tokens_of
+from make_deepspeed_fixture import CHECKPOINTS, Odd, optimizer_of, tokens_of
 from torch import Tensor
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
 from flatparam_runtime import Span
-from flatparam_state.formats import open_source, write_torch_file
+from flatparam_state.checkpoint import Checkpointer
+from flatparam_state.formats import open_source, write_checkpoint
 
 pytestmark = [
     pytest.mark.processes,
@@ -54,15 +55,12 @@ def test_training_goes_on(tmp_path: Path) -> None:
     """After an import, a step of two ranks of ours is bit-equal to the one that DeepSpeed would have taken."""
     write(tmp_path / "before", "stage3-fp32", steps=2)
     expected = write(tmp_path / "after", "stage3-fp32", steps=3)
-    write_torch_file(open_source(tmp_path / "before" / "stage3-fp32"), tmp_path / "whole.pt")
+    write_checkpoint(open_source(tmp_path / "before" / "stage3-fp32"), tmp_path / "run")
 
     def step(ranks: Collectives) -> dict[str, Any]:
-        saved = torch.load(tmp_path / "whole.pt")
         model = FullyShardedDataParallel(Odd(), use_orig_params=True)
-        model.load_state_dict(saved["model"])
-        optimizer = torch.optim.AdamW(groups_by_name(model, saved["optimizer"]["param_groups"]))
-        state = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optimizer"])
-        optimizer.load_state_dict(state)
+        optimizer = optimizer_of(model)
+        assert Checkpointer(tmp_path / "run", model, optimizer).load() is not None
         model(tokens_of(2, ranks.rank)).backward()
         optimizer.step()
         states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
@@ -75,9 +73,3 @@ def test_training_goes_on(tmp_path: Path) -> None:
         assert found.keys() == expected.keys()
         for path, tensor in expected.items():
             assert torch.equal(found[path], tensor), path
-
-
-def groups_by_name(model: torch.nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parameters of a wrapped model, grouped as the checkpoint has them."""
-    parameters = {name.removeprefix("_fsdp_wrapped_module."): each for name, each in model.named_parameters()}
-    return [{"params": [parameters[name] for name in group["params"]]} for group in groups]
