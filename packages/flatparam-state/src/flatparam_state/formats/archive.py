@@ -128,6 +128,7 @@ TORCH_NAMES: Final = Names(
         "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
         "_codecs.encode": _encoded,
         "builtins.bytearray": lambda text="", encoding="latin1": bytearray(_encoded(text, encoding)),
+        "builtins.bytes": lambda: b"",  # how protocol 2 has it empty
         "builtins.set": _set,
         "builtins.complex": lambda real, imaginary: complex(real, imaginary),
     },
