@@ -46,11 +46,16 @@ def awkward() -> dict[str, torch.Tensor]:
 
 def state() -> dict[str, Any]:
     """A checkpoint of a model and an optimizer, as FSDP's full state has it, and what a program keeps beside them."""
+    torch.manual_seed(0)
     return {
         "model": {"0.weight": torch.randn(6, 5), "0.bias": torch.randn(6), "1.weight": torch.randn(3, 6)},
         "optimizer": {
             "state": {
-                name: {"step": torch.tensor(2.0), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+                name: {
+                    "step": torch.tensor(2.0),
+                    "exp_avg": torch.randn(shape),
+                    "exp_avg_sq": torch.rand(shape),
+                }
                 for name, shape in (("0.weight", (6, 5)), ("0.bias", (6,)), ("1.weight", (3, 6)))
             },
             "param_groups": [

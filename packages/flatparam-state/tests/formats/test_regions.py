@@ -80,9 +80,18 @@ def test_scattered_elements_take_little_memory(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("shape", "offset", "strides"),
-    [((4,), 0, (2,)), ((4,), 5, (1,)), ((-1,), 0, (1,)), ((2,), -1, (1,)), ((2,), 0, (-1,)), ((2, 2), 0, (1,))],
+    [
+        ((4,), 0, (2,)),
+        ((4,), 5, (1,)),
+        ((-1,), 0, (1,)),
+        ((2,), -1, (1,)),
+        ((2,), 0, (-1,)),
+        ((2, 2), 0, (1,)),
+    ],
 )
-def test_a_tensor_must_lie_in_its_storage(shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> None:
+def test_a_tensor_must_lie_in_its_storage(
+    shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
+) -> None:
     """Strides and offsets that reach out of the storage are refused before anything is read."""
     storage = Storage(Path("nowhere"), 0, 24)
     with pytest.raises(ValueError):

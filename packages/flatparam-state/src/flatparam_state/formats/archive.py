@@ -286,7 +286,7 @@ class _Window(io.RawIOBase):
         """Move; see `io.IOBase.seek`."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
         if base + offset < 0:
-            raise OSError("a position before the start")
+            raise ValueError("a record begins before the archive")
         self._at = base + offset
         return self._at
 
