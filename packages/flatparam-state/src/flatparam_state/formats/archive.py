@@ -128,6 +128,7 @@ TORCH_NAMES: Final = Names(
         "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
         "_codecs.encode": _encoded,
         "builtins.bytearray": lambda text="", encoding="latin1": bytearray(_encoded(text, encoding)),
+        "builtins.bytes": lambda: b"",  # how protocol 2 has it empty
         "builtins.set": _set,
         "builtins.complex": lambda real, imaginary: complex(real, imaginary),
     },
@@ -285,7 +286,7 @@ class _Window(io.RawIOBase):
         """Move; see `io.IOBase.seek`."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
         if base + offset < 0:
-            raise OSError("a position before the start")
+            raise ValueError("a record begins before the archive")
         self._at = base + offset
         return self._at
 

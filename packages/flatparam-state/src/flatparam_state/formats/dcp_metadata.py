@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import attrs
+import torch
 from typing_extensions import final
 
 from flatparam_state.byte_file import ByteFile
@@ -181,6 +182,8 @@ def _tensor(
         raise ValueError(f"{key!r} has no properties")
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the dtype of {key!r} is {dtype!r}")
     shape = _sizes(fields["size"])
     boxes: dict[Box, Item] = {}
     for each in fields["chunks"]:

@@ -32,28 +32,39 @@ def open_torch_file(path: str | Path) -> Source:
 
 def open_torch_files(paths: Sequence[Path]) -> Source:
     """Open files that belong together, such as one of the model and one of the optimizer; see `open_torch_file`."""
+    root: Any = _root_of(paths[0]) if len(paths) == 1 else _together(paths)
+    tensors, values = arranged(root, paths[0], StridedTensor)
+    return TreeSource("torch", tensors, values, {"files": [str(path) for path in paths]})
+
+
+def _together(paths: Sequence[Path]) -> dict[Any, Any]:
     root: dict[Any, Any] = {}
     for path in paths:
-        found = _parts_of(path, alone=len(paths) == 1)
+        found = _parts_of(path)
         twice = sorted(map(str, root.keys() & found.keys()))
         if twice:
             raise CheckpointError(
                 f"{path} has {twice[0]!r}, and so has another of {', '.join(map(str, paths))}"
             )
         root.update(found)
-    tensors, values = arranged(root, paths[0], StridedTensor)
-    return TreeSource("torch", tensors, values, {"files": [str(path) for path in paths]})
+    return root
 
 
-def _parts_of(path: Path, *, alone: bool) -> Mapping[Any, Any]:
+def _root_of(path: Path) -> Any:
     if not is_archive(path):
         raise CheckpointError(
-            f"{path} is no zip archive, as torch.save has written since torch 1.6; an older file must be loaded and "
-            "saved again"
+            f"{path} is no zip archive, as torch.save has written since torch 1.6",
+            path=path,
+            hint="where it is an older file, load it and save it again",
         )
-    root = open_archive(path).root
-    if alone or not isinstance(root, Mapping):
-        return root  # type: ignore[no-any-return]
+    return open_archive(path).root
+
+
+def _parts_of(path: Path) -> Mapping[Any, Any]:
+    """What a file of several adds to the whole."""
+    root = _root_of(path)
+    if not isinstance(root, Mapping):
+        raise CheckpointError(f"{path} holds a {type(root).__name__}, and not a state dict", path=path)
     if "param_groups" in root or "state" in root:
         return {"optimizer": root}
     return {"model": root} if any(isinstance(value, StridedTensor) for value in root.values()) else root
