@@ -126,6 +126,28 @@ def programs(session: nox.Session) -> None:
     python(session, "-m", "integration_tests.programs.searching", *session.posargs)
 
 
+@nox.session(venv_backend="venv")
+def deepspeed(session: nox.Session) -> None:
+    """The import of DeepSpeed's checkpoints against DeepSpeed itself, in an environment of its own; not in `tests`."""
+    prepare(session)
+    build_wheels(session)
+    locked = ("--quiet", "--constraint", str(VENV / "constraints.txt"))
+    session.install(
+        *locked, "torch", "numpy", "pytest", "pytest-timeout", "safetensors", "setuptools", "wheel"
+    )
+    # Its setup looks at torch, and would compile for a GPU. It compiles what it needs on CPU when it is first used.
+    session.install(
+        *locked, "--no-build-isolation", "deepspeed", env={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+    )
+    session.install("--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
+    session.install(*locked, "flatparam")  # what our packages depend on
+    # It compiles an extension at its first start, in a minute or two.
+    extensions = str(Path(session.virtualenv.location) / "extensions")
+    quick = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    quiet = ("-o", "faulthandler_timeout=0")
+    session.run("python", "-m", "pytest", *quiet, "integration_tests/deepspeed", *session.posargs, env=quick)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Documentation: execute every Python block of the docs and the READMEs, and build the site, strictly."""

@@ -7,12 +7,14 @@ from flatparam_comm import (
     FlatParamHandle,
     Fragment,
     ParamSpec,
+    SingleCollectives,
     Span,
     Topology,
     broadcast_tensors,
     clean_fqn,
     memory_view,
     process_group_of,
+    resolve_topology,
 )
 from flatparam_runtime.agreement import DivergenceError
 from flatparam_runtime.averaging import gradient_divisors
@@ -42,8 +44,6 @@ from flatparam_runtime.unit import Unit
 __version__ = "0.1.0"
 
 __all__ = [
-    "FLAT_PARAM",
-    "ROOT_NAME",
     "BackwardOrder",
     "BufferDtype",
     "Casting",
@@ -53,6 +53,7 @@ __all__ = [
     "Event",
     "EventKind",
     "EventLog",
+    "FLAT_PARAM",
     "FlatParamError",
     "FlatParamHandle",
     "Fragment",
@@ -62,6 +63,8 @@ __all__ = [
     "ParamSpec",
     "Phase",
     "PrefetchPlan",
+    "ROOT_NAME",
+    "SingleCollectives",
     "Span",
     "Topology",
     "Unit",
@@ -83,6 +86,7 @@ __all__ = [
     "process_group_of",
     "refuse_in_a_pass",
     "register_forward_method",
+    "resolve_topology",
     "revive_units",
     "shard_module",
     "shown",

@@ -2,6 +2,21 @@
 
 from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
+from flatparam_state.errors import CheckpointError
+from flatparam_state.formats import (
+    FORMATS,
+    Soundness,
+    UnknownFormatError,
+    cast_model,
+    open_source,
+    select,
+    verify_source,
+    watch,
+    write_checkpoint,
+    write_dcp,
+    write_hugging_face,
+    write_torch_file,
+)
 from flatparam_state.forms import FormKind, StateForm
 from flatparam_state.held import Held, Holding, held_parameters
 from flatparam_state.model import StandIns, clean_keys, model_state_dict, state_shown
@@ -9,24 +24,32 @@ from flatparam_state.model_load import ModelLoad, load_model_state
 from flatparam_state.optim_load import load_optimizer_state
 from flatparam_state.optim_save import optimizer_state_dict
 from flatparam_state.places import Place, places_in, places_of
+from flatparam_state.source import Source, TensorInfo, join_path, split_path
 from flatparam_state.tilings import Tiling, is_sharded_tensor
 from flatparam_state.wanted import Streamed, Wanted, from_first
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "OWN_CHUNKER",
+    "CheckpointError",
     "Chunker",
+    "FORMATS",
     "FormKind",
     "Held",
     "Holding",
     "ModelLoad",
+    "OWN_CHUNKER",
     "Place",
+    "Soundness",
+    "Source",
     "StandIns",
     "StateForm",
     "Streamed",
+    "TensorInfo",
     "Tiling",
+    "UnknownFormatError",
     "Wanted",
+    "cast_model",
     "clean_keys",
     "fragment_of",
     "fragments_of",
@@ -34,12 +57,22 @@ __all__ = [
     "gather",
     "held_parameters",
     "is_sharded_tensor",
+    "join_path",
     "load_model_state",
     "load_optimizer_state",
     "model_state_dict",
+    "open_source",
     "optimizer_state_dict",
     "places_in",
     "places_of",
+    "select",
     "shard_of",
+    "split_path",
     "state_shown",
+    "verify_source",
+    "watch",
+    "write_checkpoint",
+    "write_dcp",
+    "write_hugging_face",
+    "write_torch_file",
 ]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 __all__ = ["async_save", "load", "save"]
 
 _GROUPS: weakref.WeakKeyDictionary[Any, weakref.ReferenceType[Any]] = weakref.WeakKeyDictionary()
-"""By the default group, the group in which its ranks save in the background; torch keeps both until they are destroyed."""
+"""By the default group, that in which its ranks save in the background; torch keeps both until they are destroyed."""
 
 
 def async_save(state_dict: Any, **arguments: Any) -> Any:

@@ -1,0 +1,128 @@
+"""One writer at a time in a directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+from typing_extensions import final
+
+from flatparam_state.errors import CheckpointError
+
+__all__ = ["DirectoryLock"]
+
+_NAME: Final = "lock"
+
+
+@final
+class DirectoryLock:
+    """Holds `<root>/lock`. The operating system takes it back when the process dies, however it dies.
+
+    Where the file system has no locks, the owner's process id decides, on its own host.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_root")
+
+    def __init__(self, root: Path) -> None:
+        """Not locked yet."""
+        self._root = root
+        self._descriptor = -1
+        _LOCKS.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds it."""
+        return self._descriptor >= 0
+
+    def acquire(self) -> None:
+        """Lock the directory; nothing where it is held already.
+
+        Raises:
+            CheckpointError: where somebody else writes there, naming host and process.
+        """
+        if self.is_held:
+            return
+        path = self._root / _NAME
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take(descriptor, path)
+            owner = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def _take(self, descriptor: int, path: Path) -> None:
+        owner = _owner(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _refusal(self._root, owner) from None
+        except OSError:  # no locks here
+            if owner and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"))):
+                raise _refusal(self._root, owner, f"; if that process is dead, delete {path}") from None
+
+    def release(self) -> None:
+        """Let others write."""
+        if self.is_held:
+            os.ftruncate(self._descriptor, 0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the file; in a forked child the parent goes on holding it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _owner(descriptor: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:  # nobody, or one who is just writing
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_alive(pid: object) -> bool:
+    if type(pid) is not int or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _refusal(root: Path, owner: dict[str, Any], more: str = "") -> CheckpointError:
+    who = f"process {owner.get('pid', '?')} on host {owner.get('host', '?')} since {owner.get('since', '?')}"
+    return CheckpointError(
+        f"{root}: another writer has it: {who}",
+        path=root,
+        hint=f"stop that one, or give each job a directory of its own{more}",
+    )
+
+
+_LOCKS: Final[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_LOCKS):
+        lock.forget()
+
+
+# A child that outlives its killed parent (a worker of a data loader, say) must not keep the directory locked.
+os.register_at_fork(after_in_child=_forget_all)

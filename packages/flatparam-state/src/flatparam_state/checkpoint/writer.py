@@ -1,0 +1,215 @@
+"""Writing a checkpoint from one process, tensor by tensor: for conversions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, final
+
+from flatparam_runtime import Span
+from flatparam_state.checkpoint.commit import Committer, free_nbytes
+from flatparam_state.checkpoint.directory import CheckpointDirectory
+from flatparam_state.checkpoint.dtypes import dtype_name
+from flatparam_state.checkpoint.manifest import TensorRecord, rank_file
+from flatparam_state.checkpoint.parts import Report, Ticket, graft
+from flatparam_state.checkpoint.values import encode, reference
+from flatparam_state.checkpoint.writing import RankFileWriter, header_metadata
+from flatparam_state.errors import CheckpointError
+from flatparam_state.source import CHUNK_NBYTES, TensorInfo, split_path
+from flatparam_state.tensor_file import Staging
+
+__all__ = ["CheckpointWriter"]
+
+
+@final
+class CheckpointWriter:
+    """Writes one checkpoint of `world_size` files, as that many ranks would, from one process without a group.
+
+    Give it the tensors in the order in which they were announced; `commit` then makes it a checkpoint. Left without
+    that, nothing stays. Memory: the chunks that it is given, and `CHUNK_NBYTES` of staging in all.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        tensors: Mapping[str, TensorInfo],
+        values: Mapping[str, Any],
+        *,
+        world_size: int = 1,
+        step: int = 0,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin the checkpoint `<directory>/step-<step>`.
+
+        Args:
+            directory: the directory of a run, made where it is not there.
+            tensors: every tensor by its path; see `Source.tensors`.
+            values: the tree without its tensors; see `Source.values`.
+            aliases: the other paths of tied tensors.
+
+        Raises:
+            CheckpointError: where the step is there, another writer is, the disk is too full, or a value is refused.
+        """
+        if world_size < 1 or step < 0:
+            raise ValueError(
+                f"expected a world_size of at least 1 and a step of at least 0: {world_size}, {step}"
+            )
+        self._tensors = dict(tensors)
+        self._world_size = world_size
+        self._aliases = dict(aliases or {})
+        for path in self._aliases.values():
+            if path not in tensors:
+                raise ValueError(f"expected aliases of announced tensors, found one of {path!r}")
+        self._values = _values(values, tensors)
+        for path, info in tensors.items():
+            dtype_name(info.dtype, split_path(path))
+        self._check_space(Path(directory))
+        self._committer = Committer(CheckpointDirectory(Path(directory)))
+        self._writers: list[RankFileWriter] = []
+        self._left = list(tensors)[::-1]
+        self._is_open = True
+        self._ticket: Ticket | None = None
+        try:
+            self._ticket = self._committer.prepare(step)
+            self._begin_files(self._ticket)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_space(self, directory: Path) -> None:
+        need = sum(info.nbytes + 512 for info in self._tensors.values())
+        free = free_nbytes(directory.absolute())
+        if need > free:
+            raise CheckpointError(
+                f"{directory}: the checkpoint needs {need:,} bytes, and {free:,} are free", path=directory
+            )
+
+    def _begin_files(self, ticket: Ticket) -> None:
+        share = max(2**16, CHUNK_NBYTES // self._world_size)
+        for rank in range(self._world_size):
+            pieces = [
+                (path, TensorRecord(info), _share(info.numel, rank, self._world_size))
+                for path, info in self._tensors.items()
+            ]
+            self._writers.append(
+                RankFileWriter(
+                    ticket.temporary / rank_file(rank),
+                    rank,
+                    pieces,
+                    header_metadata(ticket.save_id, rank, self._world_size),
+                    staging=Staging(share),
+                )
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, path: str, chunks: Iterable[Tensor]) -> None:
+        """Write the next tensor.
+
+        Args:
+            path: the next of the announced paths.
+            chunks: its row-major elements in order.
+
+        Raises:
+            ValueError: where another path, dtype or number of elements was announced.
+        """
+        announced = self._left.pop()
+        if announced != path:
+            raise ValueError(
+                f"expected tensor {announced!r}, found {path!r}: write them as they were announced"
+            )
+        numel = self._tensors[path].numel
+        elements = _Elements(chunks)
+        for rank, writer in enumerate(self._writers):
+            span = _share(numel, rank, self._world_size)
+            if span:
+                writer.write(elements.take(span.numel))
+        if elements.has_more():
+            raise ValueError(f"tensor {path!r}: expected {numel} elements, found more")
+
+    def commit(self) -> Path:
+        """Make it a checkpoint, and `latest`; returns its directory.
+
+        Raises:
+            ValueError: where announced tensors are missing.
+        """
+        ticket = self._ticket
+        if ticket is None or not self._is_open:
+            raise ValueError("it is closed")
+        if self._left:
+            raise ValueError(
+                f"{len(self._left)} announced tensors were not written, first {self._left[-1]!r}"
+            )
+        for rank, writer in enumerate(self._writers):
+            file = writer.finish()
+            aliases, values = (self._aliases, self._values) if rank == 0 else ({}, {})
+            report = Report(ticket.save_id, rank, file, writer.records, {}, aliases, values)
+            report.write(ticket.temporary)
+        path = self._committer.commit(ticket, self._world_size)
+        self.close()
+        return path
+
+    def close(self) -> None:
+        """Remove what was not committed; calling it twice is harmless."""
+        if self._is_open:
+            self._is_open = False
+            for writer in self._writers:
+                writer.close()
+            if self._ticket is not None:
+                self._committer.abandon(self._ticket)
+            self._committer.close()
+
+
+def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """The encoded tree, with a reference wherever the user's own tree has a tensor."""
+    found: dict[str, Tensor] = {}
+    tree = {key: encode(value, (key,), found) for key, value in values.items()}
+    if found:
+        raise ValueError(f"expected values without tensors, found {next(iter(found))!r}")
+    for path in tensors:
+        parts = split_path(path)
+        if parts[0] in ("extra", "rank_extra"):
+            with contextlib.suppress(TypeError, ValueError, IndexError, AttributeError):
+                graft(tree, parts, reference(path))
+    return tree
+
+
+def _share(numel: int, index: int, count: int) -> Span:
+    """Part `index` of `count` equal parts of `[0, numel)`."""
+    return Span(numel * index // count, numel * (index + 1) // count)
+
+
+class _Elements:
+    """A stream of chunks, taken by number of elements."""
+
+    def __init__(self, chunks: Iterable[Tensor]) -> None:
+        self._chunks = iter(chunks)
+        self._rest = torch.empty(0)
+
+    def take(self, numel: int) -> Iterator[Tensor]:
+        while numel:
+            if not self._rest.numel():
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    return
+                self._rest = chunk.detach().reshape(-1)
+            part, self._rest = self._rest[:numel], self._rest[numel:]
+            numel -= part.numel()
+            if part.numel():
+                yield part
+
+    def has_more(self) -> bool:
+        return self._rest.numel() > 0 or any(chunk.numel() for chunk in self._chunks)

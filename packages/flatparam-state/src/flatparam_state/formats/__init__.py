@@ -1,0 +1,32 @@
+"""Checkpoints in the formats of other programs: opened as sources, written from sources, a piece at a time."""
+
+from flatparam_state.formats.dcp import open_dcp
+from flatparam_state.formats.dcp_writer import write_dcp
+from flatparam_state.formats.deepspeed import open_deepspeed
+from flatparam_state.formats.detect import FORMATS, UnknownFormatError, open_source
+from flatparam_state.formats.hugging_face import open_hugging_face, write_hugging_face
+from flatparam_state.formats.own import write_checkpoint
+from flatparam_state.formats.torch_file import open_torch_file
+from flatparam_state.formats.torch_writer import write_torch_file
+from flatparam_state.formats.verifying import Soundness, verify_source
+from flatparam_state.formats.views import aliases_of, cast_model, select, watch
+
+__all__ = [
+    "FORMATS",
+    "Soundness",
+    "UnknownFormatError",
+    "aliases_of",
+    "cast_model",
+    "open_dcp",
+    "open_deepspeed",
+    "open_hugging_face",
+    "open_source",
+    "open_torch_file",
+    "select",
+    "verify_source",
+    "watch",
+    "write_checkpoint",
+    "write_dcp",
+    "write_hugging_face",
+    "write_torch_file",
+]

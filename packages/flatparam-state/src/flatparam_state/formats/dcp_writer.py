@@ -1,0 +1,205 @@
+"""Writing a directory that `torch.distributed.checkpoint.load` reads."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+from typing_extensions import final
+
+from flatparam_runtime import Span
+from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.archive_writer import Streamed, write_archive
+from flatparam_state.formats.dcp_metadata import METADATA_FILE
+from flatparam_state.formats.output import SparseFile, appearing, refuse_existing
+from flatparam_state.formats.pickle_writer import Call, pickle_of
+from flatparam_state.formats.pickled import Global
+from flatparam_state.formats.regions import Box
+from flatparam_state.formats.views import tree_of
+from flatparam_state.source import Source, TensorInfo
+
+__all__ = ["write_dcp"]
+
+_HOME: Final = "torch.distributed.checkpoint.metadata"
+_VERSION: Final = "1.0.0"
+_Path = tuple[str | int, ...]
+
+
+def write_dcp(
+    source: Source, path: str | os.PathLike[str], *, world_size: int = 1, dry_run: bool = False
+) -> dict[str, int]:
+    """Write a source as `torch.distributed.checkpoint.save({"model": ..., "optimizer": ..., "extra": ...})` would.
+
+    Args:
+        world_size: the files that it is spread over; tensors are cut along their first dimension, as FSDP2 does.
+            It can be loaded at any world size.
+        dry_run: write nothing.
+
+    Returns:
+        The bytes of tensors by file, relative to `path`.
+
+    Extra memory: the structure and one chunk.
+
+    Raises:
+        CheckpointError: where `path` exists, or two entries would have the same key.
+    """
+    entries = dict(_flattened(tree_of(source)))
+    keys = {".".join(map(str, parts)): parts for parts in entries}
+    if len(keys) < len(entries):
+        raise CheckpointError(f"{path}: two entries would have the same key in this format", path=path)
+    files = {
+        f"__{rank}_0.distcp": sum(_nbytes(info, rank, world_size) for info in source.tensors.values())
+        for rank in range(world_size)
+    }
+    if dry_run:
+        refuse_existing(Path(path))
+        return files
+    with appearing(Path(path)) as temporary:
+        temporary.mkdir()
+        writer = _Writer(keys)
+        for rank, name in enumerate(files):
+            with SparseFile(temporary / name) as file:
+                for key, parts in keys.items():
+                    writer.write(file, name, key, entries[parts], rank, world_size)
+        with SparseFile(temporary / METADATA_FILE) as file:
+            file.write(pickle_of(writer.metadata()))
+    return files
+
+
+def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
+    rows = _rows(info.shape, rank, world_size)
+    return 0 if rows is None else math.prod(_box(info.shape, rows).sizes) * info.dtype.itemsize
+
+
+def _flattened(tree: Mapping[str, Any], parts: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """The entries of a tree by path, as torch flattens it: a list of plain values is one entry."""
+    for key, value in tree.items():
+        yield from _entries((*parts, str(key)), value)
+
+
+def _entries(parts: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+    if isinstance(value, Mapping):
+        yield from _flattened(value, parts)
+    elif _is_whole(value):
+        yield parts, value
+    else:
+        for index, each in enumerate(value):
+            yield from _entries((*parts, index), each)
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return False
+    return not isinstance(value, list) or not any(
+        isinstance(each, Streamed) or (isinstance(each, (Mapping, list)) and not _is_whole(each))
+        for each in value
+    )
+
+
+def _rows(shape: tuple[int, ...], rank: int, world_size: int) -> Span | None:
+    """The part of the first dimension that a rank writes, as `torch.chunk` cuts it; None where it writes nothing."""
+    if not shape or not math.prod(shape):
+        return Span(0, shape[0] if shape else 1) if rank == 0 else None
+    step = -(-shape[0] // world_size)
+    rows = Span(min(rank * step, shape[0]), min((rank + 1) * step, shape[0]))
+    return rows or None
+
+
+@final
+class _Writer:
+    """Appends entries to files, and keeps account of where each is."""
+
+    def __init__(self, paths: Mapping[str, _Path]) -> None:
+        self.paths = paths
+        self._chunks: dict[str, tuple[TensorInfo, list[Box]]] = {}
+        self._values: list[str] = []
+        self._places: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
+
+    def write(self, file: SparseFile, name: str, key: str, value: Any, rank: int, world_size: int) -> None:
+        """Append this rank's part of an entry."""
+        begin = file.tell()
+        offset: tuple[int, ...] | None = None
+        if isinstance(value, Streamed):
+            rows = _rows(value.info.shape, rank, world_size)
+            if rows is None:
+                return
+            box = _box(value.info.shape, rows)
+            offset = box.start
+            self._chunks.setdefault(key, (value.info, []))[1].append(box)
+            write_archive(file, _part(value, rows))
+        elif rank == 0:
+            self._values.append(key)
+            write_archive(file, value)
+        else:
+            return
+        self._places.append((key, offset, name, begin, file.tell() - begin))
+
+    def metadata(self) -> Call:
+        """What goes to `.metadata`."""
+        entries: dict[str, Call] = {}
+        for key in self.paths:
+            if key in self._chunks:
+                entries[key] = _tensor(*self._chunks[key])
+            else:
+                entries[key] = _new(f"{_HOME}.BytesStorageMetadata", {})
+        places = {
+            _new(f"{_HOME}.MetadataIndex", {"fqn": key, "index": None, "offset": _size(offset)}): _new(
+                "torch.distributed.checkpoint.filesystem._StorageInfo",
+                {"relative_path": name, "offset": begin, "length": nbytes},
+            )
+            for key, offset, name, begin, nbytes in self._places
+        }
+        meta: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+        fields = {
+            "state_dict_metadata": entries,
+            "planner_data": dict(self.paths),
+            "storage_data": places,
+            "storage_meta": _new(f"{_HOME}.StorageMeta", meta),
+            "version": _VERSION,
+        }
+        return _new(f"{_HOME}.Metadata", fields)
+
+
+def _box(shape: tuple[int, ...], rows: Span) -> Box:
+    return Box((rows.start, *(0 for _ in shape[1:])), (rows.numel, *shape[1:])) if shape else Box((), ())
+
+
+def _part(tensor: Streamed, rows: Span) -> Streamed:
+    shape = tensor.info.shape
+    if not shape:
+        return tensor
+    begin = rows.start * math.prod(shape[1:])
+
+    def read(span: Span) -> Iterable[torch.Tensor]:
+        return tensor.read(span.shifted(begin))
+
+    return attrs.evolve(tensor, info=TensorInfo((rows.numel, *shape[1:]), tensor.info.dtype), read=read)
+
+
+def _new(name: str, fields: Mapping[str, Any]) -> Call:
+    return Call(Global(name), (), dict(fields), new=True)
+
+
+def _size(sizes: tuple[int, ...] | None) -> Call | None:
+    return None if sizes is None else Call(Global("torch.Size"), (sizes,))
+
+
+def _tensor(info: TensorInfo, boxes: list[Box]) -> Call:
+    layout = Call(Global("torch.serialization._get_layout"), ("torch.strided",))
+    memory_format = Call(Global(f"{_HOME}._MEM_FORMAT_ENCODING"), (0,))
+    properties = Call(
+        Global(f"{_HOME}.TensorProperties"), (), (info.dtype, layout, False, memory_format, False), new=True
+    )
+    chunks = [
+        _new(f"{_HOME}.ChunkStorageMetadata", {"offsets": _size(box.start), "sizes": _size(box.sizes)})
+        for box in boxes
+    ]
+    return _new(
+        f"{_HOME}.TensorStorageMetadata",
+        {"properties": properties, "size": _size(info.shape), "chunks": chunks},
+    )

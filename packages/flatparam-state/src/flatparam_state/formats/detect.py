@@ -1,0 +1,126 @@
+"""Which format a path has, and a source for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from flatparam_state.checkpoint import open_checkpoint
+from flatparam_state.checkpoint.directory import CheckpointDirectory
+from flatparam_state.checkpoint.manifest import MANIFEST
+from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.archive import is_archive
+from flatparam_state.formats.dcp import ACCELERATE_DIRECTORIES, is_dcp, open_dcps
+from flatparam_state.formats.deepspeed import is_deepspeed, open_deepspeed
+from flatparam_state.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
+from flatparam_state.formats.torch_file import ACCELERATE_FILES, open_torch_files
+from flatparam_state.formats.views import Own
+from flatparam_state.source import Source
+
+__all__ = ["FORMATS", "UnknownFormatError", "open_source"]
+
+
+class UnknownFormatError(CheckpointError):
+    """There is nothing at a path that is known to be a checkpoint."""
+
+
+def _open_own(paths: Sequence[Path]) -> Source:
+    return Own(open_checkpoint(_only(paths)))
+
+
+def _open_hugging_face(paths: Sequence[Path]) -> Source:
+    return open_hugging_face(_only(paths))
+
+
+def _open_deepspeed(paths: Sequence[Path]) -> Source:
+    return open_deepspeed(_only(paths))
+
+
+def _only(paths: Sequence[Path]) -> Path:
+    if len(paths) != 1:
+        raise CheckpointError(
+            f"expected one path, found {', '.join(map(str, paths))}",
+            hint="only files of torch, and directories of torch.distributed.checkpoint, can be given together",
+        )
+    return paths[0]
+
+
+_OPEN: Final[Mapping[str, Callable[[Sequence[Path]], Source]]] = {
+    "flatparam": _open_own,
+    "safetensors": _open_hugging_face,
+    "torch": open_torch_files,
+    "dcp": open_dcps,
+    "deepspeed": _open_deepspeed,
+}
+FORMATS: Final = tuple(_OPEN)
+"""The formats that can be read."""
+
+
+def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> Source:
+    """Open a checkpoint of any format that is known, to be read piece by piece, without ranks and without the model.
+
+    Args:
+        paths: a file or a directory; or two that belong together, such as a model's and an optimizer's.
+        format: one of `FORMATS`, where it shall not be found out.
+
+    Raises:
+        CheckpointError: where there is nothing, nothing that is known, or something damaged.
+    """
+    found = [Path(path) for path in paths]
+    for path in found:
+        if not path.exists():
+            raise UnknownFormatError(f"{path} does not exist", path=path, hint="check the path")
+    if format is not None:
+        return _OPEN[format](found)
+    inner = [each for path in found for each in _inside(path)]
+    formats = {_format_of(path) for path in inner}
+    if len(formats) != 1:
+        raise CheckpointError(
+            f"{', '.join(map(str, found))} are of different formats: {', '.join(sorted(formats))}"
+        )
+    return _OPEN[formats.pop()](inner)
+
+
+def _inside(path: Path) -> list[Path]:
+    """What is to be opened at a path: itself, or what accelerate keeps in a directory."""
+    for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
+        if (path / names[0]).exists():
+            return [path / name for name in names if (path / name).exists()]
+    return [path]
+
+
+def _format_of(path: Path) -> str:
+    if path.is_dir():
+        return _format_of_directory(path)
+    if path.suffix in (".safetensors", ".json"):
+        return "safetensors"
+    if is_archive(path):
+        return "torch"
+    raise UnknownFormatError(
+        f"{path} is neither what torch.save writes (since torch 1.6) nor a .safetensors file",
+        path=path,
+        hint="where it is an older file of torch, load it and save it again",
+    )
+
+
+def _format_of_directory(path: Path) -> str:
+    if (path / MANIFEST).is_file() or CheckpointDirectory(path).steps():
+        return "flatparam"
+    if is_dcp(path):
+        return "dcp"
+    if (path / INDEX_FILE).is_file() or (path / SINGLE_FILE).is_file():
+        return "safetensors"
+    if is_deepspeed(path):
+        return "deepspeed"
+    names = sorted(each.name for each in path.iterdir())
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    raise UnknownFormatError(
+        f"{path} is no checkpoint that is known; it holds {shown or 'nothing'}",
+        path=path,
+        hint=(
+            f"expected {MANIFEST} or step-* (flatparam), .metadata (torch.distributed.checkpoint), "
+            f"{INDEX_FILE} or {SINGLE_FILE} (Hugging Face), or latest (DeepSpeed)"
+        ),
+    )

@@ -1,0 +1,101 @@
+"""Writing files and directories that appear only when they are complete, with holes where there are only zeros."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from typing_extensions import final
+
+from flatparam_state.errors import CheckpointError
+from flatparam_state.tensor_file import bytes_view
+
+__all__ = ["SparseFile", "appearing", "buffer_of", "refuse_existing"]
+
+_HOLE: Final = 1 << 16
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise a CheckpointError where there is something at `path`."""
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} exists already", path=path, hint="choose another name, or remove it first"
+        )
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, for a file or a directory; it is renamed to `path` when the block ends.
+
+    Where the block fails or is interrupted, what was written is removed.
+
+    Raises:
+        CheckpointError: where `path` exists, or its directory does not.
+    """
+    refuse_existing(path)
+    if not path.absolute().parent.is_dir():
+        raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
+    try:
+        yield temporary
+        temporary.rename(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", path=path) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+@final
+class SparseFile:
+    """A new file for writing; long runs of zero bytes become holes. The owner closes it."""
+
+    def __init__(self, path: Path) -> None:
+        """Create `path`."""
+        self._file = path.open("xb", buffering=1 << 16)
+        self._end = 0
+
+    def __enter__(self) -> SparseFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self._file.truncate(self._end)
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def tell(self) -> int:
+        """The position of the next byte."""
+        return self._file.tell()
+
+    def seek(self, position: int) -> None:
+        """Go back, to write over what was there, or to the end."""
+        self._file.seek(position)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of `data`; returns how many bytes these are."""
+        at, nbytes = self._file.tell(), len(data)
+        if nbytes >= _HOLE and at >= self._end and not torch.frombuffer(data, dtype=torch.uint8).any():
+            self._file.seek(nbytes, os.SEEK_CUR)
+        else:
+            self._file.write(data)
+        self._end = max(self._end, at + nbytes)
+        return nbytes
+
+
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's elements in row-major order, in memory of their own."""
+    data = bytearray(tensor.numel() * tensor.element_size())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(bytes_view(tensor))
+    return memoryview(data)

@@ -1,0 +1,59 @@
+"""Writing a source as a checkpoint directory of ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flatparam_runtime import Span
+from flatparam_state.checkpoint import CheckpointWriter
+from flatparam_state.checkpoint.directory import CheckpointDirectory
+from flatparam_state.checkpoint.manifest import rank_file
+from flatparam_state.formats.output import refuse_existing
+from flatparam_state.formats.views import aliases_of
+from flatparam_state.source import Source, TensorInfo
+
+__all__ = ["write_checkpoint"]
+
+
+def write_checkpoint(
+    source: Source,
+    directory: str | os.PathLike[str],
+    *,
+    world_size: int = 1,
+    step: int = 0,
+    dry_run: bool = False,
+) -> dict[str, int]:
+    """Write a source as the checkpoint of `step` in the directory of a run, as `world_size` ranks would have.
+
+    Args:
+        directory: of the run; made where it is not there. Other checkpoints in it stay.
+        dry_run: write nothing.
+
+    Returns:
+        The bytes of tensors by file, relative to `directory`.
+
+    Raises:
+        CheckpointError: where there is a checkpoint of `step` already, or something cannot be written.
+    """
+    aliases = aliases_of(source)
+    tensors = {path: info for path, info in source.tensors.items() if path not in aliases}
+    if not dry_run:
+        with CheckpointWriter(
+            directory, tensors, source.values, world_size=world_size, step=step, aliases=aliases
+        ) as writer:
+            for path, info in tensors.items():
+                writer.write(path, source.read(path, Span(0, info.numel)))
+            writer.commit()
+    else:
+        refuse_existing(CheckpointDirectory(Path(directory)).path_of(step))
+    name = CheckpointDirectory(Path(directory)).path_of(step).name
+    return {
+        f"{name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
+        for rank in range(world_size)
+    }
+
+
+def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
+    elements = info.numel * (rank + 1) // world_size - info.numel * rank // world_size
+    return elements * info.dtype.itemsize

@@ -1,0 +1,182 @@
+"""Between the trees that programs save and ours: `{"model": ..., "optimizer": ..., "extra": ...}`.
+
+A foreign tree is made of dictionaries, lists, tuples and leaves, where the tensors are objects with an `info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import attrs
+import torch
+from typing_extensions import final
+
+from flatparam_runtime import Span
+from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.optimizers import by_name
+from flatparam_state.formats.regions import Storage
+from flatparam_state.source import TensorInfo, join_path
+
+__all__ = ["Stored", "TreeSource", "arranged"]
+
+MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
+OPTIMIZER_KEYS: Final = (
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "optimizer_state",
+    "optimizer_states",
+)
+OURS: Final = ("model", "optimizer", "extra")
+_MAX_DEPTH: Final = 100
+_MAX_LEAVES: Final = 10_000_000
+
+
+class Stored(Protocol):
+    """A tensor of a file, of whatever format."""
+
+    @property
+    def info(self) -> TensorInfo:
+        """Its shape and dtype."""
+
+    def read(self, span: Span) -> Iterator[torch.Tensor]:
+        """The row-major elements `span`, in pieces; see `Source.read`."""
+
+    def storages(self) -> Iterator[Storage]:
+        """The parts of files that it lies in."""
+
+
+@final
+@attrs.frozen(eq=False)
+class TreeSource:
+    """A source over tensors that can each be read by ranges."""
+
+    format: str
+    stored: Mapping[str, Stored]
+    values: Mapping[str, Any]
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Shapes and dtypes by path."""
+        return {path: stored.info for path, stored in self.stored.items()}
+
+    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
+        """See `Source.read`; extra memory: a few chunks, also where the stored tensor is not contiguous."""
+        return self.stored[path].read(span)
+
+
+def arranged(
+    root: Any, file: Path, tensor_type: type | tuple[type, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Bring what a program saved into our tree.
+
+    Args:
+        root: the tree as it was saved; leaves of `tensor_type` are its tensors.
+        file: where it comes from, for errors.
+
+    Returns:
+        Its tensors by path, and its values.
+
+    Raises:
+        CheckpointError: where it is unclear which part is the model, or which parameter a state belongs to.
+    """
+    ours = _parts(root, file, tensor_type)
+    if "optimizer" in ours:
+        ours["optimizer"] = by_name(ours["optimizer"], ours.get("model", {}), file)
+    walk = _Walk(file, tensor_type)
+    values = walk.values(ours, ())
+    return walk.tensors, values
+
+
+def _parts(root: Any, file: Path, tensor_type: type | tuple[type, ...]) -> dict[str, Any]:
+    if not isinstance(root, Mapping):
+        raise CheckpointError(
+            f"{file} holds a {_kind(root, tensor_type)}, and not a state dict or a dictionary of state dicts"
+        )
+    if _is_optimizer(root):
+        return {"optimizer": root}
+    model = [key for key in MODEL_KEYS if isinstance(root.get(key), Mapping)]
+    optimizer = [key for key in OPTIMIZER_KEYS if _is_optimizer(_only_one(root.get(key)))]
+    if len(model) > 1 or len(optimizer) > 1:
+        raise CheckpointError(
+            f"{file} has several models or optimizers ({', '.join(map(repr, [*model, *optimizer]))}), and a "
+            "checkpoint has one of each; save them in files of their own"
+        )
+    if model or optimizer:
+        ours: dict[str, Any] = {"model": root[model[0]]} if model else {}
+        if optimizer:
+            ours["optimizer"] = _only_one(root[optimizer[0]])
+        extra = {key: value for key, value in root.items() if key not in (*model, *optimizer)}
+        extra.update(extra.pop("extra", {}) if isinstance(extra.get("extra"), Mapping) else {})
+        return {**ours, "extra": extra} if extra else ours
+    if any(isinstance(value, tensor_type) for value in root.values()):
+        return {"model": root}
+    if set(root) == {"extra"}:
+        return dict(root)
+    found = ", ".join(repr(key) for key in list(root)[:10]) or "nothing"
+    raise CheckpointError(
+        f"{file} has no model: neither tensors nor any of {', '.join(map(repr, MODEL_KEYS))} at its top; found {found}"
+    )
+
+
+def _only_one(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Whether it looks like the state dict of an optimizer, also of the form that has one level only."""
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("state"), Mapping) or isinstance(value.get("param_groups"), list):
+        return True
+    keys = [key for key in value if isinstance(key, str)]
+    return bool(keys) and all(key.startswith(("state.", "param_groups.")) for key in keys)
+
+
+def _kind(value: Any, tensor_type: type | tuple[type, ...]) -> str:
+    return "single tensor" if isinstance(value, tensor_type) else type(value).__name__
+
+
+@final
+class _Walk:
+    """Sorts the leaves of a tree into tensors by path and the tree of the other values."""
+
+    def __init__(self, file: Path, tensor_type: type | tuple[type, ...]) -> None:
+        self.tensors: dict[str, Any] = {}
+        self._file = file
+        self._tensor_type = tensor_type
+        self._seen = 0
+
+    def values(self, tree: Any, parts: tuple[str, ...]) -> Any:
+        """`tree` without its tensors, which go to `tensors`: None in a list; a tuple becomes one."""
+        self._seen += 1
+        if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
+            raise CheckpointError(
+                f"{self._file} nests deeper than {_MAX_DEPTH} levels or has more than {_MAX_LEAVES} entries; "
+                "no checkpoint does"
+            )
+        if isinstance(tree, Mapping):
+            items = ((str(key), value) for key, value in tree.items())
+            return {
+                key: self.values(value, (*parts, key))
+                for key, value in items
+                if not self._took(value, (*parts, key))
+            }
+        if isinstance(tree, (list, tuple)):
+            known = len(self.tensors)
+            each = [
+                None if self._took(value, (*parts, str(index))) else self.values(value, (*parts, str(index)))
+                for index, value in enumerate(tree)
+            ]
+            return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
+        return tree
+
+    def _took(self, value: Any, parts: tuple[str, ...]) -> bool:
+        if not isinstance(value, self._tensor_type):
+            return False
+        self.tensors[join_path(parts)] = value
+        return True

@@ -1,0 +1,103 @@
+"""Whether the bytes of a checkpoint are what its format says that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import attrs
+from typing_extensions import final
+
+from flatparam_runtime import Span
+from flatparam_state.byte_file import ByteFile
+from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.regions import Storage
+from flatparam_state.formats.trees import TreeSource
+from flatparam_state.formats.views import Own
+from flatparam_state.source import Source, chunk_spans
+
+__all__ = ["Soundness", "verify_source"]
+
+
+@final
+@attrs.frozen
+class Soundness:
+    """What was read of a checkpoint, and what is wrong with it: nothing, where `problems` is empty.
+
+    `unproven_nbytes` of the `nbytes` that were read have no checksum in their format: they are there, and that is all
+    that can be said.
+    """
+
+    nbytes: int
+    unproven_nbytes: int
+    problems: tuple[str, ...]
+
+
+def verify_source(source: Source, observe: Callable[[int], object] = lambda nbytes: None) -> Soundness:
+    """Read every byte of a checkpoint, and compare it with the checksums that its format has.
+
+    Args:
+        observe: is called with the bytes of each piece that was read.
+    """
+    work = _Work(observe)
+    if isinstance(source, Own):
+        work.own(source)
+    elif isinstance(source, TreeSource):
+        work.foreign(source)
+    else:
+        raise TypeError(f"expected what open_source returns, found {type(source).__name__}")
+    return Soundness(work.nbytes, work.unproven_nbytes, tuple(work.problems))
+
+
+@final
+class _Work:
+    def __init__(self, observe: Callable[[int], object]) -> None:
+        self.nbytes = 0
+        self.unproven_nbytes = 0
+        self.problems: dict[str, None] = {}
+        self._observe = observe
+
+    def own(self, source: Own) -> None:
+        """Compare the headers of all files, and then the blocks of all tensors in files that have passed."""
+        reader = source.reader
+        broken: set[int] = set()
+        for number in range(reader.manifest.world_size):
+            with self._noting():
+                reader.file(number)
+                continue
+            broken.add(number)
+        for path, record in reader.manifest.tensors.items():
+            if not broken & {piece.file for piece in record.pieces}:
+                with self._noting():
+                    for chunk in reader.read_stored(path, Span(0, record.info.numel)):
+                        self._saw(chunk.nbytes)
+
+    def foreign(self, source: TreeSource) -> None:
+        """Compare the checksums of the parts of files that tensors lie in; read those that have none."""
+        seen: set[Storage] = set()
+        for stored in source.stored.values():
+            with self._noting():
+                for storage in stored.storages():
+                    if storage not in seen:
+                        seen.add(storage)
+                        self._storage(storage)
+
+    def _storage(self, storage: Storage) -> None:
+        with self._noting(), ByteFile(storage.file) as file:
+            storage.check(file)
+            if not storage.crc:
+                for span in chunk_spans(Span(storage.start, storage.start + storage.nbytes), 1):
+                    file.read(span.start, span.numel)
+                self.unproven_nbytes += storage.nbytes
+            self._saw(storage.nbytes)
+
+    def _saw(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._observe(nbytes)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self.problems[str(error)] = None

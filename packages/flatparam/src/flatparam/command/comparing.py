@@ -1,0 +1,172 @@
+"""`flatparam ckpt diff`: where do two checkpoints differ?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+from typing_extensions import final
+
+from flatparam.command.options import add_reading, command, parts_of
+from flatparam.command.progress import add_progress, showing
+from flatparam_core import Span
+from flatparam_state import Source, TensorInfo, open_source
+
+__all__ = ["add_to"]
+
+_AT_ONCE_NBYTES: Final = 1 << 21  # bytes of a tensor that are compared at once
+_WIDE_NUMEL: Final = 1 << 18  # elements that are compared in float64 at once
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
+    added = command(commands, "diff", text, _run)
+    added.add_argument("first", metavar="A", help="a checkpoint")
+    added.add_argument("second", metavar="B", help="another")
+    added.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.0,
+        help="the largest absolute difference that is none (default: 0)",
+    )
+    added.add_argument(
+        "--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers"
+    )
+    added.add_argument("--all", action="store_true", help="show all differences, and not the first twenty")
+    add_reading(added, pair=False)
+    add_progress(added)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text!r}")
+    return number
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    first, second = (
+        parts_of(open_source(path, format=chosen.format), chosen.only)
+        for path in (chosen.first, chosen.second)
+    )
+    differences = [*_structure(first, second, chosen), *_values("", first.values, second.values)]
+    differences += _elements(first, second, chosen)
+    if not differences:
+        if not chosen.quiet:
+            sys.stdout.write(f"equal: {len(first.tensors)} tensors\n")
+        return 0
+    if not chosen.quiet:
+        shown = differences if chosen.all else differences[:_SHOWN]
+        sys.stdout.writelines(f"{line}\n" for line in shown)
+        if len(shown) < len(differences):
+            sys.stdout.write(f"... and {len(differences) - len(shown)} more (--all shows them)\n")
+    return 1
+
+
+_SHOWN: Final = 20
+
+
+def _structure(first: Source, second: Source, chosen: argparse.Namespace) -> Iterator[str]:
+    for name, here, there in ((chosen.first, first, second), (chosen.second, second, first)):
+        for path in here.tensors:
+            if path not in there.tensors:
+                yield f"{path}: only in {name}"
+    for path, info in first.tensors.items():
+        other = second.tensors.get(path, info)
+        if info.shape != other.shape:
+            yield f"{path}: shapes {list(info.shape)} and {list(other.shape)}"
+        if info.dtype != other.dtype and not chosen.ignore_dtype:
+            yield f"{path}: dtypes {info.dtype} and {other.dtype}"
+
+
+def _values(path: str, first: Any, second: Any) -> Iterator[str]:
+    """Where two trees of values differ; a tuple and a list of the same items do not."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        for key in {**first, **second}:
+            where = f"{path}/{key}" if path else str(key)
+            if key not in first or key not in second:
+                if (first.get(key) or second.get(key)) not in (None, {}):
+                    yield f"{where}: only in {'the first' if key in first else 'the second'}"
+            else:
+                yield from _values(where, first[key], second[key])
+    elif isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            yield from _values(f"{path}/{index}", one, other)
+    elif not (type(first) is type(second) and (first == second or first != first)):
+        yield f"{path}: {first!r} and {second!r}"
+
+
+def _elements(first: Source, second: Source, chosen: argparse.Namespace) -> list[str]:
+    common = [path for path, info in first.tensors.items() if _comparable(info, second.tensors.get(path))]
+    found = []
+    with showing(chosen, "diff", sum(first.tensors[path].nbytes for path in common)) as observe:
+        for path in common:
+            difference = _Difference(first.tensors[path], chosen.tolerance)
+            for span in _common_spans(first.tensors[path], second.tensors[path]):
+                one, other = (torch.cat(list(source.read(path, span))) for source in (first, second))
+                difference.add(span.start, one, other)
+                observe(one.nbytes)
+            if difference.count:
+                found.append(f"{path}: {difference}")
+    return found
+
+
+def _comparable(info: TensorInfo, other: TensorInfo | None) -> bool:
+    return other is not None and info.shape == other.shape and info.numel > 0
+
+
+def _common_spans(info: TensorInfo, other: TensorInfo) -> Iterator[Span]:
+    step = _AT_ONCE_NBYTES // max(info.dtype.itemsize, other.dtype.itemsize)
+    return (Span(start, min(start + step, info.numel)) for start in range(0, info.numel, step))
+
+
+@final
+@attrs.define(eq=False)
+class _Difference:
+    """How two tensors of one shape differ, found chunk by chunk."""
+
+    info: TensorInfo
+    tolerance: float
+    count: int = 0
+    largest: float = -1.0
+    at: int = 0
+
+    def add(self, start: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Compare the elements from `start` on."""
+        if first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)):
+            return
+        for begin in range(0, first.numel(), _WIDE_NUMEL):
+            one, other = (_wide(each[begin : begin + _WIDE_NUMEL]) for each in (first, second))
+            same = (one == other) | (one.isnan() & other.isnan())
+            apart = torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=torch.inf)
+            differing = ~same & (apart > self.tolerance) if self.tolerance else ~same
+            self.count += int(differing.sum())
+            where = int(apart.argmax())
+            if differing.any() and float(apart[where]) > self.largest:
+                self.largest, self.at = float(apart[where]), start + begin + where
+
+    def __str__(self) -> str:
+        index, left = [], self.at
+        for size in reversed(self.info.shape):
+            left, here = divmod(left, size)
+            index.append(here)
+        return (
+            f"{self.count} of {self.info.numel} elements differ, by at most {self.largest:.6g} "
+            f"(at {index[::-1]})"
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

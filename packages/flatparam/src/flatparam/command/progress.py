@@ -1,0 +1,30 @@
+"""Progress in bytes, on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["add_progress", "showing"]
+
+
+def add_progress(added: argparse.ArgumentParser) -> None:
+    """Add the options of a command that may take long."""
+    added.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    added.add_argument(
+        "--no-progress", action="store_true", help="show no progress bar (there is none in a pipe)"
+    )
+
+
+@contextmanager
+def showing(chosen: argparse.Namespace, what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar over `nbytes` on stderr, where that is a terminal; yields what is called with each part done."""
+    if chosen.quiet or chosen.no_progress or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from tqdm import tqdm  # only where it is shown
+
+    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
+        yield bar.update

@@ -1,0 +1,57 @@
+"""From the arguments of a process to its exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from flatparam.command.arguments import parser
+from flatparam_state import CheckpointError
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+_TERMINATED = 143
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: those after the name of the program; by default those of this process.
+
+    Returns:
+        The exit status: 0 where all is well, 1 where checkpoints differ or one is damaged, 2 where the arguments or
+        an input cannot be used, 130 and 143 after an interrupt and a termination. Whatever it is, no output is left
+        half written.
+    """
+    chosen = parser().parse_args(arguments)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, _terminate)
+        status: int = chosen.run(chosen)
+        sys.stdout.flush()
+        return status
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # who reads our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        _say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was written")
+        return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    _say("terminated; nothing was written")
+    raise SystemExit(_TERMINATED)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"flatparam: {sentence}\n")
