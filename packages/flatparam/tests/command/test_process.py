@@ -1,9 +1,12 @@
 """The command as a process: what scripts see."""
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,7 @@ def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
     cases: list[tuple[tuple[str, ...], bool]] = [((), True), (("--no-progress",), False)]
     for number, (extra, shown) in enumerate(cases):
         ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         process = subprocess.Popen(
             [sys.executable, "-m", "flatparam", "ckpt", "export", str(tmp_path / "run"), str(tmp_path / f"{number}.pt"),
              "--to", "torch", *extra],
@@ -104,4 +108,4 @@ def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
         seen = os.read(ours, 10_000).decode()
         os.close(theirs)
         os.close(ours)
-        assert ("B/s" in seen or "444" in seen) == shown
+        assert ("B/s" in seen) == shown
