@@ -97,7 +97,9 @@ def test_blocks_run(document: Path, tmp_path: Path) -> None:
         pytest.skip("; ".join(left_out) or "it has no Python blocks")
     script = tmp_path / f"{document.stem}.md.py"
     script.write_text(program_of(blocks), encoding="utf-8")
-    (tmp_path / "packages").symlink_to(ROOT / "packages")  # for files that the text names from the root of a checkout
+    (tmp_path / "packages").symlink_to(
+        ROOT / "packages"
+    )  # for files that the text names from the root of a checkout
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,

@@ -29,7 +29,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-STEPS: Final = 2
 CLIENT_STATE: Final = {"epoch": 3, "note": "written by the test", "permutation": torch.arange(7).flip(0)}
 
 # name -> number of ranks, stage, dtype, and what differs in the stage's configuration
@@ -83,6 +82,7 @@ def configuration(stage: int, dtype: str, more: dict[str, Any]) -> dict[str, Any
         "data_types": gradients,
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # it clips to 1 where nothing is said
         "zero_optimization": {"stage": stage, **more},
     }
     if stage == 3:
@@ -92,31 +92,41 @@ def configuration(stage: int, dtype: str, more: dict[str, Any]) -> dict[str, Any
     return config
 
 
-def train(directory: Path, name: str, rank: int) -> None:
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer, with weights in one group and the rest of what is trained in another."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
+
+
+def tokens_of(step: int, rank: int) -> Tensor:
+    """Return what a rank trains on in a step."""
+    return torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(directory: Path, name: str, steps: int, rank: int) -> None:
     """Be one rank: train, save the checkpoint, and, on rank 0, what must be read from it."""
     import deepspeed  # type: ignore[import-not-found, unused-ignore]  # only where this is called
 
     _, stage, dtype, more = CHECKPOINTS[name]
     model = Odd()
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim != 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
+    optimizer = optimizer_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=configuration(stage, dtype, more)
     )
-    for step in range(STEPS):
-        tokens = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
-        engine.backward(engine(tokens))
+    for step in range(steps):
+        engine.backward(engine(tokens_of(step, rank)))
         engine.step()
     engine.save_checkpoint(str(directory / name), client_state=CLIENT_STATE)
-    if (
-        stage < 3
-    ):  # 0.19.8 links the states to the parameters after the first group's first step: the others have none
+    if stage < 3:
+        # 0.19.8 links states to parameters after the first group's first step, when the other groups have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    expected = full_tensors(model)
+    expected = full_tensors(model, steps)
     if rank == 0:
         if "grad_accum_dtype" not in more:  # its tool refuses what that optimizer writes
             check_against_deepspeeds_tool(directory / name, expected)
@@ -125,7 +135,7 @@ def train(directory: Path, name: str, rank: int) -> None:
             (directory / name / script).unlink(missing_ok=True)
 
 
-def full_tensors(model: nn.Module) -> dict[str, Tensor]:
+def full_tensors(model: nn.Module, steps: int) -> dict[str, Tensor]:
     """Return all tensors of the checkpoint by path, from the living engine; collective."""
     from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-not-found, unused-ignore]
     from deepspeed.utils import (  # type: ignore[import-not-found, unused-ignore]
@@ -140,7 +150,7 @@ def full_tensors(model: nn.Module) -> dict[str, Tensor]:
             for state in ("exp_avg", "exp_avg_sq"):
                 path = f"optimizer/state/{name}/{state}"
                 tensors[path] = safe_get_full_optimizer_state(parameter, state)
-            tensors[f"optimizer/state/{name}/step"] = torch.tensor(float(STEPS))
+            tensors[f"optimizer/state/{name}/step"] = torch.tensor(float(steps))
         else:
             with GatheredParameters([parameter]):
                 tensors[f"model/{name}"] = parameter.detach().clone()
@@ -164,7 +174,7 @@ def check_against_deepspeeds_tool(checkpoint: Path, expected: dict[str, Tensor])
         sys.exit(f"zero_to_fp32 does not find {sorted(missing)} in {checkpoint}.")
 
 
-def be_rank(rank: int, world_size: int, port: int, directory: Path, name: str) -> None:
+def be_rank(rank: int, world_size: int, port: int, directory: Path, name: str, steps: int) -> None:
     """Join the process group and train."""
     os.environ |= {
         "RANK": str(rank),
@@ -178,13 +188,13 @@ def be_rank(rank: int, world_size: int, port: int, directory: Path, name: str) -
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    train(directory, name, rank)
+    train(directory, name, steps, rank)
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # the groups that DeepSpeed holds on to abort at an orderly exit, on gloo
 
 
-def make(directory: Path, name: str) -> None:
+def make(directory: Path, name: str, steps: int) -> None:
     """Write one checkpoint and its expected tensors into the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(directory / name, ignore_errors=True)
@@ -192,7 +202,7 @@ def make(directory: Path, name: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world_size = CHECKPOINTS[name][0]
-    arguments = (world_size, port, directory, name)
+    arguments = (world_size, port, directory, name, steps)
     spawn(be_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
 
 
@@ -203,9 +213,10 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CHECKPOINTS))
+    parser.add_argument("--steps", type=int, default=2, help="of training before the checkpoint (2)")
     arguments = parser.parse_args()
     for name in arguments.names or CHECKPOINTS:
-        make(arguments.directory.resolve(), name)
+        make(arguments.directory.resolve(), name, arguments.steps)
 
 
 if __name__ == "__main__":

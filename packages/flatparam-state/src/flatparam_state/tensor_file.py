@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -62,6 +63,7 @@ _BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in DTYPES.items(
 _MAX_HEADER_NBYTES: Final = 100_000_000
 _METADATA: Final = "__metadata__"
 _KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _SHORTEST_ENTRY: Final = len('"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}')
 
 
@@ -131,8 +133,9 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     Raises:
         ValueError: where it is not one, saying why.
     """
-    entries = data.count(b"{")
-    if entries > 2 + len(data) // _SHORTEST_ENTRY or data.count(b"[") > 2 * entries:
+    structure = _STRING.sub(b"", data)
+    entries = structure.count(b"{")
+    if entries > 2 + len(data) // _SHORTEST_ENTRY or structure.count(b"[") > 2 * entries:
         raise ValueError("it has more brackets than entries fit in")
     tree = parse_json(data)
     if not isinstance(tree, dict):

@@ -26,6 +26,7 @@ EXAMPLES = {str(dtype): example(dtype, 3, 4) for dtype in DTYPES} | {
     "none": torch.empty(0, 3),
     "scalar": torch.tensor(2.5),
     "ünïcode / 100 %": torch.arange(5),
+    'brackets [[[ {{{ and \\ "quotes" [': torch.arange(2),
 }
 
 

@@ -89,6 +89,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 def _sharded(place: Place, paths: Mapping[nn.Module, list[str]]) -> Iterator[ModelTensor]:
     handle = place.handle
+    handle.stamp()  # it looks where the flat parameter is: it may have been moved or cast
     shard = handle.flat_param.detach()
     for index, (slot, infos) in enumerate(zip(handle.layout.slots, handle.param_infos, strict=True)):
         spec, fragment = slot.spec, handle.layout.fragment(index, handle.rank)

@@ -179,6 +179,7 @@ class _Reading:
             "stage": self._stage,
             "world_size": len(self._ranks),
             "step_directory": self._files.step.name,
+            "step": int(main.get("global_steps") or 0),
             "ds_config": self._plain(main.get("ds_config"), ("ds_config",)),
             "shared_parameters": dict(main["shared_params"]),
             "left_out": self._left_out,
