@@ -25,6 +25,7 @@ __all__ = [
     "shown_nbytes",
 ]
 
+
 class ArgumentsError(CheckpointError):
     """The arguments do not say what to do."""
 
