@@ -259,3 +259,11 @@ def test_tensors_among_the_extra(tmp_path: Path) -> None:
     assert same(found["rng"][0], torch.arange(3))
     assert same(found["rng"][1]["x"], torch.arange(2))
     assert same(found["pair"][1], torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.nn.Parameter])
+def test_tensors_with_attributes(kind: Any, tmp_path: Path) -> None:
+    """A tensor with an attribute, as the full state of torch's FSDP1 has them, is that tensor."""
+    tensor = kind(torch.arange(6.0).view(2, 3))
+    tensor._is_full = True
+    assert same(whole(open_torch_file(saved(tmp_path / "a.pt", {"w": tensor})), "model/w"), tensor)

@@ -15,7 +15,7 @@ from typing_extensions import final
 
 from flatparam_state.byte_file import ByteFile
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.pickled import Names, read_pickle
+from flatparam_state.formats.pickled import Global, Names, read_pickle
 from flatparam_state.formats.regions import Storage, StridedTensor
 from flatparam_state.source import TensorInfo
 
@@ -93,6 +93,13 @@ def _parameter(data: StridedTensor, *_: Any) -> StridedTensor:
     return data
 
 
+def _with_attributes(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
+    """A tensor or parameter that somebody has set attributes on, as FSDP1 does: without them."""
+    if not isinstance(function, Global) or not function.name.startswith("torch._utils._rebuild_"):
+        raise TypeError("a tensor is made by something else than torch's functions")
+    return TORCH_NAMES.functions[function.name](*arguments)
+
+
 def _encoded(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise ValueError(f"bytes are encoded as {encoding!r}")
@@ -115,6 +122,8 @@ TORCH_NAMES: Final = Names(
     values={
         **dtype_names(),
         "torch.storage.UntypedStorage": None,
+        "torch.Tensor": None,
+        "torch.nn.parameter.Parameter": None,
         **{f"torch.{name}": dtype for dtype, name in STORAGE_NAMES.items()},
         "torch.strided": "strided",
     },
@@ -124,6 +133,7 @@ TORCH_NAMES: Final = Names(
         "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
         "torch._utils._rebuild_parameter": _parameter,
         "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _with_attributes,
         "torch.Size": _size,
         "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
         "_codecs.encode": _encoded,

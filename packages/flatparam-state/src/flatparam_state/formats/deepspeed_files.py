@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import TORCH_NAMES, open_archive
-from flatparam_state.formats.pickled import Global, Names, Record
+from flatparam_state.formats.pickled import Names, Record
 from flatparam_state.formats.regions import StridedTensor
 
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
@@ -253,19 +253,9 @@ def _of_another_save(file: Path, rank: int) -> CheckpointError:
 # What the pickles may mention
 
 
-def _typed(function: Any, kind: Any, arguments: Any, state: Any = None) -> Any:
-    """A tensor with attributes, which the flat groups are: the tensor."""
-    del kind, state
-    if not isinstance(function, Global) or not isinstance(arguments, tuple):
-        raise TypeError("a tensor is made by something that is no function")
-    return TORCH_NAMES.functions[function.name](*arguments)
-
-
 _NUMPY: Final = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NAMES: Final[Names] = attrs.evolve(
     TORCH_NAMES,
-    values={**TORCH_NAMES.values, "torch.Tensor": None, "torch.nn.parameter.Parameter": None},
-    functions={**TORCH_NAMES.functions, "torch._tensor._rebuild_from_type_v2": _typed},
     # Their objects become inert records: nothing of these classes is imported.
     records=frozenset(
         {

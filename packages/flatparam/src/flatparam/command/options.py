@@ -14,6 +14,7 @@ from flatparam_state import FORMATS, CheckpointError, Source, open_source, selec
 __all__ = [
     "PARTS",
     "STATUS",
+    "ArgumentsError",
     "add_reading",
     "command",
     "dtype_of",
@@ -23,6 +24,11 @@ __all__ = [
     "positive",
     "shown_nbytes",
 ]
+
+
+class ArgumentsError(CheckpointError):
+    """The arguments do not say what to do."""
+
 
 PARTS: Final = ("model", "optimizer", "extra")
 STATUS: Final = """\
@@ -131,11 +137,12 @@ def opened(chosen: argparse.Namespace) -> Source:
     """The checkpoint that the arguments name.
 
     Raises:
-        CheckpointError: where they name none, or both a path and a pair of files.
+        ArgumentsError: where they name none, or both a path and a pair of files.
+        CheckpointError: where it cannot be opened.
     """
     pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
     if bool(pair) == (chosen.source is not None):
-        raise CheckpointError("give either the path of a checkpoint, or --model and --optimizer")
+        raise ArgumentsError("give either the path of a checkpoint, or --model and --optimizer")
     return parts_of(open_source(*(pair or [chosen.source]), format=chosen.format), chosen.only)
 
 

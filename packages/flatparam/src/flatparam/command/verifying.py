@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from flatparam.command.options import add_reading, command, opened, shown_nbytes
+from flatparam.command.options import ArgumentsError, add_reading, command, opened, shown_nbytes
 from flatparam.command.progress import add_progress, showing
 from flatparam_state import CheckpointError, Source, UnknownFormatError, verify_source
 
@@ -25,7 +25,7 @@ def _run(chosen: argparse.Namespace) -> int:
     chosen.only = None
     try:
         source = opened(chosen)
-    except UnknownFormatError:
+    except (ArgumentsError, UnknownFormatError):
         raise
     except CheckpointError as error:
         sys.stderr.write(f"flatparam: {error}\n")

@@ -1,0 +1,111 @@
+"""The command as a process: what scripts see."""
+
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatparam
+
+from .calling import entries, make_all
+from .sparse import infos, sparse_run
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """`python -m flatparam` with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flatparam", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def test_version() -> None:
+    """--version says which versions of flatparam and torch these are."""
+    out, err = start("--version").communicate()
+    assert (out, err) == (f"flatparam {flatparam.__version__}, torch {torch.__version__}\n", "")
+
+
+def test_no_traceback_and_no_progress_in_a_pipe(tmp_path: Path) -> None:
+    """What is wrong is one sentence on stderr; where stderr is no terminal, there is no progress bar."""
+    make_all(tmp_path)
+    process = start("ckpt", "verify", tmp_path / "gone")
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert err == f"flatparam: {tmp_path}/gone does not exist; check the path\n"
+    process = start("ckpt", "export", tmp_path / "run", tmp_path / "new.pt", "--to", "torch")
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+@pytest.mark.parametrize("kind", ["torch", "dcp", "import"])
+@pytest.mark.slow
+def test_interrupted(sent: signal.Signals, status: int, said: str, kind: str, tmp_path: Path) -> None:
+    """An interrupt in the middle of writing leaves nothing half, and says so by the exit status."""
+    sparse_run(tmp_path / "run", infos(100, (2560, 4096)), world_size=1)  # 4 GB: long enough
+    before = entries(tmp_path)
+    command = ("import",) if kind == "import" else ("export", "--to", kind)
+    process = start("ckpt", command[0], tmp_path / "run", tmp_path / "new", *command[1:])
+    while process.poll() is None and not _begun(tmp_path):
+        os.sched_yield()
+    process.send_signal(sent)
+    _, err = process.communicate()
+    assert process.returncode == status, err
+    assert said in err
+    assert "Traceback" not in err
+    left = entries(tmp_path) - before
+    assert left <= {"new"}
+    if left:
+        assert not [name for name in entries(tmp_path / "new") if name.startswith("step-")]
+
+
+def _begun(directory: Path) -> bool:
+    """Whether there is a file with some megabytes of the output."""
+    files = [*directory.glob(".new*"), *directory.glob(".new*/*"), *directory.glob("new/step-*.tmp-*/*")]
+    return any(path.is_file() and path.stat().st_size > 0 for path in files)
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """Output into a pipe that is closed early, as by `head`, is no error."""
+    torch.save({f"w{index}": torch.zeros(1) for index in range(20000)}, tmp_path / "a.pt")
+    process = start("ckpt", "inspect", tmp_path / "a.pt")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
+    """On a terminal there is a progress bar in bytes on stderr, and none with --no-progress."""
+    make_all(tmp_path)
+    cases: list[tuple[tuple[str, ...], bool]] = [((), True), (("--no-progress",), False)]
+    for number, (extra, shown) in enumerate(cases):
+        ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flatparam", "ckpt", "export", str(tmp_path / "run"), str(tmp_path / f"{number}.pt"),
+             "--to", "torch", *extra],
+            stdout=subprocess.DEVNULL,
+            stderr=theirs,
+        )  # fmt: skip
+        assert process.wait() == 0
+        os.write(theirs, b"end")
+        seen = os.read(ours, 10_000).decode()
+        os.close(theirs)
+        os.close(ours)
+        assert ("B/s" in seen) == shown

@@ -1,0 +1,57 @@
+"""`flatparam ckpt verify`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .calling import Caller, tree
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["run", "a.pt", "dcp", "hf"])
+def test_sound(name: str, flatparam: Caller) -> None:
+    """A sound checkpoint is said to be what was written, or to have no checksums, with the status 0."""
+    flatparam("export", "@run", "@dcp", "--to", "dcp")
+    flatparam("export", "@run", "@hf", "--to", "hf")
+    found = flatparam("verify", f"@{name}")
+    assert (found.status, found.err) == (0, "")
+    assert ("no checksums" if name == "hf" else "are what was written") in found.out
+    assert flatparam("verify", f"@{name}", "--quiet").out == ""
+
+
+def test_damaged(flatparam: Caller) -> None:
+    """A changed bit in any file of a checkpoint of ours is named with the file, with the status 1."""
+    for file in sorted((flatparam.directory / "run" / "step-00000004").iterdir()):
+        size = file.stat().st_size
+        for at in (0, size // 2, size - 1):
+            _flip(file, at)
+            found = flatparam("verify", "@run/step-00000004")
+            assert (found.status, found.out) == (1, ""), (file.name, at)
+            assert file.name in found.err
+            _flip(file, at)
+    assert flatparam("verify", "@run").status == 0
+
+
+def test_damaged_foreign(flatparam: Caller) -> None:
+    """So it is in a file of torch.save, where it has a checksum, and where the pickle is broken."""
+    data = (flatparam.directory / "a.pt").read_bytes()
+    weight = bytes(tree()["model"]["head.weight"][0].view(torch.uint8).tolist())
+    for at in (data.index(b"data.pkl") + 100, data.index(weight)):
+        _flip(flatparam.directory / "a.pt", at)
+        found = flatparam("verify", "@a.pt")
+        assert (found.status, found.out) == (1, ""), at
+        assert "a.pt" in found.err
+        _flip(flatparam.directory / "a.pt", at)
+    assert flatparam("verify", "@a.pt").status == 0
+
+
+def test_nothing_to_verify(flatparam: Caller) -> None:
+    """A path with no checkpoint is no damaged one: the status is 2."""
+    assert flatparam("verify", "@gone").status == 2
+    assert flatparam("verify").status == 2
