@@ -1,5 +1,13 @@
 """Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
 
+from flatparam_state.checkpoint import (
+    Checkpointer,
+    CheckpointReader,
+    CheckpointWriter,
+    Loaded,
+    open_checkpoint,
+    verify_checkpoint,
+)
 from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
 from flatparam_state.errors import CheckpointError
@@ -31,6 +39,12 @@ from flatparam_state.wanted import Streamed, Wanted, from_first
 __version__ = "0.1.0"
 
 __all__ = [
+    "verify_checkpoint",
+    "open_checkpoint",
+    "Loaded",
+    "CheckpointWriter",
+    "CheckpointReader",
+    "Checkpointer",
     "CheckpointError",
     "Chunker",
     "FORMATS",

@@ -19,16 +19,20 @@ from flatparam.api import (
 )
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam_core import FlatParameter
+from flatparam_state import Checkpointer, CheckpointError, Loaded
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "Checkpointer",
+    "CheckpointError",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
