@@ -1,0 +1,58 @@
+"""Every command in the guide to the command line runs, in its order, with the exit status 0."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatparam.command import main
+from flatparam_state import open_source, write_checkpoint, write_dcp
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDE = ROOT / "docs" / "guides" / "command.md"
+ZERO3 = ROOT / "packages/flatparam-state/tests/formats/deepspeed_fixture/stage3-three-ranks"
+
+
+def commands() -> list[list[str]]:
+    """The arguments of the commands in the guide."""
+    blocks = re.findall(r"```console\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert all(line.startswith("$ flatparam ckpt ") for line in lines)
+    return [line.split()[2:] for line in lines]
+
+
+def prepare() -> None:
+    """Make the checkpoints that the guide names."""
+    torch.manual_seed(0)
+    shapes = {"blocks.0.weight": (6, 5), "blocks.0.bias": (6,), "head.weight": (3, 6)}
+    model = {name: torch.randn(shape) for name, shape in shapes.items()}
+    state = {
+        name: {"step": torch.tensor(4.0), "exp_avg": torch.randn(shape)} for name, shape in shapes.items()
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(shapes)}]}
+    torch.save({"model": model, "optimizer": optimizer}, "model.pt")
+    torch.save(model, "pytorch_model_fsdp.bin")
+    torch.save(optimizer, "optimizer.bin")
+    source = open_source("model.pt")
+    Path("runs").mkdir()
+    write_checkpoint(source, "runs/a", world_size=2, step=4)
+    write_dcp(source, "dcp")
+    shutil.copytree(ZERO3, "zero3")
+
+
+def test_commands_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the guide shows works when it is typed, and shows the tree that is printed there."""
+    monkeypatch.chdir(tmp_path)
+    prepare()
+    assert len(commands()) >= 14
+    for arguments in commands():
+        assert main(arguments) == 0, (arguments, capsys.readouterr().err)
+    capsys.readouterr()
+    main(["ckpt", "inspect", "runs/a"])
+    shown = capsys.readouterr().out.splitlines()
+    printed = re.findall(r"```text\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0].splitlines()
+    assert [line for line in printed if line != "..." and line not in shown] == []
