@@ -274,7 +274,7 @@ def odd(value: Tensor) -> dict[str, Any]:
     }
 
 
-@on_ranks(2, 3, form=["full", *SHARDED], originals=BOTH)
+@on_ranks(2, form=["full", *SHARDED], originals=BOTH)
 def test_states_of_any_kind(group: Collectives, files: Files, form: str, originals: bool) -> None:
     """L-42: states of any dtype and shape are saved, whole where they are elementwise, and load into the other exposure."""
     mine = ours(build(), originals, form)
@@ -359,9 +359,9 @@ def test_memory_of_loading_an_optimizer(group: Collectives, files: Files, form: 
     with Meter(other) as meter:
         loadable = FSDP.optim_state_dict_to_load(other, again, state)
     extra = meter.live_nbytes - nbytes_of(loadable)
-    assert extra <= ONE_TENSOR + SMALL, f"{extra} bytes, of which a tensor has {ONE_TENSOR}"
     again.load_state_dict(loadable)
     assert_same(full_optimizer_state(other, again)["state"], full_optimizer_state(model, optimizer)["state"])
+    assert extra <= ONE_TENSOR + SMALL, f"{extra} bytes, of which a tensor has {ONE_TENSOR}"
 
 
 @on_ranks(2, form=["full", *SHARDED], originals=BOTH)
@@ -371,8 +371,9 @@ def test_memory_of_loading_a_model(group: Collectives, files: Files, form: str, 
     other, _ = wide(not originals, form, 2.0)
     with Meter(other) as meter:
         other.load_state_dict(state)
-    assert meter.live_nbytes <= ONE_TENSOR + SMALL, meter.live_nbytes
     assert_same(full_state(other), full_state(wide(originals, form, 1.0)[0]))
+    extra = meter.live_nbytes
+    assert extra <= ONE_TENSOR + SMALL, f"{extra} bytes, of which a tensor has {ONE_TENSOR}"
 
 
 @on_ranks(2, originals=BOTH)
@@ -388,14 +389,14 @@ def test_memory_of_streaming(group: Collectives, files: Files, originals: bool) 
     with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, *configs):
         with Meter(other) as meter:
             other.load_state_dict(state if group.rank == 0 else {})
-        assert meter.live_nbytes <= ONE_TENSOR + SMALL, meter.live_nbytes
+        extra = meter.live_nbytes
         with Meter(other) as meter:
             loadable = FSDP.optim_state_dict_to_load(other, again, optimizer_state if group.rank == 0 else {})
-    extra = meter.live_nbytes - nbytes_of(loadable)
-    assert extra <= ONE_TENSOR + SMALL, extra
+    extras = extra, meter.live_nbytes - nbytes_of(loadable)
     again.load_state_dict(loadable)
     assert_same(full_state(other), state)
     assert_same(full_optimizer_state(other, again)["state"], optimizer_state["state"])
+    assert max(extras) <= ONE_TENSOR + SMALL, f"{extras} bytes, of which a tensor has {ONE_TENSOR}"
 
 
 # Without units

@@ -340,7 +340,7 @@ def test_use_dtensor_without_a_mesh(group: Collectives, files: Files) -> None:
 
 
 @on_ranks(
-    2, 3, source=["full", "sharded", "chunked", "dtensor"], target=["full", "sharded", "dtensor", "chunked"]
+    2, source=["full", "sharded", "chunked", "dtensor"], target=["full", "sharded", "dtensor", "chunked"]
 )
 def test_loading_does_not_ask_for_the_form(
     group: Collectives, files: Files, source: str, target: str

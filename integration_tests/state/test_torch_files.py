@@ -37,7 +37,7 @@ def assert_restored(
         assert_optimizer(full_optimizer_state(model, optimizer), expected.end_optimizer)
 
 
-@on_ranks(1, 2, 3, file_originals=BOTH, originals=BOTH, wrapping=list(WRAPPINGS))
+@on_ranks(2, 3, file_originals=BOTH, originals=BOTH, wrapping=list(WRAPPINGS))
 def test_a_full_checkpoint_of_fsdp1(
     group: Collectives, files: Files, file_originals: bool, originals: bool, wrapping: str
 ) -> None:
@@ -47,14 +47,10 @@ def test_a_full_checkpoint_of_fsdp1(
     optimizer = adamw(model.parameters())
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optim"]))
-    assert_restored(
-        group, model, optimizer, file_originals, buffers_differ=group.rank != 0 and group.size == 0
-    )
+    assert_restored(group, model, optimizer, file_originals, buffers_differ=False)
 
 
-@on_ranks(
-    1, 2, 3, kind=["sharded", "dtensor"], file_originals=BOTH, form=["sharded", "chunked", "dtensor", "full"]
-)
+@on_ranks(1, 2, 3, kind=["sharded", "dtensor"], file_originals=BOTH, form=["sharded", "chunked", "dtensor"])
 def test_a_distributed_checkpoint_of_fsdp1(
     group: Collectives, files: Files, kind: str, file_originals: bool, form: str
 ) -> None:
@@ -65,12 +61,12 @@ def test_a_distributed_checkpoint_of_fsdp1(
     assert_restored(group, model, optimizer, file_originals)
 
 
-@on_ranks(1, 2, 3, wrapping=["other units", "one unit"], originals=BOTH, form=["sharded", "dtensor"])
+@on_ranks(2, 3, wrapping=["other units", "one unit"], form=["sharded", "dtensor"])
 def test_a_distributed_checkpoint_under_other_units(
-    group: Collectives, files: Files, wrapping: str, originals: bool, form: str
+    group: Collectives, files: Files, wrapping: str, form: str
 ) -> None:
     """What FSDP1 saved with three units and a root loads into two units and a root, and into one."""
-    model = ours(build(mixed=True, seed=1), originals, form, WRAPPINGS[wrapping])
+    model = ours(build(mixed=True, seed=1), form == "sharded", form, WRAPPINGS[wrapping])
     optimizer = adamw(model.parameters())
     load_distributed(FSDP, model, optimizer, files.torchs("sharded"))
     assert_restored(group, model, optimizer, mixed=True)
@@ -89,7 +85,7 @@ def test_a_distributed_checkpoint_with_another_strategy(
     assert_restored(group, model, optimizer, mixed=True)
 
 
-@on_ranks(1, 2, 3, originals=BOTH, form=["sharded", "dtensor", "full"])
+@on_ranks(1, 2, 3, originals=BOTH, form=["sharded", "dtensor"])
 def test_a_checkpoint_of_fsdp2(group: Collectives, files: Files, originals: bool, form: str) -> None:
     """What FSDP2 saved by `get_state_dict` and `dcp.save` loads, bit for bit, and training goes on as torch's does."""
     model = ours(build(mixed=True, seed=1), originals, form)
@@ -98,12 +94,13 @@ def test_a_checkpoint_of_fsdp2(group: Collectives, files: Files, originals: bool
     assert_restored(group, model, optimizer, mixed=True)
 
 
-@on_ranks(1, 2, 3, kind=["sharded", "dtensor", "fsdp2"], originals=BOTH)
+@on_ranks(2, 3, kind=["sharded", "dtensor", "fsdp2"], originals=BOTH)
 def test_files_of_torch_by_set_state_dict(
     group: Collectives, files: Files, kind: str, originals: bool
 ) -> None:
     """S-097: `get_state_dict`, `dcp.load`, `set_state_dict` of ours read what torch wrote."""
     import torch.distributed.checkpoint as dcp
+
     from flatparam.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model = ours(build(mixed=True, seed=1), originals)
