@@ -1,6 +1,6 @@
 """Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
 
-from flatparam_state.chunking import Chunker, OwnChunker
+from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
 from flatparam_state.forms import FormKind, StateForm
 from flatparam_state.held import Held, Holding, held_parameters
@@ -15,12 +15,12 @@ from flatparam_state.wanted import Streamed, Wanted, from_first
 __version__ = "0.1.0"
 
 __all__ = [
+    "OWN_CHUNKER",
     "Chunker",
     "FormKind",
     "Held",
     "Holding",
     "ModelLoad",
-    "OwnChunker",
     "Place",
     "StandIns",
     "StateForm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 import torch
@@ -16,7 +16,7 @@ from flatparam_state.tilings import Tiling
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Chunker", "OwnChunker", "is_dtensor"]
+__all__ = ["OWN_CHUNKER", "Chunker", "OwnChunker", "is_dtensor"]
 
 
 class Chunker(Protocol):
@@ -94,6 +94,9 @@ class OwnChunker:
             tensor = tensor.to(device).redistribute(placements=placements)
         local: torch.Tensor = tensor.to_local()
         return local
+
+
+OWN_CHUNKER: Final = OwnChunker()
 
 
 def is_dtensor(value: object) -> bool:

@@ -12,7 +12,7 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import FlatParamError, memory_view, process_group_of
 from flatparam_state.boxes import cut
-from flatparam_state.chunking import Chunker, OwnChunker
+from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.codec import gather
 from flatparam_state.places import Place
 from flatparam_state.wanted import Wanted
@@ -53,7 +53,7 @@ class StateForm:
     rank0_only: bool = False
     dim_0_chunks: bool = False
     use_dtensor: bool = False
-    chunker: Chunker = attrs.field(factory=OwnChunker)
+    chunker: Chunker = OWN_CHUNKER
 
     def at(self, place: Place) -> Self:
         """This form, or the full one where nothing is sharded."""

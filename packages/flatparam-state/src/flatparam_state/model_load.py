@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
-from flatparam_state.chunking import Chunker, OwnChunker
+from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.model import local_name
 from flatparam_state.places import Place, places_in
 from flatparam_state.wanted import Wanted
@@ -63,7 +63,7 @@ class ModelLoad:
         Raises:
             FlatParamError: inside a forward or backward pass.
         """
-        loading = cls(chunker or OwnChunker())
+        loading = cls(chunker or OWN_CHUNKER)
         named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
         flat: dict[nn.Module, dict[str, Place]] = {}
         for place in places:

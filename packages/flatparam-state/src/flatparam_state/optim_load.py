@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.chunking import Chunker, OwnChunker
+from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.held import Held, Holding, numbered
 from flatparam_state.optim_save import PER_RANK, copy_value, is_equal
 from flatparam_state.places import places_in
@@ -58,7 +58,7 @@ def load_optimizer_state(
         state_dict = _streamed(model, state_dict)
     saved, saved_groups = _checked(state_dict)
     holding = Holding.of(model, optimizer)
-    kinds = _Kinds.of(holding, saved, chunker or OwnChunker())
+    kinds = _Kinds.of(holding, saved, chunker or OWN_CHUNKER)
     state: dict[Any, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     current = optimizer.state_dict() if is_named else None

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 import torch
 from typing_extensions import Self, final
 
-from flatparam_runtime import Collectives, ParamSpec, Span, Topology, broadcast_tensors, memory_view
+from flatparam_runtime import (
+    Collectives,
+    ParamSpec,
+    Span,
+    Topology,
+    broadcast_tensors,
+    memory_view,
+    process_group_of,
+)
 from flatparam_state.boxes import cut
-from flatparam_state.chunking import Chunker, OwnChunker, is_dtensor
+from flatparam_state.chunking import OWN_CHUNKER, Chunker, is_dtensor
 from flatparam_state.places import Place
 from flatparam_state.tilings import Tiling, is_sharded_tensor
 
 __all__ = ["Streamed", "Wanted", "from_first"]
-
-OWN_CHUNKER: Final = OwnChunker()
 
 
 @final
@@ -128,18 +134,24 @@ class Wanted:
         """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.
 
         Nothing is moved between ranks for a full tensor, nor for a `ShardedTensor` that is cut like the model is.
-        Any other needs the memory of two such tensors for a moment.
+        Chunks of dimension 0 need the memory of the full tensor for a moment; what is cut otherwise, that of two.
         """
         span = self.span.as_slice()
         if isinstance(value, Streamed):
             value = value.arrive()
         elif is_dtensor(value):
-            value = chunker.whole(value, self.device, is_presented=self.is_presented)
+            if chunker is OWN_CHUNKER and not self.is_presented and _is_chunked_over(value, self._group):
+                held = Tiling.of_chunks(value.shape, self._group.size)
+                local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}
+                value = _gathered(local, held, value.dtype, self._group, self.device)
+            else:
+                value = chunker.whole(value, self.device, is_presented=self.is_presented)
         elif is_sharded_tensor(value):
             held = Tiling.of_sharded_tensor(value, self._group)
             if held.agrees_with(self.tiling):
                 return self._own(value, chunker)
-            value = _gathered(value, held, self._group, self.device, chunker)
+            shards = chunker.local_shards(value)
+            value = _gathered(shards, held, value.dtype, self._group, self.device)
         return memory_view(value, self.spec)[span]
 
     def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
@@ -163,23 +175,36 @@ def _local_shape(value: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def _is_chunked_over(value: Any, group: Collectives) -> bool:
+    """Whether the ranks of `group` hold the chunks of a `DTensor`'s dimension 0, and all others copies."""
+    process_group = process_group_of(group)
+    cut = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+    if process_group is None or len(cut) != 1 or not value.placements[cut[0]].is_shard(0):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    return ranks(value.device_mesh.get_group(cut[0])) == ranks(process_group)
+
+
 def _gathered(
-    value: Any, held: Tiling, group: Collectives, device: torch.device, chunker: Chunker
+    shards: Mapping[tuple[int, ...], torch.Tensor],
+    held: Tiling,
+    dtype: torch.dtype,
+    group: Collectives,
+    device: torch.device,
 ) -> torch.Tensor:
-    """The full tensor, gathered from what every rank holds of it."""
+    """The full tensor, gathered from what every rank holds of it: `shards`, by their offsets."""
     width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
-    mine = torch.zeros(width, dtype=value.dtype, device=device)
-    shards = chunker.local_shards(value)
-    start = 0
+    everything = torch.empty(width * group.size, dtype=dtype, device=device)
+    start = group.rank * width
     for box in held.of_rank(group.rank):
-        mine[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
+        everything[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
         start += box.numel
-    everything = mine.new_empty(width * group.size)
     if width:
+        mine = everything[group.rank * width :][:width]
         group.all_gather(everything, mine, label="sharded state").wait()
     if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):  # one after the other, they are the tensor
         return everything[: math.prod(held.shape)].view(held.shape)
-    full = mine.new_empty(held.shape)
+    full = everything.new_empty(held.shape)
     for rank, boxes in held.boxes.items():
         start = rank * width
         for box in boxes:

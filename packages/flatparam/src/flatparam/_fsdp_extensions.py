@@ -20,7 +20,7 @@ from flatparam.resolve import Ignored
 from flatparam_comm import ProcessGroupCollectives, process_group_of
 from flatparam_core import PRESENTER, discover, owner_of
 from flatparam_runtime import unit_of
-from flatparam_state import Chunker, OwnChunker, Place
+from flatparam_state import OWN_CHUNKER, Chunker, Place
 
 __all__ = ["DTensorExtensions", "FSDPExtensions", "chunker", "flatten_extended"]
 
@@ -99,7 +99,7 @@ class DTensorExtensions(FSDPExtensions):
         return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-_OWN: Final = OwnChunker()
+_OWN: Final = OWN_CHUNKER
 _extensions: FSDPExtensions | None = None
 
 
