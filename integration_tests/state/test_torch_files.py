@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 import integration_tests.state.torch_files as torch_files
@@ -147,15 +144,9 @@ def test_the_optimizer_of_a_distributed_checkpoint_by_torchs_reader(
     model = ours(build(mixed=file_originals, seed=1), file_originals, "chunked")
     optimizer = adamw(model.parameters())
     reader = FileSystemReader(files.torchs("sharded", file_originals))
-    with _cpu_counts_as_device():
-        loaded = load_sharded_optimizer_state_dict(model.state_dict(), "optim", reader)
+    loaded = load_sharded_optimizer_state_dict(model.state_dict(), "optim", reader)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, loaded["optim"]))
     assert_optimizer(full_optimizer_state(model, optimizer), trained(file_originals).optimizer)
-
-
-@contextlib.contextmanager
-def _cpu_counts_as_device() -> Iterator[None]:
-    yield
 
 
 @on_ranks(2, use_orig_params=BOTH)
