@@ -327,8 +327,8 @@ class Wide(nn.Module):
 
 
 ONE_TENSOR = 64 * 64 * 4
-#: How many full tensors a load may take, beside its result. Chunks by rows are gathered, then put together.
-AT_MOST = {"full": 1, "sharded": 1, "chunked": 3, "dtensor": 2}
+#: How many full tensors a load may take, beside its result. Where ranks communicate, the last may still be there.
+AT_MOST = {"full": 1, "sharded": 1, "chunked": 2, "dtensor": 2}
 SMALL = 4096  # counters, indices and what else does not grow with the model
 
 
@@ -380,7 +380,7 @@ def test_memory_of_loading_a_model(group: Collectives, files: Files, form: str, 
 
 @on_ranks(2, originals=BOTH)
 def test_memory_of_streaming(group: Collectives, files: Files, originals: bool) -> None:
-    """L-40, L-43: streaming a model from rank 0 takes one full tensor, an optimizer two beside the result, of sixteen."""
+    """L-40, L-43: streaming from rank 0 takes two full tensors, of eight, and two beside the result, of sixteen."""
     model, optimizer = wide(originals, "full", 1.0)
     state, optimizer_state = full_state(model), full_optimizer_state(model, optimizer)
     other, again = wide(not originals, "full", 2.0)
@@ -398,8 +398,7 @@ def test_memory_of_streaming(group: Collectives, files: Files, originals: bool) 
     again.load_state_dict(loadable)
     assert_same(full_state(other), state)
     assert_same(full_optimizer_state(other, again)["state"], optimizer_state["state"])
-    assert extras[0] <= ONE_TENSOR + SMALL, f"{extras}"
-    assert extras[1] <= 2 * ONE_TENSOR + SMALL, f"{extras} bytes, of which a tensor has {ONE_TENSOR}"
+    assert max(extras) <= 2 * ONE_TENSOR + SMALL, f"{extras} bytes, of which a tensor has {ONE_TENSOR}"
 
 
 # Without units
