@@ -47,7 +47,7 @@ def _differences(mine: Any, other: Any, path: str) -> Iterator[str]:
 
 
 def _tensor_differences(mine: Any, other: Tensor, path: str) -> Iterator[str]:
-    if not isinstance(mine, Tensor) or isinstance(mine, DTensor):
+    if not isinstance(mine, Tensor) or isinstance(mine, (DTensor, ShardedTensor)):
         yield f"{path}: expected a tensor, found {type(mine)}"
     elif (mine.shape, mine.dtype, mine.device) != (other.shape, other.dtype, other.device):
         expected = (tuple(other.shape), other.dtype, other.device)

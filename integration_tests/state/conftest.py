@@ -28,4 +28,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A world runs all its bodies before the first test of it ends."""
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ FSDP = FullyShardedDataParallel
 
 #: The forms of state: full, as we own it, in FSDP1's chunks, as DTensor, and flat.
 FORMS = ("full", "sharded", "chunked", "dtensor", "local")
-SHARDED = ("sharded", "chunked", "dtensor")
+
+#: Who writes our checkpoints: the number of ranks, and the exposure.
+OUR_WRITERS = ("2-flat", "2-originals", "3-flat")
 
 
 def settings_of(form: str, **fields: Any) -> tuple[Any, Any, Any]:
@@ -127,18 +129,18 @@ def checkpoint_of(model: FSDP, optimizer: torch.optim.Optimizer) -> State:
 
 def write_ours(group: Collectives, files: Files) -> None:
     """Every kind of checkpoint of ours; where that fails, the reason in its place."""
-    for use_orig_params in (False, True):
+    for writer in [writer for writer in OUR_WRITERS if writer.startswith(str(group.size))]:
         for kind, write in WRITERS.items():
-            path = files.ours(group.size, kind, use_orig_params)
+            path = files.ours(writer, kind)
             try:
-                write(group, path, use_orig_params)
+                write(group, path, writer.endswith("originals"))
             except (Exception, CheckpointException):
                 (path / "error.txt").write_text(traceback.format_exc(limit=-6))
 
 
-def written_by_ours(files: Files, size: int, kind: str, use_orig_params: bool) -> Path:
+def written_by_ours(files: Files, writer: str, kind: str) -> Path:
     """The path of a checkpoint that ours has written."""
-    path = files.ours(size, kind, use_orig_params)
+    path = files.ours(writer, kind)
     error = path / "error.txt"
     assert not error.exists(), f"ours could not write it: {error.read_text()}"
     return path
@@ -201,8 +203,3 @@ WRITERS: Mapping[str, Callable[[Collectives, Path, bool], None]] = {
     "dsd": _write_dsd,
     "stateful": _write_stateful,
 }
-
-
-def forms_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The kind of object of each entry."""
-    return ((name, type(value).__name__) for name, value in state.items())

@@ -12,9 +12,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import integration_tests.state.torch_files as torch_files
 from flatparam_comm import Collectives
 from integration_tests.state.comparing import assert_model, assert_optimizer, assert_same, whole
-from integration_tests.state.ours import FSDP, full_state, load_distributed, ours, written_by_ours
+from integration_tests.state.ours import (
+    FSDP,
+    OUR_WRITERS,
+    full_state,
+    load_distributed,
+    ours,
+    written_by_ours,
+)
 from integration_tests.state.sample import AFTER, OF_RANK, adamw, build, named_state, train, trained
-from integration_tests.state.test_torch_files import BOTH, assert_restored
+from integration_tests.state.test_torch_files import assert_restored
 from integration_tests.state.torch_files import Files, FullyShardedDataParallel, fsdp1, fsdp2
 from integration_tests.state.worlds import on_ranks
 
@@ -22,12 +29,11 @@ from integration_tests.state.worlds import on_ranks
 KINDS = ["sharded", "chunked", "dtensor", "async", "dsd"]
 
 
-@on_ranks(1, written_by=[2, 3], kind=KINDS, originals=BOTH)
-def test_what_ours_wrote(
-    group: Collectives, files: Files, written_by: int, kind: str, originals: bool
-) -> None:
+@on_ranks(1, writer=OUR_WRITERS, kind=KINDS)
+def test_what_ours_wrote(group: Collectives, files: Files, writer: str, kind: str) -> None:
     """A distributed checkpoint of ours holds, under plain names, the tensors of the unsharded model and optimizer."""
-    path = written_by_ours(files, written_by, kind, originals)
+    originals = writer.endswith("originals")
+    path = written_by_ours(files, writer, kind)
     read = as_torch_save(path)
     expected = trained(mixed=originals)
     assert_model(read["model"], expected.model, but=OF_RANK)
@@ -43,12 +49,11 @@ def as_torch_save(path: Path) -> dict:
     return torch.load(file, weights_only=False)  # this test's own file
 
 
-@on_ranks(1, written_by=[2, 3], originals=BOTH)
-def test_a_full_checkpoint_in_the_plain_model(
-    group: Collectives, files: Files, written_by: int, originals: bool
-) -> None:
+@on_ranks(1, writer=OUR_WRITERS)
+def test_a_full_checkpoint_in_the_plain_model(group: Collectives, files: Files, writer: str) -> None:
     """Ours' full states, the optimizer's re-keyed to numbers, load into the unwrapped model and its optimizer."""
-    path = written_by_ours(files, written_by, "full", originals) / "full.pt"
+    originals = writer.endswith("originals")
+    path = written_by_ours(files, writer, "full") / "full.pt"
     checkpoint = torch.load(path, weights_only=True)
     model = build(originals, seed=1)
     optimizer = adamw(model.parameters())
@@ -57,7 +62,7 @@ def test_a_full_checkpoint_in_the_plain_model(
         checkpoint["optim"], torch_files_key("PARAM_ID"), model, optim=optimizer
     )
     optimizer.load_state_dict(numbered)
-    assert_model(model.state_dict(), trained(originals).model, but=() if written_by == 3 else OF_RANK)
+    assert_model(model.state_dict(), trained(originals).model, but=OF_RANK)
     assert_same(named_state(model, optimizer), trained(originals).optimizer)
 
 
@@ -68,12 +73,11 @@ def torch_files_key(name: str) -> object:
     return OptimStateKeyType[name]
 
 
-@on_ranks(2, written_by=[2, 3], kind=[*KINDS, "full"], originals=BOTH)
-def test_in_torchs_fsdp1(
-    group: Collectives, files: Files, written_by: int, kind: str, originals: bool
-) -> None:
+@on_ranks(2, writer=OUR_WRITERS, kind=[*KINDS, "full"])
+def test_in_torchs_fsdp1(group: Collectives, files: Files, writer: str, kind: str) -> None:
     """torch's FSDP1 loads what ours wrote, in its own forms, and goes on with the bits of the unsharded model."""
-    path = written_by_ours(files, written_by, kind, originals)
+    originals = writer.endswith("originals")
+    path = written_by_ours(files, writer, kind)
     form = {"full": "full", "chunked": "sharded", "sharded": "sharded"}.get(kind, "dtensor")
     model = fsdp1(build(originals, seed=1), originals, form)
     optimizer = adamw(model.parameters())
@@ -91,47 +95,47 @@ def test_in_torchs_fsdp1(
     assert_optimizer(state, trained(originals).end_optimizer)
 
 
-@on_ranks(2, written_by=[2, 3], kind=KINDS, originals=BOTH)
-def test_in_torchs_fsdp2(
-    group: Collectives, files: Files, written_by: int, kind: str, originals: bool
-) -> None:
+@on_ranks(2, writer=OUR_WRITERS, kind=KINDS)
+def test_in_torchs_fsdp2(group: Collectives, files: Files, writer: str, kind: str) -> None:
     """torch's FSDP2 loads what ours wrote, by `get_state_dict` and `dcp.load`, and goes on with the same bits."""
+    originals = writer.endswith("originals")
     model = fsdp2(build(originals, seed=1))
     optimizer = adamw(model.parameters())
     state, optimizer_state = get_state_dict(model, optimizer)
-    path = written_by_ours(files, written_by, kind, originals)
+    path = written_by_ours(files, writer, kind)
     dcp.load({"model": state, "optim": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
     train(model, optimizer, group.rank, AFTER)
     assert_model(whole(model.state_dict()), trained(originals).end, but=OF_RANK)
 
 
-@on_ranks(1, 2, 3, written_by=[2, 3], kind=KINDS, form=["sharded", "dtensor", "full"])
-def test_in_ours(group: Collectives, files: Files, written_by: int, kind: str, form: str) -> None:
+@on_ranks(1, 2, 3, writer=["2-originals", "3-flat"], kind=KINDS)
+def test_in_ours(group: Collectives, files: Files, writer: str, kind: str) -> None:
     """Every distributed checkpoint of ours loads at 1, 2 and 3 ranks into another form and the other exposure."""
-    path = written_by_ours(files, written_by, kind, use_orig_params=True)
-    model = ours(build(mixed=True, seed=1), False, form)
+    originals = writer.endswith("originals")
+    path = written_by_ours(files, writer, kind)
+    model = ours(build(originals, seed=1), not originals, "dtensor" if kind == "sharded" else "sharded")
     optimizer = adamw(model.parameters())
     load_distributed(FSDP, model, optimizer, path)
-    assert_restored(group, model, optimizer, mixed=True)
+    assert_restored(group, model, optimizer, originals)
 
 
-@on_ranks(2, 3, originals=BOTH)
-def test_a_local_checkpoint_in_ours(group: Collectives, files: Files, originals: bool) -> None:
+@on_ranks(2, writer=["2-flat", "2-originals"])
+def test_a_local_checkpoint_in_ours(group: Collectives, files: Files, writer: str) -> None:
     """L-37: flat shards load on as many ranks, with use_orig_params=False and True."""
-    path = written_by_ours(files, group.size, "local", originals) / f"rank{group.rank}.pt"
+    originals = writer.endswith("originals")
+    path = written_by_ours(files, writer, "local") / f"rank{group.rank}.pt"
     checkpoint = torch.load(path, weights_only=False)  # this test's own file
     model = ours(build(mixed=originals, seed=1), originals, "local")
     model.load_state_dict(checkpoint["model"])
     assert_model(full_state(model), trained(originals).model, but=OF_RANK)
 
 
-@on_ranks(1, 2, 3, written_by=[2, 3], originals=BOTH)
-def test_the_module_itself_as_a_stateful(
-    group: Collectives, files: Files, written_by: int, originals: bool
-) -> None:
+@on_ranks(1, 2, 3, writer=OUR_WRITERS)
+def test_the_module_itself_as_a_stateful(group: Collectives, files: Files, writer: str) -> None:
     """`dcp.save({"model": module})` and `dcp.load` of the same save and load a wrapped module in place."""
-    path = written_by_ours(files, written_by, "stateful", originals)
+    originals = writer.endswith("originals")
+    path = written_by_ours(files, writer, "stateful")
     model = ours(build(mixed=originals, seed=1), not originals, "sharded")
     dcp.load({"model": model}, checkpoint_id=path)
     assert_model(full_state(model), trained(originals).model, but=OF_RANK)

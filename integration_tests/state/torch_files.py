@@ -101,9 +101,10 @@ class Files:
         """What torch wrote on 2 ranks: a distributed checkpoint ("sharded", "dtensor", "fsdp2"), or .pt files."""
         return self._path("torch", kind, use_orig_params)
 
-    def ours(self, size: int, kind: str, use_orig_params: bool) -> Path:
-        """What ours wrote on that many ranks."""
-        return self._path(f"ours-{size}", kind, use_orig_params)
+    def ours(self, writer: str, kind: str) -> Path:
+        """What ours wrote; `writer` says on how many ranks and in which exposure, as in "2-flat"."""
+        size, exposure = writer.split("-")
+        return self._path(f"ours-{size}", kind, exposure == "originals")
 
     def _path(self, writer: str, kind: str, use_orig_params: bool) -> Path:
         path = self.root / writer / f"{kind}-{'originals' if use_orig_params else 'flat'}"

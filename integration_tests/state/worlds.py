@@ -122,7 +122,7 @@ class Worlds:
         jobs = self.jobs[size]
         store = self.root / f"stores-{size}"
         store.mkdir()
-        of_ranks = run_processes(size, run_jobs, jobs, files, store, timeout=300, pg_timeout=_PG_TIMEOUT)
+        of_ranks = run_processes(size, run_jobs, jobs, files, store, timeout=500, pg_timeout=_PG_TIMEOUT)
         return {
             (job.module, job.name, job.case): list(errors)
             for job, errors in zip(jobs, zip(*of_ranks, strict=True), strict=True)
