@@ -17,7 +17,7 @@ from flatparam_state.checkpoint.agreement import agree, attempt
 from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_state.checkpoint.manifest import Manifest
 from flatparam_state.checkpoint.model_pieces import check_at_rest
-from flatparam_state.checkpoint.reading import CheckpointReader
+from flatparam_state.checkpoint.reading import CheckpointReader, what_it_says
 from flatparam_state.checkpoint.staging import StagedModel, StagedOptimizer, stage_model, stage_optimizer
 from flatparam_state.errors import CheckpointError
 
@@ -162,8 +162,9 @@ def _check_presence(directory: CheckpointDirectory, path: Path, nbytes: int, ran
     """A file that this rank does not read must be there too: it belongs to the checkpoint."""
     found = path.stat().st_size if path.exists() else None
     if found != nbytes:
+        said = "no file" if found is None else f"{found:,}{what_it_says(path)}"
         raise CheckpointError(
-            f"{path}: expected {nbytes:,} bytes, found {'no file' if found is None else f'{found:,}'}",
+            f"{path}: expected the {nbytes:,} bytes that rank {rank} wrote, found {said}",
             path=path,
             rank=rank,
             hint=f"restore the file from a copy, or use another checkpoint of those of steps {directory.steps()}",

@@ -12,7 +12,7 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.dtypes import dtype_name, dtype_named
-from flatparam_state.source import TensorInfo
+from flatparam_state.source import TensorInfo, join_path, split_path
 
 __all__ = [
     "BLOCK_NBYTES",
@@ -266,6 +266,7 @@ class Manifest:
         if not files or len(files) != tree["world_size"]:
             raise ValueError(f"expected as many files as ranks, found {len(files)} and {tree['world_size']}")
         tensors = {path: _record(path, record, files) for path, record in _dict(tree["tensors"]).items()}
+        _check_gaps(tensors)
         per_rank = {
             path: tuple(Copy.from_json(copy) for copy in _list(copies))
             for path, copies in _dict(tree["per_rank"]).items()
@@ -278,6 +279,21 @@ class Manifest:
         return cls(
             tree["save_id"], step, follows, files, tensors, per_rank, aliases, tree["values"], written_by
         )
+
+
+def _check_gaps(tensors: Mapping[str, TensorRecord]) -> None:
+    """Only the state of a parameter that is there may lack elements: so nobody allocates more than there are bytes."""
+    for path, record in tensors.items():
+        if record.gaps:
+            parts = split_path(path)
+            model = tensors.get(join_path(("model", parts[-2]))) if len(parts) > 2 else None
+            if (
+                parts[0] != "optimizer"
+                or model is None
+                or model.info.shape != record.info.shape
+                or record.whole
+            ):
+                raise ValueError(f"{path!r} lacks the elements {record.gaps[0]}")
 
 
 def _record(path: str, tree: Any, files: tuple[FileRecord, ...]) -> TensorRecord:

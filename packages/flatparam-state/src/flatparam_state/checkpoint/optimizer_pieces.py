@@ -105,6 +105,8 @@ class _Adding:
         handle = item.place.handle
         flat = value.reshape(-1)
         for fqn, index in zip(item.fqns, item.indices, strict=True):
+            if not item.is_flat and not flat.numel() and self._tensors[fqn].info.numel:
+                continue  # an empty state of an empty part: it may be of any kind
             fragment = handle.layout.fragment(index, handle.rank)
             mine = flat[fragment.in_shard.as_slice()] if item.is_flat else flat
             share = share_of(fragment.in_param, item.place)

@@ -31,7 +31,7 @@ from flatparam_state.errors import CheckpointError
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo, chunk_spans
 from flatparam_state.tensor_file import read_header
 
-__all__ = ["CheckpointReader", "open_checkpoint"]
+__all__ = ["CheckpointReader", "open_checkpoint", "what_it_says"]
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
@@ -165,7 +165,10 @@ class CheckpointReader:
 
     def load(self, path: str) -> Tensor:
         """The whole tensor `path`, in its shape, row-major, in memory of its own."""
-        info = self.record(path).info
+        record = self.record(path)
+        info = record.info
+        for piece in record.pieces:
+            self.file(piece.file)  # before anything is allocated: the bytes are there
         result = torch.empty(info.numel, dtype=info.dtype)
         done = 0
         for chunk in self.read(path, Span(0, info.numel)):
@@ -235,21 +238,22 @@ def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: in
     expected = f"the file that rank {rank} of {manifest.world_size} wrote in save {manifest.save_id}"
     if file.nbytes != record.nbytes:
         raise CheckpointError(
-            f"{file.path}: expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}{_says(file.path)}",
+            f"{file.path}: expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}"
+            f"{what_it_says(file.path)}",
             path=file.path,
             rank=rank,
             hint="use another checkpoint, or restore the file from a copy",
         )
     if xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
         raise CheckpointError(
-            f"{file.path}: its header is not that of {expected}{_says(file.path)}",
+            f"{file.path}: its header is not that of {expected}{what_it_says(file.path)}",
             path=file.path,
             rank=rank,
             hint="use another checkpoint, or restore the file from a copy",
         )
 
 
-def _says(path: Path) -> str:
+def what_it_says(path: Path) -> str:
     """What a wrong file says that it is, if it says anything."""
     try:
         said = read_header(path).metadata

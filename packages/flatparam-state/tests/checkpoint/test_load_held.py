@@ -1,0 +1,161 @@
+"""Under load: a save after every step, with a reader that verifies all the time; ranks that die in real processes."""
+
+import os
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatparam_comm import ForwardingCollectives, SingleCollectives
+from flatparam_state.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Moment,
+    open_checkpoint,
+    verify_checkpoint,
+)
+
+from .small import KillAt, SmallRun, end_of, fork
+
+SAVES = int(os.environ.get("FLATPARAM_SAVES", "500"))
+
+
+def test_every_latest_can_be_loaded_while_saves_go_on(tmp_path: Path) -> None:
+    """500 saves, three kept, and another process that verifies the latest over and over: all are sound, steps grow.
+
+    A checkpoint may be retired while it is being read; then the reader opens the latest again.
+    """
+    root = tmp_path / "run"
+    SmallRun(root).checkpointer.save(0)
+    done = tmp_path / "done"
+
+    def read() -> None:
+        step, seen = -1, 0
+        while not done.exists():
+            try:
+                report = verify_checkpoint(root)
+            except CheckpointError as error:
+                assert "No such file" in str(error) or "cannot be opened" in str(error), error
+                continue
+            assert report.is_sound or any("No such file" in problem for problem in report.problems), report
+            assert report.step >= step
+            seen += report.step > step
+            step = report.step
+        assert seen > 10
+
+    reader = fork(read)
+    run = SmallRun(root, keep=3)
+    run.train(SAVES, every=1)
+    run.checkpointer.close()
+    done.touch()
+    assert end_of(reader) == 0
+    assert run.checkpointer.steps() == [SAVES - 2, SAVES - 1, SAVES]
+
+
+class SocketRanks(ForwardingCollectives):
+    """Two ranks in forked processes that talk through a pair of sockets; only what a checkpoint needs."""
+
+    def __init__(self, rank: int, link: socket.socket) -> None:
+        super().__init__(SingleCollectives())
+        self._rank, self._link = rank, link.makefile("rwb")
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        import pickle
+
+        pickle.dump(value, self._link)
+        self._link.flush()
+        values = [value, pickle.load(self._link)]  # EOFError where the other one has died
+        return values if self._rank == 0 else values[::-1]
+
+    def barrier(self, *, label: str = "") -> None:
+        self.exchange(None)
+
+
+def two_ranks(root: Path, killed: int, kill: Any, asynchronous: bool) -> list[int]:
+    """Two processes that save tensors of their own until rank `killed` dies; returns their exit codes."""
+    links = socket.socketpair()
+
+    def work(rank: int) -> None:
+        links[1 - rank].close()
+        ranks = SocketRanks(rank, links[rank])
+        moment = kill if rank == killed else (lambda moment: None)
+        checkpointer = Checkpointer(root, ranks=ranks, keep=2, asynchronous=asynchronous, on_moment=moment)
+        loaded = checkpointer.load()
+        step = 0 if loaded is None else loaded.step
+        if loaded is not None:
+            assert torch.equal(loaded.rank_extra, values(rank, step))
+            assert loaded.extra == step
+        try:
+            while True:
+                step += 1
+                checkpointer.save(step, extra=step, rank_extra=values(rank, step))
+        except (EOFError, OSError):  # the other one is gone: this is what a process group says
+            checkpointer.__exit__(EOFError, None, None)
+            os._exit(3)
+
+    pids = [fork(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+    for link in links:
+        link.close()
+    if kill is None:
+        time.sleep(random.uniform(0.02, 0.15))  # the moment is the point of the test
+        os.kill(pids[killed], signal.SIGKILL)
+    return [end_of(pid) for pid in pids]
+
+
+def values(rank: int, step: int) -> torch.Tensor:
+    """What `rank` saves at `step`."""
+    return torch.full((1000,), rank * 1000.0 + step)
+
+
+def check_whole(root: Path) -> int:
+    """That the latest checkpoint is of one step on both ranks; returns the step."""
+    assert verify_checkpoint(root).is_sound
+    with open_checkpoint(root) as reader:
+        step = reader.manifest.step
+        for rank in range(2):
+            assert torch.equal(reader.load(f"rank_extra/{rank}"), values(rank, step))
+    return step
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "moment", [Moment.FILE_OPENED, Moment.PIECE_WRITTEN, Moment.FILE_SYNCED, Moment.REPORTED]
+)
+def test_a_rank_dies_while_it_writes(moment: Moment, rank: int, asynchronous: bool, tmp_path: Path) -> None:
+    """Two processes; one dies at its third save: the second checkpoint loads on both ranks, and the run goes on."""
+    kill = KillAt(moment, {Moment.PIECE_WRITTEN: 5 - 2 * rank + rank}.get(moment, 3))
+    codes = two_ranks(tmp_path, rank, kill, asynchronous)
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] == 3
+    step = check_whole(tmp_path)
+    assert step == 2
+    two_ranks(tmp_path, rank, KillAt(moment, 5), asynchronous)
+    assert check_whole(tmp_path) > step
+
+
+def test_ranks_die_at_random(tmp_path: Path) -> None:
+    """30 times, either rank, in the background or not: what is loaded is of one step, and steps never go back."""
+    step = 0
+    for number in range(30):
+        codes = two_ranks(tmp_path, number % 2, None, number % 3 == 0)
+        assert codes[number % 2] == -signal.SIGKILL
+        assert codes[1 - number % 2] == 3
+        if (tmp_path / "latest").exists():
+            now = check_whole(tmp_path)
+            assert now >= step
+            step = now
+    assert step > 30

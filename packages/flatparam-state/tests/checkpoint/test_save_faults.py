@@ -1,0 +1,318 @@
+"""Where a save fails, every rank says the same, what was there before is as it was, and training goes on."""
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatparam_comm import Collectives, RankError
+from flatparam_comm.testing import run_threads
+from flatparam_runtime import summon_full_params
+from flatparam_state.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Moment,
+    open_checkpoint,
+    verify_checkpoint,
+)
+
+from .runs import Setup, assert_equal_state, full_state
+from .small import ALONE, SmallRun, end_of, fork
+
+SETUP = Setup(2)
+ON_EVERY_RANK = [Moment.FILE_OPENED, Moment.PIECE_WRITTEN, Moment.FILE_SYNCED, Moment.REPORTED]
+
+
+class FailAt:
+    """Raises what a full disk raises, at a moment, once."""
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment, self.armed = moment, False
+
+    def __call__(self, moment: Moment) -> None:
+        if self.armed and moment is self.moment:
+            self.armed = False
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ON_EVERY_RANK, ids=lambda moment: moment.name)
+def test_a_full_disk_on_one_rank(moment: Moment, rank: int, asynchronous: bool, tmp_path: Path) -> None:
+    """All ranks raise the one error, with rank, file and bytes; nothing is left over, and the next save succeeds."""
+
+    def run(world: Collectives) -> str:
+        model, optimizer = SETUP.build(world)
+        fail = FailAt(moment)
+        checkpointer = Checkpointer(
+            tmp_path, model, optimizer, ranks=world, asynchronous=asynchronous, on_moment=fail
+        )
+        checkpointer.save(1)
+        checkpointer.wait()
+        SETUP.train(model, optimizer, range(1))
+        fail.armed = world.rank == rank
+        before = full_state(model, optimizer)
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(2)
+            checkpointer.wait()
+        assert caught.value.rank == rank
+        assert_equal_state(full_state(model, optimizer), before)
+        world.barrier()
+        assert names(tmp_path) == ["latest", "lock", "step-00000001"]
+        world.barrier()
+        SETUP.train(model, optimizer, range(1, 2))
+        checkpointer.save(2)
+        checkpointer.close()
+        return str(caught.value)
+
+    said = run_threads(2, run)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"rank {rank}: /somewhere/file: No space left on device: this rank needs ")
+    assert " are free" in said[0]
+    assert verify_checkpoint(tmp_path).step == 2
+    assert verify_checkpoint(tmp_path).is_sound
+
+
+@pytest.mark.parametrize("moment", [*Moment], ids=lambda moment: moment.name)
+def test_a_failure_at_each_moment(moment: Moment, tmp_path: Path) -> None:
+    """Whatever fails, at whatever moment: `latest` is whole, it is the old one or the new one, and the run goes on."""
+    fail = FailAt(moment)
+    run = SmallRun(tmp_path, keep=1, on_moment=fail)
+    run.train(5)
+    fail.armed = True
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.train(10)
+    assert verify_checkpoint(tmp_path).is_sound
+    run.train(20)
+    assert verify_checkpoint(tmp_path).step == 20
+    assert run.checkpointer.steps() == [20]
+    run.checkpointer.close()
+
+
+def test_training_goes_on_with_a_warning(tmp_path: Path) -> None:
+    """`on_save_error="warn"`: `save` returns None on every rank, and the next one succeeds."""
+
+    def run(world: Collectives) -> Any:
+        model, optimizer = SETUP.build(world)
+        fail = FailAt(Moment.PIECE_WRITTEN)
+        checkpointer = Checkpointer(
+            tmp_path, model, optimizer, ranks=world, on_save_error="warn", on_moment=fail
+        )
+        fail.armed = world.rank == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            failed = checkpointer.save(1)
+        saved = checkpointer.save(2)
+        checkpointer.close()
+        return failed, saved
+
+    assert run_threads(2, run) == [(None, tmp_path / "step-00000002")] * 2
+    fail = FailAt(Moment.PREPARED)
+    fail.armed = True
+    with pytest.warns(UserWarning, match="a checkpoint was not saved: rank 0: .*No space left"):
+        assert Checkpointer(tmp_path, ranks=ALONE, on_save_error="warn", on_moment=fail).save(3) is None
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tiny_disk: Path) -> None:
+    """A model of 1 MB on a disk of 300 kB: need and free are named, and nothing is written."""
+
+    def run(world: Collectives) -> str:
+        checkpointer = Checkpointer(tiny_disk / "run", torch.nn.Linear(500, 500), ranks=world)
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(1)
+        return str(caught.value)
+
+    for said in run_threads(2, run):
+        assert "needs 1,0" in said
+        assert "are free" in said
+    assert names(tiny_disk / "run") == ["lock"]
+
+
+def test_a_disk_that_fills_up_while_writing(tiny_disk: Path) -> None:
+    """Somebody else takes the space between the look and the write: the real error of the real file system."""
+    hog = tiny_disk / "hog"
+
+    def take_it(moment: Moment) -> None:
+        if moment is Moment.FILE_OPENED and armed:
+            armed.pop()
+            with hog.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(b"\0" * 4096)
+                except OSError:
+                    pass
+
+    armed: list[bool] = []
+    model = torch.nn.Linear(100, 100)
+    checkpointer = Checkpointer(tiny_disk / "run", model, ranks=ALONE, on_moment=take_it)
+    checkpointer.save(1)
+    armed.append(True)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0: .*No space left on device: this rank needs \d.* are free"
+    ):
+        checkpointer.save(2)
+    assert names(tiny_disk / "run") == ["latest", "lock", "step-00000001"]
+    assert verify_checkpoint(tiny_disk / "run").is_sound
+    hog.unlink()
+    checkpointer.save(2)
+    checkpointer.close()
+    assert verify_checkpoint(tiny_disk / "run").step == 2
+
+
+def test_a_file_size_limit(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE, as a quota does it: a clear error, and what was there before stays."""
+
+    def work() -> None:
+        small = Checkpointer(tmp_path, torch.nn.Linear(2, 2), ranks=ALONE)
+        small.save(1)
+        small.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(CheckpointError, match="File too large: this rank needs"):
+            Checkpointer(tmp_path, torch.nn.Linear(100, 100), ranks=ALONE).save(2)
+
+    assert end_of(fork(work)) == 0
+    assert names(tmp_path) == ["latest", "lock", "step-00000001"]
+    assert verify_checkpoint(tmp_path).is_sound
+
+
+def test_a_value_that_cannot_be_saved(tmp_path: Path) -> None:
+    """One rank's `rank_extra` has a lambda: every rank gets the error with its path, and nothing is written."""
+
+    def run(world: Collectives) -> str:
+        checkpointer = Checkpointer(tmp_path, ranks=world)
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(1, rank_extra={"f": (lambda: 0) if world.rank == 1 else 0})
+        assert caught.value.fqn == "rank_extra/1/f"
+        return str(caught.value)
+
+    assert len(set(run_threads(2, run))) == 1
+    assert names(tmp_path) == ["lock"]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """The second time it is refused on every rank, and the first stays."""
+
+    def run(world: Collectives) -> None:
+        model, optimizer = SETUP.build(world)
+        with Checkpointer(tmp_path, model, optimizer, ranks=world) as checkpointer:
+            checkpointer.save(1)
+            with pytest.raises(CheckpointError, match="there is a checkpoint of step 1 already"):
+                checkpointer.save(1)
+
+    run_threads(2, run)
+    assert verify_checkpoint(tmp_path).is_sound
+
+
+def test_inside_a_pass_or_summoned(tmp_path: Path) -> None:
+    """Saving while full parameters are shown is refused on every rank, with what to do."""
+
+    def run(world: Collectives) -> None:
+        model, _ = SETUP.build(world)
+        checkpointer = Checkpointer(tmp_path, model, ranks=world)
+        with summon_full_params(model):
+            with pytest.raises(CheckpointError, match=r"leave summon_full_params\(\) first"):
+                checkpointer.save(1)
+        checkpointer.save(1)
+        checkpointer.close()
+
+    run_threads(2, run)
+
+
+def test_ranks_that_do_not_share_a_model(tmp_path: Path) -> None:
+    """Two ranks that each hold the whole of their own model in one unit: parts that overlap are refused."""
+
+    def run(world: Collectives) -> None:
+        model, _ = SETUP.build(ALONE)
+        Checkpointer(tmp_path, model, ranks=world).save(1)
+
+    with pytest.raises(RankError) as caught:
+        run_threads(2, run)
+    assert "occur twice or not at all; ranks that do not share one model" in str(caught.value.__cause__)
+
+
+# Two writers
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    """Another process that saves there is named, with its host; so is another writer of the same process."""
+    run = SmallRun(tmp_path)
+    run.train(5)
+
+    def work() -> None:
+        other = SmallRun(tmp_path)
+        other.resume()  # reading is allowed
+        with pytest.raises(CheckpointError) as caught:
+            other.train(10)
+        assert f"process {os.getppid()} on host {socket.gethostname()}" in str(caught.value)
+        assert "give each job a directory of its own" in caught.value.hint
+
+    assert end_of(fork(work)) == 0
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host"):
+        SmallRun(tmp_path).train(5)
+    run.train(10)
+    run.checkpointer.close()
+    other = SmallRun(tmp_path)
+    other.resume()
+    other.train(15)
+    other.checkpointer.close()
+
+
+def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
+    """A writer that exits without a word, while a child of it lives on, does not keep the directory locked."""
+    read, write = os.pipe()
+
+    def work() -> None:
+        run = SmallRun(tmp_path)
+        run.train(5)
+        if os.fork() == 0:  # like a worker of a data loader
+            os.close(write)
+            os.read(read, 1)
+        os._exit(0)
+
+    assert end_of(fork(work)) == 0
+    run = SmallRun(tmp_path)
+    run.resume()
+    run.train(10)
+    run.checkpointer.close()
+    os.close(write)
+    os.close(read)
+    assert open_checkpoint(tmp_path).manifest.step == 10
+
+
+def test_arguments() -> None:
+    """What makes no sense is refused at once."""
+    with pytest.raises(ValueError, match="at least 1 checkpoint"):
+        Checkpointer("x", ranks=ALONE, keep=0)
+    with pytest.raises(ValueError, match="'raise' or 'warn'"):
+        Checkpointer("x", ranks=ALONE, on_save_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the model of the optimizer's parameters"):
+        Checkpointer("x", None, SmallRun(Path("x")).optimizer, ranks=ALONE)
+    with pytest.raises(ValueError, match="a step of at least 0"):
+        Checkpointer("x", ranks=ALONE).save(-1)
+    with pytest.raises(CheckpointError, match="cannot be the name of an optimizer"):
+        run = SmallRun(Path("x"))
+        Checkpointer("x", run.model, {"state": run.optimizer}, ranks=ALONE)
