@@ -140,6 +140,15 @@ def test_the_two_directories_of_accelerate(tmp_path: Path) -> None:
     assert_same_source(open_source(tmp_path), as_source(tmp_path / "a.pt", tree))
 
 
+def test_the_directory_of_lightning(tmp_path: Path) -> None:
+    """Lightning's names of the parts are known, and its other file is left alone."""
+    tree = state()
+    saved(tmp_path / "d", {"model": tree["model"], "optimizer_0": tree["optimizer"]})
+    torch.save({"epoch": 3}, tmp_path / "d" / "meta.pt")
+    del tree["extra"]
+    assert_same_source(open_source(tmp_path / "d"), as_source(tmp_path / "a.pt", tree))
+
+
 def grid(path: Path, change: Callable[[Metadata], object] = lambda metadata: None) -> torch.Tensor:
     """A directory with a tensor of two dimensions in boxes of both, one of them stored transposed."""
     path.mkdir()

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -116,7 +117,7 @@ def test_nothing_is_overwritten(
     assert before == ((flatparam.directory / "a.pt").read_bytes(), entries(flatparam.directory / "run"))
 
 
-@pytest.mark.parametrize("kind", ["torch", "dcp", "hf"])
+@pytest.mark.parametrize("kind", ["torch", "dcp", "hf", "flatparam"])
 def test_damage_leaves_nothing(kind: str, flatparam: Caller) -> None:
     """Where the source turns out to be damaged while it is read, the status is 2 and no output is left."""
     file = flatparam.directory / "run" / "step-00000004" / "rank-00001.safetensors"
@@ -125,10 +126,25 @@ def test_damage_leaves_nothing(kind: str, flatparam: Caller) -> None:
         data[at] ^= 1
     file.write_bytes(data)
     before = entries(flatparam.directory)
-    found = flatparam("export", "@run", "@new", "--to", kind)
+    if kind == "flatparam":
+        found = flatparam("reshard", "@run", "@new", "--world-size", 3)
+    else:
+        found = flatparam("export", "@run", "@new", "--to", kind)
     assert found.status == 2
     assert "rank-00001.safetensors" in found.err
     assert entries(flatparam.directory) == before
+
+
+def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that differ between ranks without being cut like their parameter are not left out without a word."""
+    facts = {"per_rank": ("optimizer/state/head.weight/rows",)}
+    source = attrs.evolve(open_source(flatparam.directory / "a.pt"), facts=facts)
+    monkeypatch.setattr("flatparam.command.options.open_source", lambda *paths, format: source)
+    found = flatparam("export", "@run", "@new.pt", "--to", "torch")
+    assert found.status == 2
+    assert "'optimizer/state/head.weight/rows'" in found.err
+    assert "--only model" in found.err
+    assert flatparam("export", "@run", "@new.pt", "--to", "torch", "--only", "model").status == 0
 
 
 def test_no_space(flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,14 @@ from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import open_archive
 from flatparam_state.formats.dcp_metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
 from flatparam_state.formats.regions import Box, Storage, StridedTensor, boxes_of, read_box
-from flatparam_state.formats.trees import TreeSource, arranged
+from flatparam_state.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, TreeSource, arranged
 from flatparam_state.source import Source, TensorInfo, chunk_spans
 
 __all__ = ["ACCELERATE_DIRECTORIES", "ChunkedTensor", "is_dcp", "open_dcp", "open_dcps"]
 
 # What accelerate calls the sharded model and optimizer of FSDP.
 ACCELERATE_DIRECTORIES: Final = ("pytorch_model_fsdp_0", "optimizer_0")
-_TOPS: Final = ("model", "optimizer", "optim", "extra")
+_TOPS: Final = (*MODEL_KEYS, *OPTIMIZER_KEYS, "extra")
 
 
 def is_dcp(path: Path) -> bool:

@@ -85,12 +85,18 @@ class SparseFile:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write all of `data`; returns how many bytes these are."""
         at, nbytes = self._file.tell(), len(data)
-        if nbytes >= _HOLE and at >= self._end and not torch.frombuffer(data, dtype=torch.uint8).any():
+        if at >= self._end and _is_a_hole(data):
             self._file.seek(nbytes, os.SEEK_CUR)
         else:
             self._file.write(data)
         self._end = max(self._end, at + nbytes)
         return nbytes
+
+
+def _is_a_hole(data: bytes | bytearray | memoryview) -> bool:
+    """Whether they are many bytes, all zero. Only writable buffers are looked at: those of tensors."""
+    large = len(data) >= _HOLE and not memoryview(data).readonly
+    return large and not torch.frombuffer(data, dtype=torch.uint8).any()
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flatparam_runtime import Span
@@ -39,9 +41,12 @@ def write_checkpoint(
     aliases = aliases_of(source)
     tensors = {path: info for path, info in source.tensors.items() if path not in aliases}
     if not dry_run:
-        with CheckpointWriter(
-            directory, tensors, source.values, world_size=world_size, step=step, aliases=aliases
-        ) as writer:
+        with (
+            _gone_if_it_fails(Path(directory)),
+            CheckpointWriter(
+                directory, tensors, source.values, world_size=world_size, step=step, aliases=aliases
+            ) as writer,
+        ):
             for path, info in tensors.items():
                 writer.write(path, source.read(path, Span(0, info.numel)))
             writer.commit()
@@ -52,6 +57,20 @@ def write_checkpoint(
         f"{name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
         for rank in range(world_size)
     }
+
+
+@contextmanager
+def _gone_if_it_fails(directory: Path) -> Iterator[None]:
+    """Where the directory was not there before, and the block fails, it is not there afterwards."""
+    existed = directory.exists()
+    try:
+        yield
+    except BaseException:
+        if not existed and not CheckpointDirectory(directory).steps():
+            with suppress(OSError):
+                (directory / "lock").unlink(missing_ok=True)
+                directory.rmdir()  # refuses where somebody else has put something there
+        raise
 
 
 def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:

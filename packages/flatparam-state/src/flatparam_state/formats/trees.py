@@ -19,7 +19,7 @@ from flatparam_state.formats.optimizers import by_name
 from flatparam_state.formats.regions import Storage
 from flatparam_state.source import TensorInfo, join_path
 
-__all__ = ["Stored", "TreeSource", "arranged"]
+__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "Stored", "TreeSource", "arranged"]
 
 MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS: Final = (
@@ -29,6 +29,7 @@ OPTIMIZER_KEYS: Final = (
     "optim_state_dict",
     "optimizer_state",
     "optimizer_states",
+    "optimizer_0",  # Lightning's sharded form
 )
 OURS: Final = ("model", "optimizer", "extra")
 _MAX_DEPTH: Final = 100
@@ -84,12 +85,18 @@ def arranged(
     Raises:
         CheckpointError: where it is unclear which part is the model, or which parameter a state belongs to.
     """
-    ours = _parts(root, file, tensor_type)
-    if "optimizer" in ours:
-        ours["optimizer"] = by_name(ours["optimizer"], ours.get("model", {}), file)
     walk = _Walk(file, tensor_type)
-    values = walk.values(ours, ())
-    return walk.tensors, values
+    try:
+        ours = _parts(root, file, tensor_type)
+        if "optimizer" in ours:
+            ours["optimizer"] = by_name(ours["optimizer"], ours.get("model", {}), file)
+        return walk.tensors, walk.values(ours, ())
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} does not have the form of a checkpoint: {type(error).__name__}: {error}",
+            path=file,
+            hint="save state dicts as the model and the optimizer return them",
+        ) from error
 
 
 def _parts(root: Any, file: Path, tensor_type: type | tuple[type, ...]) -> dict[str, Any]:
@@ -133,8 +140,7 @@ def _is_optimizer(value: Any) -> bool:
         return False
     if isinstance(value.get("state"), Mapping) or isinstance(value.get("param_groups"), list):
         return True
-    keys = [key for key in value if isinstance(key, str)]
-    return bool(keys) and all(key.startswith(("state.", "param_groups.")) for key in keys)
+    return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
 
 
 def _kind(value: Any, tensor_type: type | tuple[type, ...]) -> str:
