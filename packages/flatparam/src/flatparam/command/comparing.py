@@ -93,7 +93,7 @@ def _values(path: str, first: Any, second: Any) -> Iterator[str]:
         for key in {**first, **second}:
             where = f"{path}/{key}" if path else str(key)
             if key not in first or key not in second:
-                if (first.get(key) or second.get(key)) not in (None, {}):
+                if not _is_bare(first.get(key, second.get(key))):
                     yield f"{where}: only in {'the first' if key in first else 'the second'}"
             else:
                 yield from _values(where, first[key], second[key])
@@ -102,6 +102,11 @@ def _values(path: str, first: Any, second: Any) -> Iterator[str]:
             yield from _values(f"{path}/{index}", one, other)
     elif not (type(first) is type(second) and (first == second or first != first)):
         yield f"{path}: {first!r} and {second!r}"
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether a tree has no value in it: what is left where all that it had were tensors."""
+    return value is None or (isinstance(value, Mapping) and all(map(_is_bare, value.values())))
 
 
 def _elements(first: Source, second: Source, chosen: argparse.Namespace) -> list[str]:
