@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from typing_extensions import final
 
 __all__ = ["Background"]
+
+_LAST_PATIENCE_S: Final = 3.0
 
 
 @final
@@ -19,7 +23,8 @@ class Background:
         self._error: Exception | None = None
         self._cancelled = threading.Event()
         self._work = work
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        atexit.register(self.cancel)  # a thread that is no daemon would keep a failing program for ever
         self._thread.start()
 
     def _run(self) -> None:
@@ -36,10 +41,11 @@ class Background:
     def join(self) -> Exception | None:
         """Wait until it has ended; returns how it failed, if it did."""
         self._thread.join()
+        atexit.unregister(self.cancel)
         return self._error
 
-    def cancel(self, patience_s: float) -> None:
-        """Wait for it, and after `patience_s` have it give up waiting for others."""
-        self._thread.join(patience_s)
+    def cancel(self) -> None:
+        """Wait for it, and after a while have it give up waiting for others: the program is failing, or ends."""
+        self._thread.join(_LAST_PATIENCE_S)
         self._cancelled.set()
-        self._thread.join()
+        self.join()

@@ -40,8 +40,6 @@ Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimi
 _POLL_S: Final = 0.02
 _PATIENCE_S: Final = 1800.0
 """How long a background save waits for the files of other ranks."""
-_LAST_PATIENCE_S: Final = 10.0
-"""How long it still does when the program is failing."""
 
 
 @final
@@ -107,7 +105,7 @@ class Checkpointer:
             return
         # The other ranks may be elsewhere: no word with them. What can be finished alone is finished.
         if self._background is not None:
-            self._background[0].cancel(_LAST_PATIENCE_S)
+            self._background[0].cancel()
             self._background = None
         self._committer.close()
 

@@ -23,6 +23,7 @@ __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
 
 _LATEST: Final = "latest"
 _NEW_LATEST: Final = "latest.new"
+_TRIES: Final = 100
 _COMMITTED: Final = re.compile(r"step-(\d{8,18})")
 _LEFT: Final = re.compile(r"step-\d{8,18}\.(tmp|deleted)-[0-9a-f]{32}")
 
@@ -118,13 +119,22 @@ class CheckpointDirectory:
                     hint=f"there are those of {self.steps()}",
                 )
             return Chosen(self.path_of(step), read_manifest(self.path_of(step)))
+        for _ in range(_TRIES):
+            before = self._text_of_latest()
+            try:
+                named = self._named()
+            except CheckpointError as error:
+                if self._text_of_latest() != before:
+                    continue  # a writer has gone on, and retired what was the latest
+                return self._newest_sound(str(error))
+            return self._newest_sound("") if named is None else self._successor(named) or named
+        return self._newest_sound(f"{self.root / _LATEST} changes all the time")
+
+    def _text_of_latest(self) -> bytes | None:
         try:
-            named = self._named()
-        except CheckpointError as error:
-            return self._newest_sound(str(error))
-        if named is None:
-            return self._newest_sound("")
-        return self._successor(named) or named
+            return (self.root / _LATEST).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def _named(self) -> Chosen | None:
         latest = self.latest()
@@ -145,15 +155,22 @@ class CheckpointDirectory:
 
     def _successor(self, named: Chosen) -> Chosen | None:
         """What was committed after `named`, whose writer died before it could say so."""
-        since = (named.path / MANIFEST).stat().st_mtime_ns
+        since = self._time_of(named.manifest.step)
         for step in reversed(self.steps()):
             path = self.path_of(step)
-            if path != named.path and (path / MANIFEST).stat().st_mtime_ns >= since:
+            if path != named.path and self._time_of(step) >= since:
                 with contextlib.suppress(CheckpointError):
                     manifest = read_manifest(path)
                     if manifest.follows == named.manifest.save_id:
                         return Chosen(path, manifest)
         return None
+
+    def _time_of(self, step: int) -> int:
+        """When a checkpoint was written; before all times where it has just been retired."""
+        try:
+            return (self.path_of(step) / MANIFEST).stat().st_mtime_ns
+        except FileNotFoundError:
+            return -1
 
     def _newest_sound(self, why: str) -> Chosen | None:
         steps = self.steps()
@@ -183,9 +200,7 @@ class CheckpointDirectory:
         """Delete all but the `keep` newest checkpoints, and never that of step `spare`."""
         if keep < 1:
             raise ValueError(f"expected to keep at least 1 checkpoint, found {keep}")
-        age = {
-            step: (self.path_of(step) / MANIFEST).stat().st_mtime_ns for step in self.steps() if step != spare
-        }
+        age = {step: self._time_of(step) for step in self.steps() if step != spare}
         oldest_first = sorted(age, key=lambda step: (age[step], step))
         for step in oldest_first[: max(0, len(oldest_first) - (keep - 1))]:
             doomed = self.root / f"step-{step:08d}.deleted-{uuid.uuid4().hex}"

@@ -35,6 +35,9 @@ class DirectoryLock:
         self._descriptor = -1
         _LOCKS.add(self)
 
+    def __del__(self) -> None:
+        self.forget()
+
     @property
     def is_held(self) -> bool:
         """Whether this object holds it."""
