@@ -1,5 +1,7 @@
 """Saving beside training: what was staged is what is saved, and a failure is told at the next call."""
 
+import subprocess
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -183,3 +185,15 @@ def _real_processes(world: Collectives, root: str) -> tuple[list[int], int]:
 def test_real_processes(tmp_path: Path) -> None:
     """Over gloo the same: ranks by default all, saves in the background, two kept, each rank's own extra."""
     assert run_processes(2, _real_processes, str(tmp_path)) == [([2, 3], 0), ([2, 3], 1)]
+
+
+ENDLESS = """
+from flatparam_state.checkpoint.background import Background
+Background(lambda own_part, cancelled: cancelled.wait(1800), "a save that waits for a dead rank")
+raise SystemExit(7)
+"""
+
+
+def test_a_failing_program_ends(tmp_path: Path) -> None:
+    """A program that fails without closing its checkpointer does not wait for other ranks for ever."""
+    assert subprocess.run([sys.executable, "-c", ENDLESS], timeout=60).returncode == 7

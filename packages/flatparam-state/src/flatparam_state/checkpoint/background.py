@@ -5,23 +5,23 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
-from typing import Final
 
 from typing_extensions import final
 
 __all__ = ["Background"]
 
-_LAST_PATIENCE_S: Final = 3.0
-
 
 @final
 class Background:
-    """Runs `work` in a thread from now on. `work` gets an event that tells it to give up waiting for other ranks."""
+    """Runs `work` in a thread from now on.
 
-    def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
+    `work` gets an event to set when its own part is done, and one that tells it to give up waiting for other ranks.
+    """
+
+    def __init__(self, work: Callable[[threading.Event, threading.Event], None], name: str) -> None:
         """Start."""
         self._error: Exception | None = None
-        self._cancelled = threading.Event()
+        self._cancelled, self._own_part = threading.Event(), threading.Event()
         self._work = work
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         atexit.register(self.cancel)  # a thread that is no daemon would keep a failing program for ever
@@ -29,9 +29,11 @@ class Background:
 
     def _run(self) -> None:
         try:
-            self._work(self._cancelled)
+            self._work(self._own_part, self._cancelled)
         except Exception as error:
             self._error = error
+        finally:
+            self._own_part.set()
 
     @property
     def is_done(self) -> bool:
@@ -45,7 +47,14 @@ class Background:
         return self._error
 
     def cancel(self) -> None:
-        """Wait for it, and after a while have it give up waiting for others: the program is failing, or ends."""
-        self._thread.join(_LAST_PATIENCE_S)
-        self._cancelled.set()
+        """Have it soon give up waiting for others, and wait for it: the program is failing, or ends."""
+        self.hurry()
         self.join()
+
+    def hurry(self) -> None:
+        """Have it soon give up waiting for others."""
+        self._cancelled.set()
+
+    def wait_for_own_part(self) -> None:
+        """Wait until it has done, or failed to do, what needs no other rank."""
+        self._own_part.wait()

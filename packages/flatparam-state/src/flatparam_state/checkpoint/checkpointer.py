@@ -38,6 +38,8 @@ Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimi
 """One optimizer, several by name, or none."""
 
 _POLL_S: Final = 0.02
+_LAST_PATIENCE_S: Final = 3.0
+"""How long rank 0 looks for the reports of the others when they must be there."""
 _PATIENCE_S: Final = 1800.0
 """How long a background save waits for the files of other ranks."""
 
@@ -226,10 +228,17 @@ class Checkpointer:
         name = f"checkpoint {ticket.step}, rank {self._ranks.rank}"
         self._background = Background(functools.partial(self._work, ticket, staged), name), ticket
 
-    def _work(self, ticket: Ticket, contribution: Contribution, cancelled: threading.Event) -> None:
+    def _work(
+        self,
+        ticket: Ticket,
+        contribution: Contribution,
+        own_part: threading.Event,
+        cancelled: threading.Event,
+    ) -> None:
         failed = ticket.temporary / f"rank-{self._ranks.rank:05d}.failed"
         try:
             self._write_part(ticket, contribution)
+            own_part.set()
             if self._ranks.rank == 0:
                 self._await_reports(ticket, cancelled)
                 self._committer.commit(ticket, self._ranks.size)
@@ -240,11 +249,14 @@ class Checkpointer:
 
     def _await_reports(self, ticket: Ticket, cancelled: threading.Event) -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        missing = list(range(self._ranks.size))
+        missing, hurried = list(range(self._ranks.size)), False
         while missing:
             missing = [rank for rank in missing if not report_path(ticket.temporary, rank).exists()]
             failed = sorted(ticket.temporary.glob("rank-*.failed"))
-            if failed or (missing and (cancelled.is_set() or time.monotonic() > deadline)):
+            if cancelled.is_set():
+                deadline = min(deadline, time.monotonic() + _LAST_PATIENCE_S) if not hurried else deadline
+                hurried = True
+            if failed or (missing and time.monotonic() > deadline):
                 who = failed[0].stem if failed else f"rank {missing[0]}"
                 raise CheckpointError(
                     f"{ticket.temporary}: {who} has not written its part",
@@ -252,7 +264,7 @@ class Checkpointer:
                     rank=int(who[5:]),
                 )
             if missing:
-                cancelled.wait(_POLL_S)
+                time.sleep(_POLL_S)
 
     def wait(self) -> None:
         """Return when no save is under way any more; every rank calls it.
@@ -268,6 +280,10 @@ class Checkpointer:
         background, ticket = self._background
         # Ranks that are threads of one process: each must have started its own work before one waits for it.
         self._ranks.barrier(label="wait for a checkpoint")
+        background.wait_for_own_part()
+        # A rank that has died is the process group's to notice, here; the others have reported by now.
+        self._ranks.barrier(label="every rank has written")
+        background.hurry()
         cause = background.join()
         self._background = None
         failure = None
