@@ -3,6 +3,7 @@
 import random
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,3 +119,30 @@ def test_overwritten_pieces(name: str, tmp_path: Path) -> None:
             data[at : at + len(piece)] = piece
 
         _everything(_damaged(path, tmp_path / "copies", overwrite, trial))
+
+
+def test_pickles_that_no_checksum_protects(tmp_path: Path) -> None:
+    """Flipped bits in the pickle of an archive whose checksums are right end in a typed error or in a checkpoint."""
+    path = _torch(tmp_path / "it.pt")
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    pickled = next(name for name in records if name.endswith("data.pkl"))
+    choose = random.Random(2)
+    refused = 0
+    for _ in range(3 * TRIALS):
+        data = bytearray(records[pickled])
+        for _ in range(choose.randrange(1, 4)):
+            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+        with zipfile.ZipFile(tmp_path / "copy.pt", "w") as archive:
+            for name, content in records.items():
+                archive.writestr(name, bytes(data) if name == pickled else content)
+        refused += _opened(tmp_path / "copy.pt") is None
+    assert refused > TRIALS
+
+
+def _opened(path: Path) -> Source | None:
+    try:
+        return open_source(path)
+    except CheckpointError as error:
+        assert path.name in str(error)
+        return None
