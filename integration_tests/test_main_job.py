@@ -161,17 +161,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The whole job on two ranks, as the user's own torchrun starts them."""
     out = tmp_path_factory.mktemp("two") / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(TRAIN),
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*command, *TINY, "--data", str(text), "--out", str(out)],
+        [*torchrun, str(TRAIN), *TINY, "--data", str(text), "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
