@@ -6,7 +6,6 @@ give them; the launcher and torchrun themselves are each started once. All runs 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -41,7 +40,7 @@ ROOT_NUMEL = 258 * WIDTH
 NUMEL = BLOCKS_NUMEL + ROOT_NUMEL
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "safetensors.torch", "matplotlib.figure", "tqdm", "flatparam"]
+_PRELOADED = ["torch", "torch.distributed", "matplotlib.figure", "tqdm", "flatparam"]
 _RANK = """
 import os, runpy, sys
 os.environ.update(environment)
@@ -127,10 +126,16 @@ def refuse(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> s
     return complaint
 
 
+def newest_checkpoint(out: Path) -> Path:
+    """The checkpoint that ``latest`` names."""
+    pointer = json.loads((out / "checkpoints" / "latest").read_text())
+    return out / "checkpoints" / str(pointer["content"]["name"])
+
+
 def at_half_way(run: Run, out: Path) -> Path:
-    """A copy of a finished run's folder as it was when its checkpoint at half of the steps was the newest."""
+    """A copy of a finished run's folder, without the checkpoint of its last step: that at half of the steps is there."""
     shutil.copytree(run.out, out)
-    (out / "checkpoints" / "latest").write_text(f"step-{STEPS // 2:06d}\n")
+    shutil.rmtree(newest_checkpoint(out))
     return out
 
 
@@ -156,17 +161,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The whole job on two ranks, as the user's own torchrun starts them."""
     out = tmp_path_factory.mktemp("two") / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(TRAIN),
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*command, *TINY, "--data", str(text), "--out", str(out)],
+        [*torchrun, str(TRAIN), *TINY, "--data", str(text), "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -321,9 +318,9 @@ def test_ctrl_c_leaves_a_loadable_checkpoint(text: Path, tmp_path: Path) -> None
             launcher.kill()
     assert launcher.returncode == 130, output
     assert "Traceback" not in output
-    name = (out / "checkpoints" / "latest").read_text().strip()
-    assert f"checkpoint {out / 'checkpoints' / name}" in output
-    done = int(name.removeprefix("step-"))
+    newest = newest_checkpoint(out)
+    assert f"checkpoint {newest}" in output
+    done = int(newest.name.removeprefix("step-"))
     more = train([*TINY, "--data", text, "--steps", done + 1], out, ranks=1)
     assert more.losses()[-1][0] == done + 1
 
@@ -336,8 +333,7 @@ def test_sigterm_leaves_a_checkpoint_without_a_launcher(text: Path, tmp_path: Pa
     os.kill(processes[0].pid or 0, signal.SIGTERM)
     run = finish(processes, out)
     assert run.statuses == [143], run.output
-    newest = (out / "checkpoints" / "latest").read_text().strip()
-    assert int(newest.removeprefix("step-")) == run.losses()[-1][0]
+    assert int(newest_checkpoint(out).name.removeprefix("step-")) == run.losses()[-1][0]
 
 
 def test_stopping_before_the_first_step_says_that_there_is_no_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -405,30 +401,26 @@ def test_a_damaged_checkpoint_is_refused(
 ) -> None:
     """One changed byte in a checkpoint's tensors is found before anything is trained from it."""
     out = Path(shutil.copytree(two_ranks.out, tmp_path / "run"))
-    damaged = out / "checkpoints" / f"step-{STEPS:06d}" / "optimizer.safetensors"
+    damaged = newest_checkpoint(out) / "rank-00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
-    assert "damaged" in refuse([*TINY, "--data", text, "--out", out], capsys)
+    arguments = [*TINY, "--data", text, "--out", out]
+    assert "damaged" in refuse(arguments, capsys)
+    alone = finish(start(arguments, out, ranks=1), out)
+    assert (alone.statuses, alone.losses()) == ([2], two_ranks.losses())
+    assert f"error: rank 0: {damaged}" in alone.output
+    assert "Traceback" not in alone.output
 
 
-def test_a_crash_while_saving_changes_nothing(tmp_path: Path) -> None:
-    """An error at any point before the commit leaves ``latest`` at the whole checkpoint before; the rest is cleared."""
-    from gpt.checkpoint_shelf import Shelf
-
-    shelf = Shelf(tmp_path)
-    with shelf.committing({"step": 1}) as folder:
-        (folder / "a").write_text("whole")
-    with contextlib.suppress(OSError), shelf.committing({"step": 2}) as folder:
-        (folder / "a").write_text("half")
-        raise OSError("the disk is full")
-    newest = shelf.newest()
-    assert newest is not None
-    assert newest.step == 1
-    newest.check_files()
-    with shelf.committing({"step": 2}) as folder:
-        (folder / "a").write_text("whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
+def test_a_fresh_run_takes_the_place_of_another(two_ranks: Run, text: Path, tmp_path: Path) -> None:
+    """``--fresh`` starts over in a folder with checkpoints of another recipe: only its own are there afterwards."""
+    out = Path(shutil.copytree(two_ranks.out, tmp_path / "run"))
+    fresh = train([*TINY, "--data", text, "--fresh", "--seed", 1, "--steps", 7], out, ranks=1)
+    assert [step for step, _ in fresh.losses()] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 7]
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["latest", "lock", "step-00000006", "step-00000007"]
+    assert newest_checkpoint(out).name == "step-00000007"
 
 
 def test_the_standard_library_is_read_the_same_way_each_time() -> None:

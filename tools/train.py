@@ -11,7 +11,7 @@
 import sys
 from importlib.util import find_spec
 
-REQUIRED = ("attrs", "torch", "safetensors", "flatparam")
+REQUIRED = ("attrs", "torch", "flatparam")
 
 
 def main() -> int:

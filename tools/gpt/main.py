@@ -24,7 +24,9 @@ def run(arguments: Sequence[str], *, script: str) -> int:
         ranks = 1 if options.plain and options.ranks is None else options.ranks or 2
         if ranks == 1:
             return _be_a_rank(options, 0, 1)
-        make_plan(options, ranks)
+        resumed = make_plan(options, ranks).resumed
+        if resumed is not None:
+            resumed.check_files()
         return launch(
             script,
             arguments,
@@ -44,9 +46,14 @@ def _be_a_rank(options: Options, rank: int, world_size: int) -> int:
     requests.listen()
     if control is not None:
         control.register(rank)
-    from .session import train  # imports torch; a stop signal from here on waits for a step
+    from flatparam import CheckpointError  # imports torch; a stop signal from here on waits for a step
 
-    stopped_by = train(options, world_size, requests, Console(is_loud=rank == 0))
+    from .session import train
+
+    try:
+        stopped_by = train(options, world_size, requests, Console(is_loud=rank == 0))
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
     if not stopped_by:
         return 0
     if control is None:

@@ -215,7 +215,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--resume", action="store_true", help="insist on a checkpoint (without it: resume if there is one)"
     )
-    group.add_argument("--fresh", action="store_true", help="start over though --out holds a checkpoint")
+    group.add_argument("--fresh", action="store_true", help="start over, and remove the checkpoints in --out")
     group.add_argument(
         "--sample-bytes", type=int, default=400, help="length of the text generated at the end"
     )

@@ -1,10 +1,12 @@
-"""What a run starts from, settled and checked before any model is made. Without torch."""
+"""What a run starts from, settled and checked before any model is made."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attrs import frozen
 
-from .checkpoint_shelf import Checkpoint, Shelf
+from .checkpoints import Checkpoint, newest
 from .corpus import Corpus, read_corpus
 from .errors import UserError
 from .options import Options, Recipe
@@ -16,7 +18,7 @@ class Plan:
 
     corpus: Corpus
     recipe: Recipe
-    shelf: Shelf
+    checkpoints: Path
     resumed: Checkpoint | None
 
     @property
@@ -33,11 +35,8 @@ def make_plan(options: Options, world_size: int) -> Plan:
     recipe = options.recipe(corpus.sha256)
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is a file; give a folder.")
-    shelf = Shelf(options.out / "checkpoints")
-    resumed = None if options.fresh else shelf.newest()
-    if resumed is not None:
-        resumed.check_recipe(recipe)
-        resumed.check_files()
-    elif options.resume:
-        raise UserError(f"--resume was given, but {shelf.folder} holds no checkpoint.")
-    return Plan(corpus, recipe, shelf, resumed)
+    checkpoints = options.out / "checkpoints"
+    resumed = None if options.fresh else newest(checkpoints, recipe)
+    if options.resume and resumed is None:
+        raise UserError(f"--resume was given, but {checkpoints} holds no checkpoint.")
+    return Plan(corpus, recipe, checkpoints, resumed)

@@ -8,8 +8,11 @@ from collections.abc import Callable
 import torch
 from attrs import define
 
+from flatparam import Checkpointer
+from flatparam_comm import SingleCollectives
+
 from .batches import Batches
-from .checkpoint import load, save
+from .checkpoints import remove_all
 from .costs import Costs
 from .launch import threads_per_rank
 from .learner import Learner, build
@@ -36,10 +39,12 @@ def train(options: Options, world_size: int, requests: StopRequests, console: Co
         costs = Costs.of(options, ranks.size)
         meter = Meter(ranks.device, sharded=not options.plain)
         learner = build(options, ranks, meter)
-        if plan.resumed is not None:
-            load(plan.resumed, learner)
-        session = _Session.of(options, plan, ranks, learner, meter, requests, console)
-        session.run()
+        with Checkpointer(
+            plan.checkpoints, learner.model, learner.optimizer,
+            ranks=meter.process_group or SingleCollectives(), keep=2, asynchronous=True,
+        ) as checkpointer:  # fmt: skip
+            session = _Session.of(options, plan, ranks, learner, meter, requests, console, checkpointer)
+            session.run()
         if not session.trainer.stopped_by:
             session.show_sample()
         session.report(costs)
@@ -64,7 +69,7 @@ def describe(options: Options, plan: Plan, world_size: int, console: Console) ->
     )
     console.fact("steps", f"{options.steps:,} of {options.batch} rows x {shape.context} bytes over all ranks")
     if plan.resumed is not None:
-        ranks_then = counted(plan.resumed.header["ranks"], "rank")
+        ranks_then = counted(plan.resumed.ranks, "rank")
         console.fact("resume", f"{plan.resumed.path}: {plan.start:,} steps done on {ranks_then}")
         console.detail("(--fresh starts over)")
     console.fact("out", str(options.out))
@@ -76,6 +81,7 @@ class _Session:
     """The parts of a running job, on one rank."""
 
     plan: Plan
+    checkpointer: Checkpointer
     trainer: Trainer
     metrics: Metrics
     console: Console
@@ -84,7 +90,7 @@ class _Session:
     @classmethod
     def of(
         cls, options: Options, plan: Plan, ranks: Ranks, learner: Learner, meter: Meter,
-        requests: StopRequests, console: Console,
+        requests: StopRequests, console: Console, checkpointer: Checkpointer,
     ) -> _Session:  # fmt: skip
         if ranks.is_first:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -93,11 +99,15 @@ class _Session:
             plan.corpus, batch=options.batch, context=options.shape.context, seed=options.seed
         )
         trainer = Trainer(options, ranks, learner, batches, meter, metrics, requests, done=plan.start)
-        return cls(plan, trainer, metrics, console, saved_step=plan.start)
+        return cls(plan, checkpointer, trainer, metrics, console, saved_step=plan.start)
 
     def run(self) -> None:
-        """Train, and leave a checkpoint of the last step done."""
+        """Go on from the checkpoint, if there is one, train, and leave a checkpoint of the last step done."""
         trainer, plan = self.trainer, self.plan
+        if plan.resumed is not None:
+            self.checkpointer.load(plan.start)
+        elif trainer.ranks.is_first:
+            remove_all(plan.checkpoints)  # with --fresh there may be some
         steps = trainer.options.steps
         self.metrics.open(keep_up_to=plan.start)
         if plan.start >= steps:
@@ -115,13 +125,10 @@ class _Session:
 
     def _save(self, note: Callable[[str], None]) -> None:
         trainer = self.trainer
-        path = save(
-            self.plan.shelf, trainer.learner, trainer.ranks, step=trainer.done, recipe=self.plan.recipe
-        )
+        path = self.checkpointer.save(trainer.done, extra={"recipe": self.plan.recipe.to_json()})
         self.saved_step = trainer.done
         trainer.meter.bytes_moved_since_last()
-        if path is not None:
-            note(f"  step {trainer.done:>5}: checkpoint {path}")
+        note(f"  step {trainer.done:>5}: writing checkpoint {path}")
 
     def _nothing_new(self) -> str:
         if self.plan.resumed is not None:
