@@ -9,23 +9,29 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
+from typing_extensions import final
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.held import Held, Holding, numbered
-from flatparam_state.optim_save import PER_RANK, copy_value, is_equal
+from flatparam_state.optim_save import COUNTERS, PER_RANK, copy_value, is_equal
 from flatparam_state.places import places_in
-from flatparam_state.wanted import Streamed, Wanted, from_first
+from flatparam_state.wanted import Stored, Streamed, Wanted, from_first
 
-__all__ = ["load_optimizer_state"]
+__all__ = ["AsItIs", "load_optimizer_state"]
 
 State = Mapping[str, Mapping[str, Any]]
 
 _NAMES = frozenset({"params", "param_names"})
 """The entries of a group that name its parameters; the others are settings."""
 
-_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""The 0-d states of torch's optimizers that are not shaped like the parameter."""
+
+@final
+@attrs.frozen(eq=False)
+class AsItIs:
+    """A saved state that belongs to its parameter as a whole, whatever its shape."""
+
+    value: Any
 
 
 def load_optimizer_state(
@@ -165,12 +171,14 @@ class _Kinds:
         A 0-d state of a 0-d parameter does not say which it is; what the name is elsewhere does.
         """
         fits: dict[str, int] = {}
-        unlike: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        unlike: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         unclear: set[str] = set()
         for item in holding.items:
             for fqn, wanted in _wanted(item).items():
                 for name, value in saved.get(fqn, {}).items():
-                    if wanted.misfit(value) is not None:
+                    if isinstance(value, AsItIs):
+                        unlike[name] = unlike.get(name, 0) + 1
+                    elif wanted.misfit(value) is not None:
                         unlike[name] = unlike.get(name, 0) + (isinstance(value, torch.Tensor))
                     elif wanted.spec.shape == ():
                         unclear.add(name)
@@ -186,10 +194,11 @@ class _Kinds:
         if (
             item.place is not None
             and name in self.shaped
-            and not any(_is_per_rank(value) for value in entries.values())
+            and not any(isinstance(value, AsItIs) or _is_per_rank(value) for value in entries.values())
             and any(value is not None for value in own.values())
         ):
             return _sharded(item, name, own, self.chunker)
+        own = {fqn: _read(value) for fqn, value in own.items()}
         first_fqn, first = next(iter(own.items()))
         for fqn, value in own.items():
             if not is_equal(value, first):
@@ -218,20 +227,28 @@ def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
     """The value itself, or of one for each rank the one that was saved for what this rank holds."""
     if isinstance(value, Streamed) and item.place is None:
         return value.arrive()
+    if isinstance(value, AsItIs) or (isinstance(value, Stored) and item.place is None):
+        return _read(value)
     if not _is_per_rank(value):
         return value
     span = _wanted(item)[fqn].span if item.place is not None else None
     for each in value[PER_RANK]:
         if span is not None and list(each["interval"]) == [span.start, span.stop]:
-            return each["value"]
-    if span is not None and not span:
-        return None  # this rank holds nothing of the parameter
+            return _read(each["value"])
+    if span is not None and not span:  # of nothing there is nothing
+        other = _read(value[PER_RANK][0]["value"])
+        return other[:0] if isinstance(other, torch.Tensor) and other.dim() else other
     saved = ", ".join(f"[{each['interval'][0]}, {each['interval'][1]})" for each in value[PER_RANK])
     raise FlatParamError(
         f"optimizer state {name!r} of {fqn!r} belongs to the parts of the parameter that the ranks held when it was "
         f"saved, elements {saved}; this rank holds {'all' if span is None else f'[{span.start}, {span.stop})'}: load "
         "it with as many ranks and the same wrapping as it was saved with, or leave this state out"
     )
+
+
+def _read(value: Any) -> Any:
+    value = value.value if isinstance(value, AsItIs) else value
+    return value.whole() if isinstance(value, Stored) else value
 
 
 def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker) -> torch.Tensor:
@@ -250,7 +267,8 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
     if not item.is_flat:
         (fqn,) = item.fqns
         part = wanted[fqn].part(found[fqn], chunker)
-        return part.to(item.parameter.device, copy=True).view(item.parameter.shape)
+        is_own = isinstance(found[fqn], Stored)
+        return part.to(item.parameter.device, copy=not is_own).view(item.parameter.shape)
     dtype = functools.reduce(torch.promote_types, (value.dtype for value in found.values()))
     shard = torch.zeros(layout.shard_numel, dtype=dtype, device=item.parameter.device)
     for fqn, index in zip(item.fqns, item.indices, strict=True):

@@ -18,7 +18,10 @@ from flatparam_state.forms import FormKind, StateForm
 from flatparam_state.held import Held, Holding
 from flatparam_state.places import Place, places_in
 
-__all__ = ["PER_RANK", "optimizer_state_dict"]
+__all__ = ["COUNTERS", "PER_RANK", "optimizer_state_dict"]
+
+COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
+"""The 0-d states of torch's optimizers that are not shaped like the parameter."""
 
 PER_RANK: Final = "flatparam.per_rank"
 """The one key of a state that is another on each rank and not shaped like the parameter: a list of what each rank that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,26 @@ from flatparam_state.chunking import OWN_CHUNKER, Chunker, is_dtensor
 from flatparam_state.places import Place
 from flatparam_state.tilings import Tiling, is_sharded_tensor
 
-__all__ = ["Streamed", "Wanted", "from_first"]
+__all__ = ["Streamed", "Stored", "StoredTensor", "Wanted", "from_first"]
+
+
+class Stored(abc.ABC):
+    """A value in a file, which is read when it is needed."""
+
+    @abc.abstractmethod
+    def whole(self) -> Any:
+        """Read it; the value has memory of its own."""
+
+
+class StoredTensor(Stored):
+    """A tensor in a file, of which a part can be read alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def part(self, spec: ParamSpec, span: Span) -> torch.Tensor:
+        """The elements `span`, in the memory order of `spec`: 1-D, on the CPU, with memory of their own."""
 
 
 @final
@@ -121,7 +141,7 @@ class Wanted:
 
     def misfit(self, value: Any) -> str | None:
         """What is found where `value` is not this tensor in one of its forms; the same on every rank."""
-        if isinstance(value, Streamed):
+        if isinstance(value, (Streamed, StoredTensor)):
             return None if value.shape == self.spec.shape else f"shape {value.shape}"
         if not isinstance(value, torch.Tensor):
             return type(value).__name__
@@ -136,6 +156,8 @@ class Wanted:
         Nothing is moved between ranks for a full tensor, nor for a `ShardedTensor` that is cut like the model is.
         Chunks of dimension 0 need the memory of the full tensor for a moment; what is cut otherwise, that of two.
         """
+        if isinstance(value, StoredTensor):
+            return value.part(self.spec, self.span)
         span = self.span.as_slice()
         if isinstance(value, Streamed):
             value = value.arrive()

@@ -150,7 +150,7 @@ def test_states_that_cannot_be_cut_anew(use_orig_params: bool, scale: int, tmp_p
         model, optimizer = setup.build(world, seed=8)
         with pytest.raises(
             CheckpointError,
-            match=r"'absmax' of '.*' was saved for the parts \[0, .*world size and the wrapping",
+            match=r"'absmax' of '.*' belongs to the parts.*elements \[0, .*as many ranks and the same wrapping",
         ):
             Checkpointer(tmp_path, model, optimizer, ranks=world).load()
 

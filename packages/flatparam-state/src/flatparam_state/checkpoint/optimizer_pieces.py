@@ -22,12 +22,10 @@ from flatparam_state.checkpoint.values import encode, inline, reference
 from flatparam_state.checkpoint.writing import OwnedPiece, row_major_chunks
 from flatparam_state.errors import CheckpointError
 from flatparam_state.held import Held, held_by, held_parameters
+from flatparam_state.optim_save import COUNTERS
 from flatparam_state.source import TensorInfo, join_path
 
-__all__ = ["COUNTERS", "add_optimizer", "optimizers_by_name"]
-
-COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
-"""The 0-d states of torch's optimizers that are not shaped like their parameter."""
+__all__ = ["add_optimizer", "optimizers_by_name"]
 
 _INLINE_NBYTES: Final = 1024
 
