@@ -94,12 +94,12 @@ def two_ranks(root: Path, killed: int, kill: Any, asynchronous: bool) -> list[in
         ranks = PipeRanks(rank, links[rank])
         moment = kill if kill is not None and rank == killed else (lambda moment: None)
         checkpointer = Checkpointer(root, ranks=ranks, keep=2, asynchronous=asynchronous, on_moment=moment)
-        loaded = checkpointer.load()
-        step = 0 if loaded is None else loaded.step
-        if loaded is not None:
-            assert torch.equal(loaded.rank_extra, values(rank, step))
-            assert loaded.extra == step
         try:
+            loaded = checkpointer.load()
+            step = 0 if loaded is None else loaded.step
+            if loaded is not None:
+                assert torch.equal(loaded.rank_extra, values(rank, step))
+                assert loaded.extra == step
             while True:
                 step += 1
                 checkpointer.save(step, extra=step, rank_extra=values(rank, step))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from flatparam_runtime import FlatParamError, Phase, Span, clean_fqn, refuse_in_a_pass, units_in
+from flatparam_runtime import FlatParamError, ParamSpec, Phase, Span, clean_fqn, refuse_in_a_pass, units_in
 from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.parts import Contribution
 from flatparam_state.checkpoint.values import encode
 from flatparam_state.checkpoint.writing import OwnedPiece, row_major_chunks
+from flatparam_state.chunking import is_dtensor
 from flatparam_state.places import Place, places_in
 from flatparam_state.source import TensorInfo, join_path
 
@@ -93,6 +94,11 @@ def _sharded(place: Place, paths: Mapping[nn.Module, list[str]]) -> Iterator[Mod
     shard = handle.flat_param.detach()
     for index, (slot, infos) in enumerate(zip(handle.layout.slots, handle.param_infos, strict=True)):
         spec, fragment = slot.spec, handle.layout.fragment(index, handle.rank)
+        if handle.has_presenter(index) and is_dtensor(handle.present(index, _like(spec))):
+            raise FlatParamError(
+                f"parameter {place.fqns[index]!r} is a DTensor, of which ranks of tensor parallelism have other parts; "
+                "save what flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
+            )
         names = [_join(path, info.param_name) for info in infos for path in paths.get(info.module, [])]
         yield ModelTensor(
             tuple(dict.fromkeys([place.fqns[index], *names])),
@@ -102,6 +108,10 @@ def _sharded(place: Place, paths: Mapping[nn.Module, list[str]]) -> Iterator[Mod
             place,
             None if _is_row_major(spec.shape, spec.stride) else spec.stride,
         )
+
+
+def _like(spec: ParamSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
