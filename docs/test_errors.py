@@ -5,6 +5,7 @@ After a message was changed on purpose, `python docs/test_errors.py` writes the 
 
 import copy
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,8 +16,15 @@ import pytest
 import torch
 from torch import nn
 
+from flatparam import (
+    Checkpointer,
+    CheckpointError,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import (
     ByteLedger,
@@ -29,6 +37,7 @@ from flatparam_comm import (
     run_threads,
 )
 from flatparam_runtime import UnitPlan, shard_module
+from flatparam_state import open_source
 
 PAGE = Path(__file__).resolve().parent / "errors.md"
 ROW = re.compile(r"^\| (?P<what>.+?) \| `(?P<kind>\w+)` \| (?P<says>.+) \|$", re.MULTILINE)
@@ -268,6 +277,37 @@ def wrong_size(world: Collectives) -> None:
     world.all_gather(torch.ones(3), torch.ones(2), label="mine")
 
 
+# Checkpoints
+
+
+def in_a_run(action: Callable[[Path, Checkpointer], object]) -> Provoke:
+    """Do something in the directory of a run with one checkpoint; what the error says of it, it says of runs/a."""
+
+    def provoke() -> None:
+        with tempfile.TemporaryDirectory() as parent:
+            directory = Path(parent) / "a"
+            model, optimizer = trained()
+            checkpointer = Checkpointer(directory, model, optimizer, ranks=ALONE)
+            checkpointer.save(10)
+            try:
+                with checkpointer:
+                    action(directory, checkpointer)
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(parent, "runs")) from error
+
+    return provoke
+
+
+def load_into(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Provoke:
+    return in_a_run(lambda directory, _: Checkpointer(directory, model, optimizer, ranks=ALONE).load())
+
+
+def one_byte_short(directory: Path, checkpointer: Checkpointer) -> None:
+    file = directory / "step-00000010" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    checkpointer.load()
+
+
 CASES: Final[dict[str, dict[str, Provoke]]] = {
     "Setting up": {
         "wrapped without a group of ranks": lambda: FSDP(nn.Linear(2, 2)),
@@ -317,6 +357,25 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "passed another model's optimizer (or one made before wrapping)": optimizer_of_another_model,
         "loaded optimizer state of another shape": optimizer_state_of_another_shape,
         "loaded optimizer state of other parameter groups": optimizer_group_of_another_model,
+    },
+    "Checkpoints": {
+        "saved the same step twice": in_a_run(lambda _, checkpointer: checkpointer.save(10)),
+        "gave something that cannot be saved": in_a_run(
+            lambda _, checkpointer: checkpointer.save(11, extra={"data": {"reader": object()}})
+        ),
+        "loaded a step that is not there": in_a_run(lambda _, checkpointer: checkpointer.load(11)),
+        "loaded the checkpoint of another model": load_into(nn.Linear(2, 3)),
+        "loaded into another dtype": load_into(nn.Linear(2, 2).double()),
+        "loaded an optimizer that was not saved": in_a_run(
+            lambda directory, checkpointer: Checkpointer(
+                directory,
+                model := nn.Linear(2, 2),
+                {"second": torch.optim.Adam(model.parameters())},
+                ranks=ALONE,
+            ).load()
+        ),
+        "loaded a file that has lost a byte": in_a_run(one_byte_short),
+        "opened what is no checkpoint": in_a_run(lambda directory, _: open_source(directory.parent)),
     },
     "Several ranks": {
         "called a collective on one rank only": partial(on_two_ranks, only_rank_0_saves),
