@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_state
 import torch.distributed.fsdp as torch_fsdp
 from attrs import frozen
 from gpt.model import GPT, Block
 from gpt.shape import VOCABULARY, Shape
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -51,9 +51,7 @@ class Training:
     def begin(cls, library: Library, parameters: int, group: Collectives, seed: int = 0) -> Training:
         """One that has made no step."""
         torch.manual_seed(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so
-            model = library.shard(GPT(shape_of(parameters)), group)
+        model = library.shard(GPT(shape_of(parameters)), group)
         return cls(library, model, torch.optim.AdamW(model.parameters(), lr=1e-3), group)
 
     def step(self) -> None:
@@ -105,7 +103,7 @@ def _hashes(path: str, value: Any) -> Iterator[tuple[str, str]]:
         for number, inner in enumerate(value):
             yield from _hashes(f"{path}/{number}", inner)
     elif isinstance(value, torch.Tensor):
-        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
         yield path, f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
     else:
         yield path, repr(value)
@@ -168,14 +166,16 @@ def _distributed(library: Library) -> Contender:
 
     def save(training: Training, path: Path) -> Finish:
         model, optimizer = library.state.get_state_dict(training.model, training.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        dcp_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
         return _nothing
 
     def load(training: Training, path: Path) -> None:
         model, optimizer = library.state.get_state_dict(training.model, training.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)  # else a rank must have a shard of each tensor
-        dcp.load(state, checkpoint_id=path, planner=planner)
+        planner = DefaultLoadPlanner(
+            flatten_sharded_tensors=False
+        )  # else a rank must have a shard of each tensor
+        dcp_load(state, checkpoint_id=path, planner=planner)
         library.state.set_state_dict(
             training.model,
             training.optimizer,

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from attrs import define, field
 
@@ -15,8 +14,6 @@ from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 
 from .contenders import CONTENDERS, Contender, Library, Training
 from .meters import Cost, Meter
-
-T = TypeVar("T")
 
 Fingerprints = dict[str, dict[str, str]]
 """By contender, the hashes of everything that it saved; see `Training.fingerprint`."""
@@ -36,9 +33,7 @@ class Findings:
     def judging(self) -> Iterator[None]:
         """A contender that fails is out, and the others go on."""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's FSDP1 warns at every turn
-                yield
+            yield
         except Exception as error:
             self.wrong = f"{type(error).__name__}: {error}"
 
@@ -52,14 +47,12 @@ def save_and_load(
     group: Collectives, parameters: int, rounds: int, directory: str
 ) -> tuple[dict[str, Findings], Fingerprints]:
     """Every contender's costs on this rank, and on rank 0 what each one has saved."""
-    ledger = ByteLedger()
-    meter = Meter(RecordingCollectives(group, ledger), ledger)
-    trained: list[tuple[Library, Training, dict[str, str]]] = []
+    meter = _prepared(group)
+    sources: dict[Library, tuple[Training, dict[str, str]]] = {}
     for library in dict.fromkeys(contender.library for contender in CONTENDERS.values()):
         training = Training.begin(library, parameters, meter.group)
         training.step()
-        trained.append((library, training, training.fingerprint()))
-    sources = {library: (training, fingerprint) for library, training, fingerprint in trained}
+        sources[library] = training, training.fingerprint()
     findings = {name: Findings() for name in CONTENDERS}
     for _ in range(rounds):
         for name, contender in CONTENDERS.items():
@@ -76,8 +69,7 @@ def load_elsewhere(
     group: Collectives, parameters: int, directory: str, fingerprints: Fingerprints
 ) -> dict[str, Findings]:
     """What loading costs this rank where the world is not that of the save."""
-    ledger = ByteLedger()
-    meter = Meter(RecordingCollectives(group, ledger), ledger)
+    meter = _prepared(group)
     findings = {}
     for name, fingerprint in fingerprints.items():
         findings[name] = Findings()
@@ -85,6 +77,12 @@ def load_elsewhere(
             path = path_of(directory, name)
             _load(CONTENDERS[name], parameters, path, meter, fingerprint, findings[name])
     return findings
+
+
+def _prepared(group: Collectives) -> Meter:
+    warnings.simplefilter("ignore")  # torch's FSDP1 warns at every turn
+    ledger = ByteLedger()
+    return Meter(RecordingCollectives(group, ledger), ledger)
 
 
 def _save(contender: Contender, source: Training, path: Path, meter: Meter, found: Findings) -> None:
