@@ -87,9 +87,18 @@ def compare(parameters: int, rounds: int, directory: str) -> dict[str, Any]:
 
 
 def start_server() -> None:
-    """Have the ranks forked from a process that has imported everything, so that no figure contains imports."""
+    """Have the ranks forked from a process that has imported everything, so that no figure contains imports.
+
+    What they free of a MiB or more is given back at once, for everyone: else peaks depend on what was freed before.
+    """
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    multiprocessing.set_forkserver_preload(["checkpoint_costs.rounds", "flatparam_comm.process_child"])
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
+    modules = [
+        "checkpoint_costs.rounds",
+        "flatparam_comm.process_child",
+        "torch._dynamo",
+    ]  # an optimizer wants the last
+    multiprocessing.set_forkserver_preload(modules)
     forkserver.ensure_running()
 
 
