@@ -43,7 +43,7 @@ COLUMNS: Final = (
     ("", "{name}"),
     ("right", "{right}"),
     ("save s", "{save_returned_s:.2f}"),
-    ("on disk after s", "{save_done_s:.2f}"),
+    ("finished s", "{save_done_s:.2f}"),
     ("fsync s", "{save_fsync_s:.2f}"),
     ("load s", "{load_done_s:.2f}"),
     ("peak of save", "{save_peak}"),
