@@ -1,0 +1,1 @@
+"""What `compare_checkpoints.py` compares, and how it measures."""
