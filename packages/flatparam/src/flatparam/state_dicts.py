@@ -32,6 +32,7 @@ from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
 from flatparam_runtime import Unit, inside, unit_of
 from flatparam_state import (
+    OWN_CHUNKER,
     FormKind,
     ModelLoad,
     StateForm,
@@ -89,14 +90,15 @@ def resolve_settings(
 
 
 def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> StateForm:
-    """The form of model or optimizer state that the settings ask for."""
+    """The form of model or optimizer state that the settings ask for; extensions cut sharded tensors as FSDP1's do."""
+    cutting = chunker()
     return StateForm(
         _KINDS[kind],
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=bool(getattr(config, "rank0_only", False)),
-        dim_0_chunks=bool(getattr(config, "dim_0_chunks", False)),
+        dim_0_chunks=bool(getattr(config, "dim_0_chunks", False)) or cutting is not OWN_CHUNKER,
         use_dtensor=bool(getattr(config, "_use_dtensor", False)),
-        chunker=chunker(),
+        chunker=cutting,
     )
 
 
