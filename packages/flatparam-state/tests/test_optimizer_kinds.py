@@ -181,13 +181,16 @@ def test_parameters_of_a_unit_in_two_optimizers() -> None:
 
 
 def test_what_is_no_parameters_state() -> None:
-    """S-090: an entry under a name that is no parameter's is passed on as it is, with a warning."""
+    """S-090: an entry under a name that is no parameter's is passed on as it is, with a warning, and loads back."""
     model, optimizer = sharded(SingleCollectives(), adam, use_orig_params=True)
     plain = optimizer.state_dict()
     plain["state"]["schedule"] = {"warm": torch.ones(2)}
     with pytest.warns(UserWarning, match="'schedule', which is no parameter"):
         found = optimizer_state_dict(model, optimizer, state_dict=plain)
     assert_same_tensor(found["state"]["schedule"]["warm"], torch.ones(2))
+    for rank0_only in (False, True):
+        loaded = load_optimizer_state(model, optimizer, found, rank0_only=rank0_only)
+        assert_same_tensor(loaded["state"]["schedule"]["warm"], torch.ones(2))
     plain["state"][17] = {}
     with pytest.raises(FlatParamError, match="parameter 17, of which it holds 6"):
         optimizer_state_dict(model, optimizer, state_dict=plain)

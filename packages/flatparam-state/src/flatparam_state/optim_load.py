@@ -78,9 +78,16 @@ def load_optimizer_state(
         names = [fqn for item in found for fqn in item.fqns]
         settings = _settings(names, saved_groups) if names else {}
         groups.append({**group, **settings, "params": list(keys)})
-    known = {fqn for item in holding.items for fqn in item.fqns}
-    others = {key: value for key, value in saved.items() if "" in key.split(".") and key not in known}
+    of_parameters = {fqn for group in saved_groups for fqn in group["params"]}
+    others = {key: _arrived(value) for key, value in saved.items() if key not in of_parameters}
     return {"state": {**state, **others}, "param_groups": groups}
+
+
+def _arrived(value: Any) -> Any:
+    """A value that is no parameter's state, on every rank."""
+    if isinstance(value, Mapping):
+        return {key: _arrived(each) for key, each in value.items()}
+    return value.arrive() if isinstance(value, Streamed) else value
 
 
 def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]]:

@@ -125,13 +125,11 @@ def saving(
             state[prefix + name] = state[prefix + name].to(dtype)
     if config.offload_to_cpu:
         for key in [key for key in state if key.startswith(prefix)]:
-            value = state[key]  # those on the meta device stand in for what an outer wrapper puts there
-            if (
-                hasattr(value, "cpu")
-                and not is_sharded_tensor(value)
-                and not getattr(value, "is_meta", False)
-            ):
-                state[key] = value.cpu()
+            value = state[key]
+            if isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and not value.is_meta:
+                state[key] = (
+                    value.cpu()
+                )  # one on the meta device stands in for what an outer wrapper puts there
 
 
 def _is_later(unit: Unit | None) -> bool:
