@@ -36,7 +36,9 @@ LACKING, FAILED = 2, 3
 TOOLS = [
     "nox",
     "attrs",
+    "tqdm",
     "typing-extensions",
+    "xxhash",
     "build",
     "hatchling",
     "hypothesis",
@@ -51,6 +53,7 @@ TOOLS = [
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
+    "safetensors",  # other programs' reader and writer of these files, to compare with
     "tomli",
 ]
 # Imported once after the installation: it proves that torch works here, and leaves the bytecode of what is used behind
