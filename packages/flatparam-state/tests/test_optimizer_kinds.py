@@ -12,11 +12,11 @@ from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_comm.testing import run_threads
-from flatparam_state import load_optimizer_state, optimizer_state_dict
+from flatparam_state import load_optimizer_state, optimizer_state_dict, places_in
 from flatparam_state.optim_save import PER_RANK
 
 from .accounting import AllocatedBytes
-from .models import mlp
+from .models import Tied, mlp
 from .optimizers import adam
 from .worlds import assert_same_optimizer, assert_same_tensor, made_up_gradients, named_state, shard, step
 
@@ -159,6 +159,26 @@ def test_several_optimizers(use_orig_params: bool) -> None:
             assert_same_optimizer(optimizer_state_dict(model, optimizer), own)
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("units", [("",), ("embed", "body", "head"), ("head", "body", "embed")])
+def test_a_tied_parameter_has_one_name(units: tuple[str, ...], use_orig_params: bool) -> None:
+    """Whichever unit holds it: that of the unsharded model, so that the state loads under any other wrapping."""
+
+    def rank(ranks: Collectives) -> set[str]:
+        torch.manual_seed(0)
+        model = shard(Tied(), ranks, units, use_orig_params=use_orig_params)
+        optimizer = adam(model.parameters())
+        for place in places_in(model):
+            place.handle.accumulate(torch.ones(place.handle.layout.shard_numel), [True] * len(place.fqns))
+        optimizer.step()
+        found = optimizer_state_dict(model, optimizer)
+        optimizer.load_state_dict(load_optimizer_state(model, optimizer, found))
+        return {name for group in found["param_groups"] for name in group["params"]} & {*found["state"]}
+
+    for names in run_threads(2, rank):
+        assert "embed.weight" in names
+        assert "head.weight" not in names
 
 
 def test_parameters_of_a_unit_in_two_optimizers() -> None:

@@ -63,7 +63,7 @@ def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
     """
     units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.lenders, unit))
     stand_ins = StandIns()
-    prefixes = {id(place.handle): place.prefixes[0] for place in places_in(model)}
+    prefixes = {id(place.handle): place.prefix for place in places_in(model)}
     with contextlib.ExitStack() as stack:
         for unit in units:
             if unit.phase is Phase.INSPECTING:

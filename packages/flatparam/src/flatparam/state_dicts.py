@@ -175,12 +175,7 @@ def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if not places or not _is_only_on_first(places[0].unit.plan.topology, bool(state)):
         return state
     topology, device = places[0].unit.plan.topology, places[0].handle.device
-    sharded = {
-        place.prefixes[0] + name
-        for place in places
-        for slot in place.handle.layout.slots
-        for name in (slot.spec.fqn, *slot.spec.aliases)
-    }
+    sharded = {name for place in places for names in place.names for name in names}
     skeleton = from_first(
         topology,
         {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -80,28 +80,25 @@ def check_at_rest(model: nn.Module) -> None:
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and persistent buffer of `model`, once each, in the order of its modules."""
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(clean_fqn(path))
-    found = [tensor for place in places_in(model) for tensor in _sharded(place, paths)]
-    found += _whole(model, paths, {id(place.handle.flat_param) for place in places_in(model)}, found)
+    places = list(places_in(model))
+    found = [tensor for place in places for tensor in _sharded(place)]
+    found += _whole(model, {id(place.handle.flat_param) for place in places}, found)
     return found
 
 
-def _sharded(place: Place, paths: Mapping[nn.Module, list[str]]) -> Iterator[ModelTensor]:
+def _sharded(place: Place) -> Iterator[ModelTensor]:
     handle = place.handle
     handle.stamp()  # it looks where the flat parameter is: it may have been moved or cast
     shard = handle.flat_param.detach()
-    for index, (slot, infos) in enumerate(zip(handle.layout.slots, handle.param_infos, strict=True)):
+    for index, (slot, names) in enumerate(zip(handle.layout.slots, place.names, strict=True)):
         spec, fragment = slot.spec, handle.layout.fragment(index, handle.rank)
         if handle.has_presenter(index) and is_dtensor(handle.present(index, _like(spec))):
             raise FlatParamError(
-                f"parameter {place.fqns[index]!r} is a DTensor, of which ranks of tensor parallelism have other parts; "
+                f"parameter {names[0]!r} is a DTensor, of which ranks of tensor parallelism have other parts; "
                 "save what flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
             )
-        names = [_join(path, info.param_name) for info in infos for path in paths.get(info.module, [])]
         yield ModelTensor(
-            tuple(dict.fromkeys([place.fqns[index], *names])),
+            names,
             TensorInfo(spec.shape, spec.dtype),
             fragment.in_param,
             shard[fragment.in_shard.as_slice()],
@@ -123,9 +120,10 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _whole(
-    model: nn.Module, paths: Mapping[nn.Module, list[str]], flat: set[int], sharded: list[ModelTensor]
-) -> Iterator[ModelTensor]:
+def _whole(model: nn.Module, flat: set[int], sharded: list[ModelTensor]) -> Iterator[ModelTensor]:
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(clean_fqn(path))
     taken = {name for tensor in sharded for name in tensor.names}
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}

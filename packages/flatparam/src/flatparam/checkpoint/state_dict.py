@@ -235,12 +235,10 @@ def _is_elsewhere(model: nn.Module, options: StateDictOptions) -> bool:
 
 def _frozen(model: nn.Module) -> set[str]:
     """The names of the parameters that require no gradient."""
-    frozen = set()
+    frozen: set[str] = set()
     for place in places_in(model):
         wanted = place.handle.exposure.requires_grad()
-        for slot, trains in zip(place.handle.layout.slots, wanted, strict=True):
-            if not trains:
-                frozen |= {place.prefixes[0] + name for name in (slot.spec.fqn, *slot.spec.aliases)}
+        frozen.update(*(names for names, trains in zip(place.names, wanted, strict=True) if not trains))
     for item in held_parameters(model).values():
         if item.place is None and not item.parameter.requires_grad:
             frozen |= set(item.fqns)
