@@ -11,7 +11,6 @@ import torch
 from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats import open_source, open_torch_file, select, verify_source, write_torch_file
-from flatparam_state.formats.torch_file import open_torch_files
 
 from .samples import assert_same_source, awkward, contents, flip, plain, same, state, whole
 
@@ -55,7 +54,7 @@ def test_the_archive_is_sound(tmp_path: Path) -> None:
     write_torch_file(open_torch_file(saved(tmp_path / "a.pt", tree)), tmp_path / "b.pt")
     with zipfile.ZipFile(tmp_path / "b.pt") as archive:
         assert archive.testzip() is None
-    for storage in open_torch_file(tmp_path / "b.pt").stored.values():  # type: ignore[attr-defined]
+    for storage in open_torch_file(tmp_path / "b.pt").stored.values():
         assert next(storage.storages()).start % 64 == 0
     assert (tmp_path / "b.pt").stat().st_blocks * 512 < 1 << 20
 
@@ -106,7 +105,7 @@ def test_the_two_files_of_accelerate(tmp_path: Path) -> None:
     assert_same_source(both, open_torch_file(saved(tmp_path / "all.pt", tree)))
     assert_same_source(both, open_source(tmp_path))
     with pytest.raises(CheckpointError, match="has 'model', and so has another"):
-        open_torch_files([tmp_path / "pytorch_model_fsdp.bin"] * 2)
+        open_torch_file(*[tmp_path / "pytorch_model_fsdp.bin"] * 2)
 
 
 def stepped(**arguments: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -209,7 +208,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
     """A flipped bit of a tensor is an error when it is read, and a problem that `verify_source` lists."""
     file = saved(tmp_path / "a.pt", {"w": torch.randn(1000), "v": torch.ones(3)})
-    start = next(open_torch_file(file).stored["model/w"].storages()).start  # type: ignore[attr-defined]
+    start = next(open_torch_file(file).stored["model/w"].storages()).start
     flip(file, start + 1234, 3)
     source = open_torch_file(file)
     with pytest.raises(CheckpointError, match=r"a\.pt.*expected\s+checksum"):
@@ -239,7 +238,7 @@ def test_an_existing_file_stays(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         write_torch_file(source, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").read_bytes() == before
-    flip(tmp_path / "a.pt", next(source.stored["model/0.weight"].storages()).start)  # type: ignore[attr-defined]
+    flip(tmp_path / "a.pt", next(source.stored["model/0.weight"].storages()).start)
     with pytest.raises(CheckpointError, match="checksum"):
         write_torch_file(source, tmp_path / "b.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

@@ -14,7 +14,7 @@ from typing_extensions import final
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import TORCH_NAMES, open_archive
 from flatparam_state.formats.pickled import Names, Record
-from flatparam_state.formats.regions import StridedTensor
+from flatparam_state.formats.stored import StridedTensor
 
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 
