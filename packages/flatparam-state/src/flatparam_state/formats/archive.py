@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -88,6 +89,12 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _bytes(data: bytes = b"") -> bytes:
+    if not isinstance(data, bytes):  # of a number it would be that many zeros
+        raise TypeError("bytes are made of something else")
+    return data
+
+
 def _size(sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
     if not all(type(size) is int for size in sizes):
         raise TypeError("a size is not an integer")
@@ -111,6 +118,7 @@ TORCH_NAMES: Final = Names(
     },
     functions={
         "collections.OrderedDict": lambda items=(): dict(items),
+        "collections.Counter": lambda counts: Counter(dict(counts)),  # of PyTorch's MultiStepLR
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
@@ -119,8 +127,8 @@ TORCH_NAMES: Final = Names(
         "torch.Size": _size,
         "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
         "_codecs.encode": _encoded,
-        "builtins.bytearray": lambda text="", encoding="latin1": bytearray(_encoded(text, encoding)),
-        "builtins.bytes": lambda: b"",  # how protocol 2 has it empty
+        "builtins.bytearray": _bytes,
+        "builtins.bytes": _bytes,  # without arguments: how protocol 2 has it empty
         "builtins.set": _set,
         "builtins.complex": lambda real, imaginary: complex(real, imaginary),
     },

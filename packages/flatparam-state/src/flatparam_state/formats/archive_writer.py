@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -50,7 +51,7 @@ def write_archive(file: SparseFile, root: Any) -> None:
 
 def _named(tree: Any, tensors: dict[Stored, int]) -> Any:
     """The tree with each tensor as what torch pickles in its place; the tensors are added to `tensors`."""
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and not isinstance(tree, Counter):
         return {key: _named(value, tensors) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(_named(value, tensors) for value in tree)

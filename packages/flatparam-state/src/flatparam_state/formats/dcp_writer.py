@@ -49,9 +49,10 @@ def write_dcp(
     Raises:
         CheckpointError: where `path` exists, or two entries would have the same key.
     """
-    entries = dict(_flattened(tree_of(source)))
+    flattened = list(_flattened(tree_of(source)))
+    entries = dict(flattened)
     keys = {".".join(map(str, parts)): parts for parts in entries}
-    if len(keys) < len(entries):
+    if len(keys) < len(flattened):
         raise CheckpointError(f"{path}: two entries would have the same key in this format", path=path)
     files = {
         f"__{rank}_0.distcp": sum(_nbytes(info, rank, world_size) for info in source.tensors.values())

@@ -41,7 +41,7 @@ def step_directory(path: Path) -> Path:
         )
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     step = path / tag
-    if not tag or step.resolve().parent != path.resolve():
+    if not tag or tag == ".." or Path(tag).name != tag:
         raise CheckpointError(
             f"{latest} should name a directory beside it, and says {tag[:80]!r}",
             path=latest,

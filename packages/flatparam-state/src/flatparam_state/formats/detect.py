@@ -26,8 +26,14 @@ class UnknownFormatError(CheckpointError):
     """There is nothing at a path that is known to be a checkpoint."""
 
 
+def _open_own(path: Path) -> Source:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory, and a checkpoint of flatparam is one", path=path)
+    return stored_source(open_checkpoint(path))
+
+
 _OPEN: Final[Mapping[str, Callable[..., Source]]] = {
-    "flatparam": lambda path: stored_source(open_checkpoint(path)),
+    "flatparam": _open_own,
     "safetensors": open_hugging_face,
     "torch": open_torch_file,
     "dcp": open_dcp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -192,7 +193,7 @@ def tree_of(source: Source) -> dict[str, Any]:
 
 def _copied(values: Any) -> Any:
     """The same, with the tuples that hold containers as lists, so that tensors can be put in their places."""
-    if isinstance(values, Mapping):
+    if isinstance(values, Mapping) and not isinstance(values, Counter):
         return {key: _copied(value) for key, value in values.items()}
     if type(values) not in (list, tuple):
         return values

@@ -5,6 +5,7 @@ A foreign tree is made of dictionaries, lists, tuples and leaves, where the tens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -117,22 +118,27 @@ class _Walk:
         self._seen = 0
 
     def values(self, tree: Any, parts: tuple[str, ...]) -> Any:
-        """`tree` without its tensors, which go to `tensors`: None in a list; a tuple becomes one."""
+        """`tree` without its tensors, which go to `tensors`.
+
+        In a list a tensor leaves None behind; a tuple with tensors becomes a list, and keys beside tensors become text.
+        """
         self._seen += 1
         if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
             raise CheckpointError(
                 f"{self._file} nests deeper than {_MAX_DEPTH} levels or has more than {_MAX_LEAVES} entries; "
                 "no checkpoint does"
             )
+        known = len(self.tensors)
+        if isinstance(tree, Counter):
+            return tree
         if isinstance(tree, Mapping):
-            items = ((str(key), value) for key, value in tree.items())
-            return {
-                key: self.values(value, (*parts, key))
-                for key, value in items
-                if not self._took(value, (*parts, key))
+            found = {
+                key: self.values(value, (*parts, str(key)))
+                for key, value in tree.items()
+                if not self._took(value, (*parts, str(key)))
             }
+            return found if len(self.tensors) == known else self._keyed_by_text(found, parts)
         if isinstance(tree, (list, tuple)):
-            known = len(self.tensors)
             each = [
                 None if self._took(value, (*parts, str(index))) else self.values(value, (*parts, str(index)))
                 for index, value in enumerate(tree)
@@ -140,8 +146,18 @@ class _Walk:
             return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
         return tree
 
+    def _keyed_by_text(self, found: dict[Any, Any], parts: tuple[str, ...]) -> dict[str, Any]:
+        """The values beside tensors, whose paths are text."""
+        texts = {str(key): value for key, value in found.items()}
+        if len(texts) < len(found):
+            raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
+        return texts
+
     def _took(self, value: Any, parts: tuple[str, ...]) -> bool:
         if not isinstance(value, Stored):
             return False
-        self.tensors[join_path(parts)] = value
+        path = join_path(parts)
+        if path in self.tensors:
+            raise CheckpointError(f"{self._file}: two tensors would be at {path!r}", fqn=path)
+        self.tensors[path] = value
         return True
