@@ -1,4 +1,4 @@
-"""What an interval of a parameter's elements looks like in its dimensions: a few boxes."""
+"""What an interval of a tensor's elements looks like in its dimensions: a few boxes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import final
 
 from flatparam_runtime import ParamSpec, Span
 
-__all__ = ["Box", "boxes_of", "cut"]
+__all__ = ["Box", "boxes_of", "cut", "row_major_boxes"]
 
 
 @final
@@ -33,6 +33,19 @@ class Box:
             tensor = tensor.narrow(dim, offset, size)
         return tensor
 
+    def overlap(self, other: Box) -> Box:
+        """The elements common to both; an empty box where they do not meet."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, self._stops(), other._stops())
+        return Box(offsets, tuple(max(0, stop - start) for start, stop in zip(offsets, stops, strict=True)))
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same elements, counted from the element `origin` on."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def _stops(self) -> Iterator[int]:
+        return (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
     """The boxes that tile the elements `span` of a parameter, counted in its memory order, in that order.
@@ -42,9 +55,31 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
     order = _dims_by_stride(spec)
     shape = [spec.shape[dim] for dim in order]
     return tuple(
-        Box(_permuted(order, offsets), _permuted(order, sizes))
-        for offsets, sizes in _row_major(shape, span.start, span.stop)
+        Box(_permuted(order, box.offsets), _permuted(order, box.sizes))
+        for box in row_major_boxes(shape, span)
     )
+
+
+def row_major_boxes(shape: Sequence[int], span: Span) -> Iterator[Box]:
+    """The boxes that tile the row-major elements `span` of a tensor of `shape`, in order; at most `2 * ndim - 1`."""
+    if not span:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    (first, head), (last, tail) = divmod(span.start, row), divmod(span.stop, row)
+    if head:
+        yield from _within(first, row_major_boxes(inner, Span(head, tail if first == last else row)))
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    if tail and first <= last:
+        yield from _within(last, row_major_boxes(inner, Span(0, tail)))
+
+
+def _within(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (Box((row, *box.offsets), (1, *box.sizes)) for box in boxes)
 
 
 def cut(spec: ParamSpec, boxes: Sequence[Box], elements: torch.Tensor) -> list[torch.Tensor]:
@@ -73,30 +108,3 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def _permuted(order: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values[place] for place in _inverse(order))
-
-
-def _row_major(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
-    if head:
-        end = tail if first == last else row
-        yield from _within(first, _row_major(shape[1:], head, end))
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if tail and first <= last:
-        yield from _within(last, _row_major(shape[1:], 0, tail))
-
-
-def _within(
-    row: int, boxes: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offsets, sizes in boxes:
-        yield (row, *offsets), (1, *sizes)

@@ -140,6 +140,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     tree = parse_json(data)
     if not isinstance(tree, dict):
         raise ValueError("it is no JSON object")
+    "".join(tree).encode()  # a ValueError where a name is no text: half of a surrogate pair
     metadata = tree.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{_METADATA} must be an object of strings")
@@ -184,7 +185,7 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
     """The bytes before those of the tensors, which follow in the order of `tensors`.
 
     Raises:
-        CheckpointError: for a dtype that safetensors does not have.
+        CheckpointError: for a dtype that safetensors does not have, or a name that is no text.
     """
     tree: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
@@ -193,7 +194,12 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
             raise CheckpointError(f"tensor {name!r} of {info.dtype}: safetensors cannot hold it", fqn=name)
         begin, end = end, end + info.nbytes
         tree[name] = {"dtype": DTYPES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
-    data = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        data = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"a tensor has a name that is no text: {error.object[error.start :][:20]!r}"
+        ) from error
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data
 

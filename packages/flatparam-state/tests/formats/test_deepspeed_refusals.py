@@ -177,6 +177,14 @@ def test_latest(latest: str | None, words: list[str], tmp_path: Path) -> None:
     refused(checkpoint, *words)
 
 
+def test_a_step_elsewhere(tmp_path: Path) -> None:
+    """The directory of the step may be a link to another disk, as long as `latest` names it beside itself."""
+    checkpoint, step = copied("stage3-fp32", tmp_path)
+    shutil.move(step, tmp_path / "elsewhere")
+    step.symlink_to(tmp_path / "elsewhere")
+    assert open_deepspeed(checkpoint).facts["stage"] == 3
+
+
 def test_no_directory(tmp_path: Path) -> None:
     """A file, or nothing, in place of the directory is refused with the directory to give."""
     refused(tmp_path / "none", "engine.save_checkpoint")

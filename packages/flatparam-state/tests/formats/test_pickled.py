@@ -116,3 +116,13 @@ def test_a_value_without_a_form_is_refused() -> None:
     """An object that only a pickle of Python's could hold is not written."""
     with pytest.raises(CheckpointError, match="of type object"):
         pickle_of({"x": object()})
+
+
+def test_bytes_of_a_number_take_no_memory() -> None:
+    """`bytearray(10**15)`, which Python would reserve, is refused."""
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_pickle(
+            b"\x80\x02cbuiltins\nbytearray\n\x8a\x07\x00\x80\xc6\xa4\x7e\x8d\x03\x85R.",
+            TORCH_NAMES,
+            what="it",
+        )

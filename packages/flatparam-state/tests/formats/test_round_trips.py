@@ -21,7 +21,7 @@ from flatparam_state.formats import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_state.formats.views import Own
+from flatparam_state.formats.sources import stored_source
 from flatparam_state.source import Source, TensorInfo
 
 from .samples import DTYPES, assert_same_source, awkward, contents, same, state, whole
@@ -126,7 +126,7 @@ def test_a_tensor_in_another_memory_order(tmp_path: Path) -> None:
     flat = reader.manifest.tensors["model/w"]
     record = TensorRecord(TensorInfo(tensor.shape, tensor.dtype), flat.pieces, (60, 1, 15, 3))
     reader.manifest.tensors["model/w"] = record  # type: ignore[index]
-    assert same(whole(Own(reader), "model/w"), tensor)
+    assert same(whole(stored_source(reader), "model/w"), tensor)
 
 
 def test_states_of_the_optimizer_alone(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Files of torch.save, both ways."""
 
+import json
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats import open_source, open_torch_file, select, verify_source, write_torch_file
-from flatparam_state.formats.torch_file import open_torch_files
 
 from .samples import assert_same_source, awkward, contents, flip, plain, same, state, whole
 
@@ -55,7 +55,7 @@ def test_the_archive_is_sound(tmp_path: Path) -> None:
     write_torch_file(open_torch_file(saved(tmp_path / "a.pt", tree)), tmp_path / "b.pt")
     with zipfile.ZipFile(tmp_path / "b.pt") as archive:
         assert archive.testzip() is None
-    for storage in open_torch_file(tmp_path / "b.pt").stored.values():  # type: ignore[attr-defined]
+    for storage in open_torch_file(tmp_path / "b.pt").stored.values():
         assert next(storage.storages()).start % 64 == 0
     assert (tmp_path / "b.pt").stat().st_blocks * 512 < 1 << 20
 
@@ -106,7 +106,7 @@ def test_the_two_files_of_accelerate(tmp_path: Path) -> None:
     assert_same_source(both, open_torch_file(saved(tmp_path / "all.pt", tree)))
     assert_same_source(both, open_source(tmp_path))
     with pytest.raises(CheckpointError, match="has 'model', and so has another"):
-        open_torch_files([tmp_path / "pytorch_model_fsdp.bin"] * 2)
+        open_torch_file(*[tmp_path / "pytorch_model_fsdp.bin"] * 2)
 
 
 def stepped(**arguments: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -209,7 +209,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
     """A flipped bit of a tensor is an error when it is read, and a problem that `verify_source` lists."""
     file = saved(tmp_path / "a.pt", {"w": torch.randn(1000), "v": torch.ones(3)})
-    start = next(open_torch_file(file).stored["model/w"].storages()).start  # type: ignore[attr-defined]
+    start = next(open_torch_file(file).stored["model/w"].storages()).start
     flip(file, start + 1234, 3)
     source = open_torch_file(file)
     with pytest.raises(CheckpointError, match=r"a\.pt.*expected\s+checksum"):
@@ -239,7 +239,7 @@ def test_an_existing_file_stays(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         write_torch_file(source, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").read_bytes() == before
-    flip(tmp_path / "a.pt", next(source.stored["model/0.weight"].storages()).start)  # type: ignore[attr-defined]
+    flip(tmp_path / "a.pt", next(source.stored["model/0.weight"].storages()).start)
     with pytest.raises(CheckpointError, match="checksum"):
         write_torch_file(source, tmp_path / "b.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
@@ -267,3 +267,42 @@ def test_tensors_with_attributes(kind: Any, tmp_path: Path) -> None:
     tensor = kind(torch.arange(6.0).view(2, 3))
     tensor._is_full = True
     assert same(whole(open_torch_file(saved(tmp_path / "a.pt", {"w": tensor})), "model/w"), tensor)
+
+
+def test_shards_of_hugging_face(tmp_path: Path) -> None:
+    """pytorch_model.bin, alone or in shards with an index, is the model, given as a directory or as the index."""
+    (tmp_path / "one").mkdir()
+    saved(tmp_path / "one" / "pytorch_model.bin", awkward())
+    one = open_source(tmp_path / "one")
+    names = list(awkward())
+    files = {name: f"pytorch_model-{index % 2 + 1:05d}-of-00002.bin" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        saved(tmp_path / file, {name: awkward()[name] for name in names if files[name] == file})
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert_same_source(open_source(tmp_path), one)
+    assert_same_source(open_source(index), one)
+    (tmp_path / files[names[1]]).unlink()
+    with pytest.raises(CheckpointError, match="00002-of-00002.bin"):
+        open_source(tmp_path)
+
+
+def test_values_that_programs_keep(tmp_path: Path) -> None:
+    """The state of PyTorch's MultiStepLR, numbers as keys, sets and byte arrays come back as they were."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]).state_dict()
+    kept = {"schedule": schedule, "counts": {1: 2, 30: 4}, "seen": {1, "a", None}, "raw": bytearray(b"q")}
+    root = {"model": {"w": torch.ones(1)}, **kept}
+    source = open_torch_file(saved(tmp_path / "a.pt", root))
+    assert source.values["extra"] == kept
+    assert type(source.values["extra"]["schedule"]["milestones"]) is Counter
+    write_torch_file(source, tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)["extra"]
+    assert found == {**kept, "raw": b"q"}
+    assert type(found["schedule"]["milestones"]) is Counter
+
+
+def test_keys_of_one_text(tmp_path: Path) -> None:
+    """Two keys that would be one path are refused: neither tensor is lost without a word."""
+    with pytest.raises(CheckpointError, match=r"two tensors would be at 'extra/t/1'"):
+        open_torch_file(saved(tmp_path / "a.pt", {"model": {}, "t": {1: torch.ones(1), "1": torch.ones(1)}}))

@@ -195,3 +195,23 @@ def test_wrong_arguments(arguments: tuple[object, ...], flatparam: Caller) -> No
     assert found.status == 2
     assert found.err
     assert entries(flatparam.directory) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "@run/step-00000004", "@run/step-00000004/new", "--to", "hf"),
+        ("reshard", "@run/step-00000004", "@run/step-00000004", "--world-size", 2),
+        ("import", "@dcp", "@dcp"),
+        ("export", "@dcp", "@dcp/new", "--to", "torch"),
+        ("import", "@a.pt", "@a.pt"),
+    ],
+)
+def test_nothing_is_written_into_what_is_read(arguments: tuple[object, ...], flatparam: Caller) -> None:
+    """A destination in the checkpoint that is read is refused; a run of ours may get another step."""
+    assert flatparam("export", "@run", "@dcp", "--to", "dcp").status == 0
+    found = flatparam(*arguments)
+    assert found.status == 2
+    assert "is in the checkpoint that is read" in found.err
+    assert flatparam("reshard", "@run", "@run", "--world-size", 3, "--step", 5).status == 0
+    assert {"step-00000004", "step-00000005"} <= entries(flatparam.directory / "run")

@@ -115,3 +115,13 @@ def test_many_differences(flatparam: Caller) -> None:
 def test_wrong_tolerances(tolerance: str, flatparam: Caller) -> None:
     """A tolerance that is no number of at least 0 is refused."""
     assert flatparam("diff", "@run", "@run", f"--tolerance={tolerance}").status == 2
+
+
+def test_large_integers(flatparam: Caller) -> None:
+    """Integers that differ by one are not equal, also where float64 cannot tell them apart."""
+    for name, more in (("x.pt", 0), ("y.pt", 1)):
+        torch.save({"w": torch.tensor([7, 2**53 + more])}, flatparam.directory / name)
+    found = flatparam("diff", "@x.pt", "@y.pt")
+    assert found.status == 1
+    assert "1 of 2 elements differ" in found.out
+    assert "(at [1])" in found.out

@@ -80,3 +80,26 @@ def test_help_has_examples(flatparam: Caller) -> None:
     assert found.status == 0
     assert "flatparam ckpt export runs/a" in found.out
     assert "exit status:" in found.out
+
+
+def test_names_that_would_command_a_terminal(flatparam: Caller) -> None:
+    """Control characters and halves of surrogate pairs in names are shown escaped, by every command."""
+    torch.save({"\x1b[31m\n": torch.ones(1), "\ud800": torch.ones(1)}, flatparam.directory / "x.pt")
+    shown = flatparam("inspect", "@x.pt").out
+    assert "  \\x1b[31m\\n: [1] float32, 4 B\n" in shown
+    assert "  \\ud800: [1] float32" in shown
+    assert "\\x1b[31m" in flatparam("diff", "@x.pt", "@run").out
+    found = flatparam("export", "@x.pt", "@hf", "--to", "hf")
+    assert found.status == 2
+    assert "a name that is no text: '\\ud800" in found.err
+
+
+def test_numbers_that_json_lacks(flatparam: Caller) -> None:
+    """Infinity and NaN are text in what --json prints, which any reader of JSON takes."""
+    torch.save({"model": {"w": torch.ones(1)}, "best": float("inf")}, flatparam.directory / "x.pt")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found = json.loads(flatparam("inspect", "@x.pt", "--json").out, parse_constant=refuse)
+    assert found["values"]["extra"]["best"] == "inf"

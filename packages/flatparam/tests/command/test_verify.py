@@ -55,3 +55,8 @@ def test_nothing_to_verify(flatparam: Caller) -> None:
     """A path with no checkpoint is no damaged one: the status is 2."""
     assert flatparam("verify", "@gone").status == 2
     assert flatparam("verify").status == 2
+
+
+def test_a_part_cannot_be_verified(flatparam: Caller) -> None:
+    """A checkpoint is verified as a whole, so --only is refused rather than ignored."""
+    assert flatparam("verify", "@run", "--only", "model").status == 2

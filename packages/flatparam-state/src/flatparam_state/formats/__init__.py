@@ -6,16 +6,14 @@ from flatparam_state.formats.deepspeed import open_deepspeed
 from flatparam_state.formats.detect import FORMATS, UnknownFormatError, open_source
 from flatparam_state.formats.hugging_face import open_hugging_face, write_hugging_face
 from flatparam_state.formats.own import write_checkpoint
-from flatparam_state.formats.torch_file import open_torch_file
-from flatparam_state.formats.torch_writer import write_torch_file
+from flatparam_state.formats.sources import cast_model, select, watch
+from flatparam_state.formats.torch_file import open_torch_file, write_torch_file
 from flatparam_state.formats.verifying import Soundness, verify_source
-from flatparam_state.formats.views import aliases_of, cast_model, select, watch
 
 __all__ = [
     "FORMATS",
     "Soundness",
     "UnknownFormatError",
-    "aliases_of",
     "cast_model",
     "open_dcp",
     "open_deepspeed",

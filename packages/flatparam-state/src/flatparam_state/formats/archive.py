@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing_extensions import final
 from flatparam_state.byte_file import ByteFile
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.pickled import Global, Names, read_pickle
-from flatparam_state.formats.regions import Storage, StridedTensor
+from flatparam_state.formats.stored import Storage, StridedTensor
 from flatparam_state.source import TensorInfo
 
 __all__ = ["STORAGE_NAMES", "TORCH_NAMES", "Archive", "dtype_names", "is_archive", "open_archive"]
@@ -56,35 +57,17 @@ def dtype_names() -> dict[str, torch.dtype]:
 
 
 def _tensor(
-    storage: _TypedStorage,
-    offset: int,
-    size: Any,
-    strides: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-    metadata: Mapping[str, bool] | None = None,
+    storage: _TypedStorage, offset: int, size: Any, strides: tuple[int, ...], _: Any, hooks: Any, *rest: Any
 ) -> StridedTensor:
-    if storage.dtype is None:
-        raise ValueError("a tensor has no dtype")
-    flags = metadata or {}
-    info = TensorInfo(size, storage.dtype)
+    """`_rebuild_tensor_v2`; in `_v3` the dtype follows the hooks, and in both the metadata may be last."""
+    dtype = storage.dtype if storage.dtype is not None or not rest else rest[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor has no dtype")
+    flags = rest[-1] if rest and isinstance(rest[-1], Mapping) else {}
+    conjugated, negated = bool(flags.get("conj")), bool(flags.get("neg"))
     return StridedTensor(
-        info, storage.storage, offset, tuple(strides), bool(flags.get("conj")), bool(flags.get("neg"))
+        TensorInfo(size, dtype), storage.storage, offset, tuple(strides), conjugated, negated
     )
-
-
-def _tensor_of_dtype(
-    storage: _TypedStorage,
-    offset: int,
-    size: Any,
-    strides: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    metadata: Mapping[str, bool] | None = None,
-) -> StridedTensor:
-    typed = _TypedStorage(storage.storage, dtype)
-    return _tensor(typed, offset, size, strides, requires_grad, hooks, metadata)
 
 
 def _parameter(data: StridedTensor, *_: Any) -> StridedTensor:
@@ -104,6 +87,12 @@ def _encoded(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise ValueError(f"bytes are encoded as {encoding!r}")
     return text.encode("latin1")
+
+
+def _bytes(data: bytes = b"") -> bytes:
+    if not isinstance(data, bytes):  # of a number it would be that many zeros
+        raise TypeError("bytes are made of something else")
+    return data
 
 
 def _size(sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -129,16 +118,17 @@ TORCH_NAMES: Final = Names(
     },
     functions={
         "collections.OrderedDict": lambda items=(): dict(items),
+        "collections.Counter": lambda counts: Counter(dict(counts)),  # of PyTorch's MultiStepLR
         "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+        "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
         "torch._utils._rebuild_parameter_with_state": _parameter,
         "torch._tensor._rebuild_from_type_v2": _with_attributes,
         "torch.Size": _size,
         "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
         "_codecs.encode": _encoded,
-        "builtins.bytearray": lambda text="", encoding="latin1": bytearray(_encoded(text, encoding)),
-        "builtins.bytes": lambda: b"",  # how protocol 2 has it empty
+        "builtins.bytearray": _bytes,
+        "builtins.bytes": _bytes,  # without arguments: how protocol 2 has it empty
         "builtins.set": _set,
         "builtins.complex": lambda real, imaginary: complex(real, imaginary),
     },
@@ -171,9 +161,13 @@ class Archive:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the file begins like what `torch.save` writes."""
-    with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+    """Whether the file begins like what `torch.save` writes.
+
+    Raises:
+        CheckpointError: where it cannot be read.
+    """
+    with ByteFile(path) as file:
+        return file.read(0, min(len(_MAGIC), file.nbytes)) == _MAGIC
 
 
 def open_archive(
@@ -231,13 +225,9 @@ def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
         for name, info in records.items():
             at = window.start + _data_offset(window, info)
             storages[name] = Storage(path, at, info.file_size, info.CRC, sound)
-    with ByteFile(path) as file:
-        small = {
-            name: _record(file, storages[name]) for name in ("data.pkl", "byteorder") if name in storages
-        }
-        order = small.get("byteorder", b"little")
-        if order != b"little":
-            raise ValueError(f"its byte order is {order!r}, and only little-endian files can be read")
+    order = _record(storages["byteorder"]) if "byteorder" in storages else b"little"
+    if order != b"little":
+        raise ValueError(f"its byte order is {order!r}, and only little-endian files can be read")
 
     def persistent(identity: Any) -> _TypedStorage:
         kind, dtype, key, _, numel = identity
@@ -251,13 +241,14 @@ def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
             )
         return _TypedStorage(storages[key], dtype)
 
-    root = read_pickle(small["data.pkl"], names, what=what, persistent=persistent)
+    root = read_pickle(_record(storages["data.pkl"]), names, what=what, persistent=persistent)
     return Archive(root, {name: storage for name, storage in storages.items() if name.startswith("data/")})
 
 
-def _record(file: ByteFile, storage: Storage) -> bytes:
-    storage.check(file)
-    return bytes(file.read(storage.start, storage.nbytes))
+def _record(storage: Storage) -> bytes:
+    with ByteFile(storage.file) as file:
+        storage.check(file)
+        return bytes(file.read(storage.start, storage.nbytes))
 
 
 def _data_offset(window: _Window, info: zipfile.ZipInfo) -> int:
@@ -271,8 +262,8 @@ def _data_offset(window: _Window, info: zipfile.ZipInfo) -> int:
 
 
 @final
-class _Window(io.RawIOBase):
-    """The bytes `[start, start + nbytes)` of an open file, as a file."""
+class _Window:
+    """The bytes `[start, start + nbytes)` of an open file, as the file that `zipfile` reads."""
 
     def __init__(self, file: io.FileIO, start: int, nbytes: int) -> None:
         self.start = start
@@ -280,31 +271,21 @@ class _Window(io.RawIOBase):
         self._file = file
         self._at = 0
 
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
     def tell(self) -> int:
         """The position, from the start of the window."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move; see `io.IOBase.seek`."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
-        if base + offset < 0:
+        self._at = offset + (0, self._at, self.nbytes)[whence]
+        if self._at < 0:
             raise ValueError("a record begins before the archive")
-        self._at = base + offset
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes, fewer at the end of the window."""
         left = max(0, self.nbytes - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
         self._file.seek(self.start + self._at)
-        data = self._file.read(wanted)
+        data = self._file.read(left if size < 0 else min(size, left))
         self._at += len(data)
         return data

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,15 +12,16 @@ import torch
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.byte_file import ByteFile
+from flatparam_state.boxes import Box
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import open_archive
 from flatparam_state.formats.dcp_metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
-from flatparam_state.formats.regions import Box, Storage, StridedTensor, boxes_of, read_box
-from flatparam_state.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, TreeSource, arranged
-from flatparam_state.source import Source, TensorInfo, chunk_spans
+from flatparam_state.formats.sources import StoredSource
+from flatparam_state.formats.stored import Storage, Stored, StridedTensor, read_boxes
+from flatparam_state.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, arranged
+from flatparam_state.source import TensorInfo
 
-__all__ = ["ACCELERATE_DIRECTORIES", "ChunkedTensor", "is_dcp", "open_dcp", "open_dcps"]
+__all__ = ["ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]
 
 # What accelerate calls the sharded model and optimizer of FSDP.
 ACCELERATE_DIRECTORIES: Final = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -33,122 +33,85 @@ def is_dcp(path: Path) -> bool:
     return (path / METADATA_FILE).is_file()
 
 
-def open_dcp(path: str | os.PathLike[str]) -> Source:
+def open_dcp(*paths: str | os.PathLike[str]) -> StoredSource:
     """Open a directory that `torch.distributed.checkpoint.save` wrote, from `ShardedTensor`s, `DTensor`s or tensors.
 
     Chunks may be boxes of any shape. No process group is needed, no code of the files is run, and tensors are read
     by ranges; extra memory: the structure, and a few chunks of 8 MiB.
 
+    Args:
+        paths: the directory, or several that belong together, such as one of the model and one of the optimizer.
+
     Raises:
         CheckpointError: where a file is missing, damaged, or holds what a checkpoint may not hold.
     """
-    return open_dcps([Path(path)])
-
-
-def open_dcps(paths: Sequence[Path]) -> Source:
-    """Open directories that belong together, such as one of the model and one of the optimizer; see `open_dcp`."""
+    directories = [Path(path) for path in paths]
     root: dict[str, Any] = {}
     facts: dict[str, Any] = {}
-    for path in paths:
+    for path in directories:
         metadata = read_dcp_metadata(path)
         for key, value in _tree(metadata, path).items():
             if key in root:
                 raise CheckpointError(
-                    f"{path} has {key!r}, and so has another of {', '.join(map(str, paths))}"
+                    f"{path} has {key!r}, and so has another of {', '.join(map(str, directories))}"
                 )
             root[key] = value
         facts.update(metadata.facts)
-    tensors, values = arranged(root, paths[0], (ChunkedTensor, StridedTensor))
-    return TreeSource("dcp", tensors, values, facts)
+    tensors, values = arranged(root, directories[0])
+    return StoredSource("dcp", tensors, values, facts)
 
 
 @final
 @attrs.frozen
-class ChunkedTensor:
+class ChunkedTensor(Stored):
     """A tensor in boxes, each in an archive of its own; `opened` are those that were looked into."""
 
     key: str
-    info: TensorInfo
     chunks: tuple[Chunk, ...]
     opened: dict[Item, StridedTensor] = attrs.field(factory=dict, eq=False, repr=False)
 
     def read(self, span: Span) -> Iterator[torch.Tensor]:
-        """The row-major elements `span`, as 1-D tensors of at most `CHUNK_NBYTES`."""
-        with ExitStack() as files:
-            reader = _Reader(self, files)
-            for piece in chunk_spans(span, self.info.dtype.itemsize):
-                out = torch.empty(piece.numel, dtype=self.info.dtype)
-                at = 0
-                for box in boxes_of(piece, self.info.shape):
-                    reader.read(box, out[at : at + box.numel].view(box.sizes))
-                    at += box.numel
-                yield out
+        """See `Stored.read`."""
+        return read_boxes(self.info, span, self._read_box)
 
     def storages(self) -> Iterator[Storage]:
-        """What it lies in."""
-        with ExitStack() as files:
-            reader = _Reader(self, files)
-            for chunk in self.chunks:
-                yield reader.stored_in(chunk).storage
+        """See `Stored.storages`."""
+        return (self._stored(chunk).storage for chunk in self.chunks)
 
-
-@final
-class _Reader:
-    """Reads boxes of one tensor; what it opens is closed by `files`."""
-
-    def __init__(self, tensor: ChunkedTensor, files: ExitStack) -> None:
-        self._tensor = tensor
-        self._stack = files
-        self._files: dict[Path, ByteFile] = {}
-
-    def read(self, box: Box, out: torch.Tensor) -> None:
-        """Read the elements `box` into `out`, of the sizes of the box."""
-        for chunk in self._tensor.chunks:
+    def _read_box(self, box: Box, out: torch.Tensor) -> None:
+        for chunk in self.chunks:
             common = chunk.box.overlap(box)
-            if not common.numel:
-                continue
-            place = out
-            for dim, begin in enumerate(common.relative_to(box.start).start):
-                place = place.narrow(dim, begin, common.sizes[dim])
-            stored, file = self.stored_in(chunk), self._file(chunk.item.file)
-            stored.storage.check(file)
-            read_box(file, stored, common.relative_to(chunk.box.start), place)
+            if common.numel:
+                place = common.relative_to(box.offsets).of(out)
+                self._stored(chunk).read_box(common.relative_to(chunk.box.offsets), place)
 
-    def stored_in(self, chunk: Chunk) -> StridedTensor:
+    def _stored(self, chunk: Chunk) -> StridedTensor:
         """What a chunk was saved as."""
-        opened = self._tensor.opened
-        if chunk.item not in opened:
-            opened[chunk.item] = self._open(chunk)
-        return opened[chunk.item]
-
-    def _open(self, chunk: Chunk) -> StridedTensor:
-        item, info = chunk.item, self._tensor.info
-        what = f"the chunk of {self._tensor.key!r} at byte {item.offset} of {item.file}"
-        stored = open_archive(item.file, start=item.offset, nbytes=item.nbytes, what=what).root
-        if (
-            not isinstance(stored, StridedTensor)
-            or stored.conjugated
-            or stored.negated
-            or stored.info != TensorInfo(chunk.box.sizes, info.dtype)
-        ):
-            raise CheckpointError(
-                f"{what} should be a tensor of shape {chunk.box.sizes} and {info.dtype}, and is "
-                f"{getattr(stored, 'info', type(stored).__name__)}",
-                path=item.file,
-                fqn=self._tensor.key,
-            )
-        return stored
-
-    def _file(self, path: Path) -> ByteFile:
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(ByteFile(path))
-        return self._files[path]
+        item = chunk.item
+        if item not in self.opened:
+            what = f"the chunk of {self.key!r} at byte {item.offset} of {item.file}"
+            found = open_archive(item.file, start=item.offset, nbytes=item.nbytes, what=what).root
+            expected = TensorInfo(chunk.box.sizes, self.info.dtype)
+            if (
+                not isinstance(found, StridedTensor)
+                or found.info != expected
+                or found.conjugated
+                or found.negated
+            ):
+                raise CheckpointError(
+                    f"{what} should be a tensor of shape {chunk.box.sizes} and {self.info.dtype}, and is "
+                    f"{getattr(found, 'info', type(found).__name__)}",
+                    path=item.file,
+                    fqn=self.key,
+                )
+            self.opened[item] = found
+        return self.opened[item]
 
 
 def _tree(metadata: DcpMetadata, directory: Path) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for key, (info, chunks) in metadata.tensors.items():
-        _put(root, _path_of(key, metadata), ChunkedTensor(key, info, chunks), directory)
+        _put(root, _path_of(key, metadata), ChunkedTensor(info, key, chunks), directory)
     for key, item in metadata.values.items():
         what = f"{key!r} at byte {item.offset} of {item.file}"
         value = open_archive(item.file, start=item.offset, nbytes=item.nbytes, what=what).root

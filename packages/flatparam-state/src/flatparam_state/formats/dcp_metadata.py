@@ -11,11 +11,11 @@ import attrs
 import torch
 from typing_extensions import final
 
+from flatparam_state.boxes import Box
 from flatparam_state.byte_file import ByteFile
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import dtype_names
 from flatparam_state.formats.pickled import Names, Record, read_pickle
-from flatparam_state.formats.regions import Box
 from flatparam_state.source import TensorInfo
 
 __all__ = ["METADATA_FILE", "Chunk", "DcpMetadata", "Item", "read_dcp_metadata"]
@@ -189,10 +189,10 @@ def _tensor(
     for each in fields["chunks"]:
         chunk = _fields(each, f"{_HOME}.ChunkStorageMetadata")
         box = Box(_sizes(chunk["offsets"]), _sizes(chunk["sizes"]))
-        if len(box.start) != len(shape) or len(box.sizes) != len(shape):
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             raise ValueError(f"a chunk of {key!r} has other dimensions than the tensor, {shape}")
         if box.numel:
-            boxes[box] = places[key, box.start]
+            boxes[box] = places[key, box.offsets]
     _check_cover(key, shape, list(boxes))
     return TensorInfo(shape, dtype), tuple(Chunk(box, item) for box, item in boxes.items())
 
@@ -202,7 +202,7 @@ def _check_cover(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     whole = Box((0,) * len(shape), shape)
     if any(whole.overlap(box) != box for box in boxes) or sum(box.numel for box in boxes) != whole.numel:
         raise ValueError(f"the chunks of {key!r} do not make up a tensor of shape {shape}")
-    boxes = sorted(boxes, key=lambda box: box.start)
+    boxes = sorted(boxes, key=lambda box: box.offsets)
     cut = {dim for box in boxes for dim, size in enumerate(box.sizes) if size != shape[dim]}
     pairs = pairwise(boxes) if len(cut) <= 1 else combinations(boxes, 2)
     if any(a.overlap(b).numel for a, b in pairs):

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
-import torch
+from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
+from flatparam_state.boxes import Box
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.archive_writer import Streamed, write_archive
+from flatparam_state.formats.archive_writer import write_archive
 from flatparam_state.formats.dcp_metadata import METADATA_FILE
-from flatparam_state.formats.output import SparseFile, appearing, refuse_existing
+from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.pickle_writer import Call, pickle_of
 from flatparam_state.formats.pickled import Global
-from flatparam_state.formats.regions import Box
-from flatparam_state.formats.views import tree_of
+from flatparam_state.formats.sources import tree_of
+from flatparam_state.formats.stored import Storage, Stored
 from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_dcp"]
@@ -48,16 +49,17 @@ def write_dcp(
     Raises:
         CheckpointError: where `path` exists, or two entries would have the same key.
     """
-    entries = dict(_flattened(tree_of(source)))
+    flattened = list(_flattened(tree_of(source)))
+    entries = dict(flattened)
     keys = {".".join(map(str, parts)): parts for parts in entries}
-    if len(keys) < len(entries):
+    if len(keys) < len(flattened):
         raise CheckpointError(f"{path}: two entries would have the same key in this format", path=path)
     files = {
         f"__{rank}_0.distcp": sum(_nbytes(info, rank, world_size) for info in source.tensors.values())
         for rank in range(world_size)
     }
+    check_new(Path(path))
     if dry_run:
-        refuse_existing(Path(path))
         return files
     with appearing(Path(path)) as temporary:
         temporary.mkdir()
@@ -96,7 +98,7 @@ def _is_whole(value: Any) -> bool:
     if isinstance(value, Mapping):
         return False
     return not isinstance(value, list) or not any(
-        isinstance(each, Streamed) or (isinstance(each, (Mapping, list)) and not _is_whole(each))
+        isinstance(each, Stored) or (isinstance(each, (Mapping, list)) and not _is_whole(each))
         for each in value
     )
 
@@ -124,14 +126,17 @@ class _Writer:
         """Append this rank's part of an entry."""
         begin = file.tell()
         offset: tuple[int, ...] | None = None
-        if isinstance(value, Streamed):
+        if isinstance(value, Stored):
             rows = _rows(value.info.shape, rank, world_size)
             if rows is None:
                 return
             box = _box(value.info.shape, rows)
-            offset = box.start
+            offset = box.offsets
             self._chunks.setdefault(key, (value.info, []))[1].append(box)
-            write_archive(file, _part(value, rows))
+            part = TensorInfo(box.sizes, value.info.dtype)
+            write_archive(
+                file, _Rows(part, value, box.offsets[0] * math.prod(box.sizes[1:]) if box.sizes else 0)
+            )
         elif rank == 0:
             self._values.append(key)
             write_archive(file, value)
@@ -169,16 +174,21 @@ def _box(shape: tuple[int, ...], rows: Span) -> Box:
     return Box((rows.start, *(0 for _ in shape[1:])), (rows.numel, *shape[1:])) if shape else Box((), ())
 
 
-def _part(tensor: Streamed, rows: Span) -> Streamed:
-    shape = tensor.info.shape
-    if not shape:
-        return tensor
-    begin = rows.start * math.prod(shape[1:])
+@final
+@attrs.frozen
+class _Rows(Stored):
+    """The rows of a tensor from element `begin` on."""
 
-    def read(span: Span) -> Iterable[torch.Tensor]:
-        return tensor.read(span.shifted(begin))
+    whole: Stored
+    begin: int
 
-    return attrs.evolve(tensor, info=TensorInfo((rows.numel, *shape[1:]), tensor.info.dtype), read=read)
+    def read(self, span: Span) -> Iterator[Tensor]:
+        """See `Stored.read`."""
+        return self.whole.read(span.shifted(self.begin))
+
+    def storages(self) -> Iterator[Storage]:
+        """See `Stored.storages`."""
+        return self.whole.storages()
 
 
 def _new(name: str, fields: Mapping[str, Any]) -> Call:
@@ -196,7 +206,7 @@ def _tensor(info: TensorInfo, boxes: list[Box]) -> Call:
         Global(f"{_HOME}.TensorProperties"), (), (info.dtype, layout, False, memory_format, False), new=True
     )
     chunks = [
-        _new(f"{_HOME}.ChunkStorageMetadata", {"offsets": _size(box.start), "sizes": _size(box.sizes)})
+        _new(f"{_HOME}.ChunkStorageMetadata", {"offsets": _size(box.offsets), "sizes": _size(box.sizes)})
         for box in boxes
     ]
     return _new(

@@ -36,9 +36,10 @@ from flatparam_state.formats.deepspeed_files import (
     step_directory,
 )
 from flatparam_state.formats.pickled import Global, Record
-from flatparam_state.formats.regions import Storage, StridedTensor
-from flatparam_state.formats.trees import TreeSource, arranged
-from flatparam_state.source import Source, TensorInfo
+from flatparam_state.formats.sources import StoredSource
+from flatparam_state.formats.stored import Storage, Stored, StridedTensor
+from flatparam_state.formats.trees import arranged
+from flatparam_state.source import TensorInfo
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
 
@@ -49,7 +50,7 @@ def is_deepspeed(path: str | Path) -> bool:
     return path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_states.pt")))
 
 
-def open_deepspeed(path: str | Path) -> Source:
+def open_deepspeed(path: str | Path) -> StoredSource:
     """Open what `engine.save_checkpoint(path)` of DeepSpeed wrote with ZeRO stage 1, 2 or 3; DeepSpeed is not needed.
 
     The tensors are `model/<name>`: the master weights, and frozen parameters and buffers in the dtype that they have;
@@ -78,12 +79,11 @@ def open_deepspeed(path: str | Path) -> Source:
 
 @final
 @attrs.frozen(eq=False)  # two names are of one tensor where they share the object
-class _Cut:
+class _Cut(Stored):
     """A tensor that lies in parts: its element `i` is number `origin + i` of a row, the row is cut every `each`
     elements, and piece `k` of it begins at element `at` of `parts[k]`.
     """
 
-    info: TensorInfo
     parts: tuple[StridedTensor, ...]
     each: int
     origin: int = 0
@@ -103,12 +103,12 @@ class _Cut:
                 yield k, inside.relative_to(k * self.each).shifted(self.at)
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """The row-major elements `span`; see `Source.read`."""
+        """See `Stored.read`."""
         for k, inside in self.pieces(span):
             yield from self.parts[k].read(inside)
 
     def storages(self) -> Iterator[Storage]:
-        """What it lies in."""
+        """See `Stored.storages`."""
         return (part.storage for part in self.parts)
 
     def check(self) -> _Cut:
@@ -166,11 +166,11 @@ class _Reading:
         self._stage = ranks[0].stage
         self._left_out: list[str] = []
 
-    def source(self) -> Source:
+    def source(self) -> StoredSource:
         """The checkpoint."""
         tree = {"model": self._model(), "optimizer": self._optimizer(), "extra": self._extra()}
-        tensors, values = arranged(tree, self._files.step, _Cut)
-        return TreeSource("deepspeed", tensors, values, self._facts())
+        tensors, values = arranged(tree, self._files.step)
+        return StoredSource("deepspeed", tensors, values, self._facts())
 
     def _facts(self) -> dict[str, Any]:
         main = self._models[0]

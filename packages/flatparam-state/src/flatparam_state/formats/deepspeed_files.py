@@ -14,7 +14,7 @@ from typing_extensions import final
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import TORCH_NAMES, open_archive
 from flatparam_state.formats.pickled import Names, Record
-from flatparam_state.formats.regions import StridedTensor
+from flatparam_state.formats.stored import StridedTensor
 
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 
@@ -41,7 +41,7 @@ def step_directory(path: Path) -> Path:
         )
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     step = path / tag
-    if not tag or step.resolve().parent != path.resolve():
+    if not tag or tag == ".." or Path(tag).name != tag:
         raise CheckpointError(
             f"{latest} should name a directory beside it, and says {tag[:80]!r}",
             path=latest,

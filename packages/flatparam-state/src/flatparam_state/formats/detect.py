@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,11 +12,11 @@ from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import MANIFEST
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import is_archive
-from flatparam_state.formats.dcp import ACCELERATE_DIRECTORIES, is_dcp, open_dcps
+from flatparam_state.formats.dcp import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_state.formats.deepspeed import is_deepspeed, open_deepspeed
 from flatparam_state.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
-from flatparam_state.formats.torch_file import ACCELERATE_FILES, open_torch_files
-from flatparam_state.formats.views import Own
+from flatparam_state.formats.sources import stored_source
+from flatparam_state.formats.torch_file import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
 from flatparam_state.source import Source
 
 __all__ = ["FORMATS", "UnknownFormatError", "open_source"]
@@ -26,34 +26,20 @@ class UnknownFormatError(CheckpointError):
     """There is nothing at a path that is known to be a checkpoint."""
 
 
-def _open_own(paths: Sequence[Path]) -> Source:
-    return Own(open_checkpoint(_only(paths)))
+def _open_own(path: Path) -> Source:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory, and a checkpoint of flatparam is one", path=path)
+    return stored_source(open_checkpoint(path))
 
 
-def _open_hugging_face(paths: Sequence[Path]) -> Source:
-    return open_hugging_face(_only(paths))
-
-
-def _open_deepspeed(paths: Sequence[Path]) -> Source:
-    return open_deepspeed(_only(paths))
-
-
-def _only(paths: Sequence[Path]) -> Path:
-    if len(paths) != 1:
-        raise CheckpointError(
-            f"expected one path, found {', '.join(map(str, paths))}",
-            hint="only files of torch, and directories of torch.distributed.checkpoint, can be given together",
-        )
-    return paths[0]
-
-
-_OPEN: Final[Mapping[str, Callable[[Sequence[Path]], Source]]] = {
+_OPEN: Final[Mapping[str, Callable[..., Source]]] = {
     "flatparam": _open_own,
-    "safetensors": _open_hugging_face,
-    "torch": open_torch_files,
-    "dcp": open_dcps,
-    "deepspeed": _open_deepspeed,
+    "safetensors": open_hugging_face,
+    "torch": open_torch_file,
+    "dcp": open_dcp,
+    "deepspeed": open_deepspeed,
 }
+_TOGETHER: Final = ("torch", "dcp")
 FORMATS: Final = tuple(_OPEN)
 """The formats that can be read."""
 
@@ -68,19 +54,23 @@ def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> So
     Raises:
         CheckpointError: where there is nothing, nothing that is known, or something damaged.
     """
-    found = [Path(path) for path in paths]
-    for path in found:
+    for path in map(Path, paths):
         if not path.exists():
             raise UnknownFormatError(f"{path} does not exist", path=path, hint="check the path")
-    if format is not None:
-        return _OPEN[format](found)
-    inner = [each for path in found for each in _inside(path)]
-    formats = {_format_of(path) for path in inner}
+    inner = [each for path in paths for each in _inside(Path(path))]
+    formats = {format} if format is not None else {_format_of(path) for path in inner}
+    named = ", ".join(map(str, paths))
     if len(formats) != 1:
+        raise CheckpointError(f"{named} are of different formats: {', '.join(sorted(formats))}")
+    (chosen,) = formats
+    if chosen not in _OPEN:
+        raise UnknownFormatError(f"{chosen!r} is no format", hint=f"expected one of {', '.join(FORMATS)}")
+    if len(inner) != 1 and chosen not in _TOGETHER:
         raise CheckpointError(
-            f"{', '.join(map(str, found))} are of different formats: {', '.join(sorted(formats))}"
+            f"expected one path, found {named}",
+            hint="only files of torch, and directories of torch.distributed.checkpoint, can be given together",
         )
-    return _OPEN[formats.pop()](inner)
+    return _OPEN[chosen](*inner)
 
 
 def _inside(path: Path) -> list[Path]:
@@ -94,6 +84,8 @@ def _inside(path: Path) -> list[Path]:
 def _format_of(path: Path) -> str:
     if path.is_dir():
         return _format_of_directory(path)
+    if path.name.endswith(".bin.index.json"):
+        return "torch"
     if path.suffix in (".safetensors", ".json"):
         return "safetensors"
     if is_archive(path):
@@ -114,6 +106,8 @@ def _format_of_directory(path: Path) -> str:
         return "safetensors"
     if is_deepspeed(path):
         return "deepspeed"
+    if any((path / name).is_file() for name in PYTORCH_FILES):
+        return "torch"
     names = sorted(each.name for each in path.iterdir())
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise UnknownFormatError(
@@ -121,6 +115,6 @@ def _format_of_directory(path: Path) -> str:
         path=path,
         hint=(
             f"expected {MANIFEST} or step-* (flatparam), .metadata (torch.distributed.checkpoint), "
-            f"{INDEX_FILE} or {SINGLE_FILE} (Hugging Face), or latest (DeepSpeed)"
+            f"{INDEX_FILE}, {SINGLE_FILE} or pytorch_model.bin (Hugging Face), or latest (DeepSpeed)"
         ),
     )

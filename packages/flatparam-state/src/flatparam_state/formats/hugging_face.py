@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
-import attrs
-import torch
-from typing_extensions import final
-
 from flatparam_runtime import Span
-from flatparam_state.byte_file import ByteFile, tensor_of
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.output import SparseFile, appearing, refuse_existing
-from flatparam_state.formats.regions import Storage
-from flatparam_state.formats.trees import TreeSource
-from flatparam_state.formats.views import aliases_of
-from flatparam_state.limited_json import parse_json
-from flatparam_state.source import Source, TensorInfo, chunk_spans, join_path, split_path
-from flatparam_state.tensor_file import TensorFileWriter, read_header
+from flatparam_state.formats.output import SparseFile, appearing, check_new
+from flatparam_state.formats.shard_index import encode_index, read_shards
+from flatparam_state.formats.sources import StoredSource, select
+from flatparam_state.formats.stored import Storage, Stored, StridedTensor, row_major
+from flatparam_state.source import Source, join_path, split_path
+from flatparam_state.tensor_file import SafetensorsHeader, TensorFileWriter, read_header
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "open_hugging_face", "write_hugging_face"]
 
@@ -29,29 +22,7 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 
-@final
-@attrs.frozen
-class _FileTensor:
-    """The row-major bytes of a tensor, from byte `offset` of a file on."""
-
-    info: TensorInfo
-    file: Path
-    offset: int
-
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
-        """The row-major elements `span`, in pieces; see `Source.read`."""
-        itemsize = self.info.dtype.itemsize
-        with ByteFile(self.file) as file:
-            for piece in chunk_spans(span, itemsize):
-                data = file.read(self.offset + piece.start * itemsize, piece.numel * itemsize)
-                yield tensor_of(data, self.info.dtype)
-
-    def storages(self) -> Iterator[Storage]:
-        """What it lies in."""
-        yield Storage(self.file, self.offset, self.info.nbytes)
-
-
-def open_hugging_face(path: str | os.PathLike[str]) -> Source:
+def open_hugging_face(path: str | os.PathLike[str]) -> StoredSource:
     """Open a safetensors file, an index of several, or a directory that has either; the tensors are the model.
 
     Raises:
@@ -60,72 +31,21 @@ def open_hugging_face(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if path.is_dir():
         path = path / (INDEX_FILE if (path / INDEX_FILE).is_file() else SINGLE_FILE)
-    if path.suffix != ".json":
-        stored, metadata = _read_file(path)
-        return TreeSource("safetensors", stored, {"model": {}}, {"metadata": metadata, "files": 1})
-    weights = _read_index(path)
-    found: dict[str, _FileTensor] = {}
-    metadata = {}
-    for file in sorted(set(weights.values())):
-        tensors, metadata = _read_file(path.with_name(file))
-        found.update(tensors)
-    missing = sorted(name for name in weights if join_path(["model", name]) not in found)
-    if missing:
-        raise CheckpointError(
-            f"{path} says that {missing[0]!r} is in {weights[missing[0]]}, and it is not",
-            path=path,
-            fqn=missing[0],
-        )
-    stored = {join_path(["model", name]): found[join_path(["model", name])] for name in weights}
-    facts = {"metadata": metadata, "files": len(set(weights.values()))}
-    return TreeSource("safetensors", stored, {"model": {}}, facts)
+    headers: dict[Path, SafetensorsHeader] = {}
 
-
-def _read_file(path: Path) -> tuple[dict[str, _FileTensor], Mapping[str, str]]:
-    header = read_header(path)
-    tensors = {
-        join_path(["model", name]): _FileTensor(stored.info, path, stored.offset)
-        for name, stored in header.tensors.items()
-    }
-    return tensors, header.metadata
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    with ByteFile(path) as file:
-        data = bytes(file.read(0, file.nbytes))
-    try:
-        tree = parse_json(data)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}", path=path) from error
-    weights = tree.get("weight_map") if isinstance(tree, dict) else None
-    if not isinstance(weights, dict) or not weights:
-        raise CheckpointError(f"{path} has no 'weight_map', as an index of safetensors files has", path=path)
-    for name, file_name in weights.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(
-                f"{path}: {name!r} is in {file_name!r}, which is no file beside it", path=path
+    def read_file(file: Path) -> dict[str, Stored]:
+        headers[file] = read_header(file)
+        return {
+            name: StridedTensor(
+                stored.info, Storage(file, stored.offset, stored.nbytes), 0, row_major(stored.info.shape)
             )
-    return weights
+            for name, stored in headers[file].tensors.items()
+        }
 
-
-def _shards_of(source: Source, max_shard_nbytes: int) -> list[dict[str, TensorInfo]]:
-    """Which tensors of the model go to which file, by path, in the order of the source.
-
-    A file holds at most `max_shard_nbytes` bytes of tensors, or one tensor. A tensor that is another one (tied
-    weights) is left out, as Hugging Face libraries do.
-    """
-    tied = aliases_of(source)
-    shards: list[dict[str, TensorInfo]] = [{}]
-    nbytes = 0
-    for path, info in source.tensors.items():
-        if not path.startswith("model/") or path in tied:
-            continue
-        if shards[-1] and nbytes + info.nbytes > max_shard_nbytes:
-            shards.append({})
-            nbytes = 0
-        shards[-1][path] = info
-        nbytes += info.nbytes
-    return shards
+    tensors = read_shards(path, read_file) if path.suffix == ".json" else read_file(path)
+    metadata = {key: value for header in headers.values() for key, value in header.metadata.items()}
+    stored = {join_path(["model", name]): each for name, each in tensors.items()}
+    return StoredSource("safetensors", stored, {"model": {}}, {"metadata": metadata, "files": len(headers)})
 
 
 def write_hugging_face(
@@ -137,6 +57,9 @@ def write_hugging_face(
 ) -> dict[str, int]:
     """Write the model of a source as safetensors with the names that `from_pretrained` looks for.
 
+    A tensor that is another one (tied weights) is left out, as Hugging Face libraries do. Extra memory: one chunk.
+    Equal models become equal bytes.
+
     Args:
         path: a new directory, or a new file where the name ends with `.safetensors` (then everything goes there).
         max_shard_nbytes: the most bytes of tensors in a file, unless a single tensor is larger.
@@ -145,13 +68,29 @@ def write_hugging_face(
     Returns:
         The bytes of tensors by file.
 
-    Extra memory: one chunk. Equal models become equal bytes.
-
     Raises:
         CheckpointError: where `path` exists, there is no model, or it holds what safetensors cannot.
     """
     path = Path(path)
-    values = source.values.get("model") or {}
+    check_new(path)
+    tensors = _model_of(source, path)
+    if path.suffix == ".safetensors":
+        files = {path.name: tensors}
+    else:
+        files = _sharded(tensors, max_shard_nbytes)
+    if not dry_run:
+        with appearing(path) as temporary:
+            if path.name in files:
+                _write_file(temporary, tensors)
+            else:
+                _write_directory(temporary, files)
+    return {name: sum(each.info.nbytes for each in shard.values()) for name, shard in files.items()}
+
+
+def _model_of(source: Source, path: Path) -> dict[str, Stored]:
+    """The tensors to write, by name, in the order of the source."""
+    opened = select(source, ["model"])
+    values = opened.values.get("model") or {}
     if values:
         raise CheckpointError(
             f"the model holds {', '.join(map(repr, list(values)[:3]))}, which are no tensors, and safetensors hold "
@@ -159,58 +98,46 @@ def write_hugging_face(
             path=path,
             hint="export it to torch or dcp",
         )
-    shards = _shards_of(source, max_shard_nbytes)
-    if not shards[0]:
+    if not opened.stored:
         raise CheckpointError(f"there is no model to write to {path}", path=path, hint="use torch or dcp")
-    single = path.suffix == ".safetensors"
-    if single:
-        shards = [{name: info for shard in shards for name, info in shard.items()}]
-    names = [path.name] if single else _file_names(len(shards))
-    if dry_run:
-        refuse_existing(path)
-    else:
-        with appearing(path) as temporary:
-            _write(source, temporary, dict(zip(names, shards, strict=True)), single)
+    tied = opened.aliases()
+    return {split_path(each)[-1]: stored for each, stored in opened.stored.items() if each not in tied}
+
+
+def _sharded(tensors: Mapping[str, Stored], max_nbytes: int) -> dict[str, dict[str, Stored]]:
+    """The tensors of each file: at most `max_nbytes` bytes of them, or one tensor."""
+    shards: list[dict[str, Stored]] = [{}]
+    nbytes = 0
+    for name, stored in tensors.items():
+        if shards[-1] and nbytes + stored.info.nbytes > max_nbytes:
+            shards.append({})
+            nbytes = 0
+        shards[-1][name] = stored
+        nbytes += stored.info.nbytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
     return {
-        name: sum(info.nbytes for info in shard.values()) for name, shard in zip(names, shards, strict=True)
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
     }
 
 
-def _write(source: Source, path: Path, files: Mapping[str, Mapping[str, TensorInfo]], single: bool) -> None:
-    if not single:
-        path.mkdir()
-    for name, shard in files.items():
-        _write_file(source, path if single else path / name, shard)
+def _write_directory(path: Path, files: Mapping[str, Mapping[str, Stored]]) -> None:
+    path.mkdir()
+    for name, tensors in files.items():
+        _write_file(path / name, tensors)
     if len(files) > 1:
         with SparseFile(path / INDEX_FILE) as file:
-            file.write(_index(files))
+            file.write(encode_index(files))
 
 
-def _file_names(count: int) -> list[str]:
-    """What `count` files of one model are called."""
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _name(path: str) -> str:
-    return ".".join(split_path(path)[1:])
-
-
-def _write_file(source: Source, path: Path, shard: Mapping[str, TensorInfo]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, Stored]) -> None:
     # Wide elements first: then each tensor begins at a multiple of its own itemsize.
-    order = sorted(shard, key=lambda each: (-shard[each].dtype.itemsize, _name(each)))
-    tensors = {_name(each): shard[each] for each in order}
+    order = sorted(tensors.items(), key=lambda item: (-item[1].info.dtype.itemsize, item[0]))
+    infos = {name: stored.info for name, stored in order}
     with (
         SparseFile(path) as file,
-        TensorFileWriter(cast("BinaryIO", file), tensors, {"format": "pt"}) as writer,
+        TensorFileWriter(cast("BinaryIO", file), infos, {"format": "pt"}) as writer,
     ):
-        for each in order:
-            writer.write(_name(each), source.read(each, Span(0, shard[each].numel)))
-
-
-def _index(files: Mapping[str, Mapping[str, TensorInfo]]) -> bytes:
-    total = sum(info.nbytes for shard in files.values() for info in shard.values())
-    weights = {_name(path): name for name, shard in files.items() for path in shard}
-    tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-    return (json.dumps(tree, indent=2) + "\n").encode()
+        for name, stored in order:
+            writer.write(name, stored.read(Span(0, stored.info.numel)))

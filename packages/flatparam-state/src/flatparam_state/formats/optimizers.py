@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.stored import Stored
 
 __all__ = ["by_name"]
 
@@ -24,7 +25,7 @@ def by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) 
     the model are in one group, by their order in the model.
 
     Args:
-        model: the model's tensors by name (objects with an `info`); empty where they are not known.
+        model: the model's tensors by name; empty where they are not known.
         file: where it comes from, for errors.
 
     Raises:
@@ -89,17 +90,16 @@ def _names(
 
 def _distinct(model: Mapping[str, Any]) -> list[str]:
     """The names of the model's tensors, without those that share the memory of one before (tied weights)."""
-    seen: dict[Any, str] = {}
+    seen: dict[Stored, str] = {}
     for name, value in model.items():
-        if hasattr(value, "info"):
-            place = (getattr(value, "storage", name), getattr(value, "offset", 0), value.info.shape)
-            seen.setdefault(place, name)
+        if isinstance(value, Stored):
+            seen.setdefault(value, name)
     return list(seen.values())
 
 
 def _fits(state: Mapping[str, Any], parameter: Any) -> bool:
     """Whether every tensor of a state is shaped like its parameter, or is a single number."""
-    shapes = [value.info.shape for value in state.values() if hasattr(value, "info")]
+    shapes = [value.info.shape for value in state.values() if isinstance(value, Stored)]
     return all(shape in ((), (1,), parameter.info.shape) for shape in shapes)
 
 

@@ -15,7 +15,7 @@ from typing_extensions import final
 from flatparam_state.errors import CheckpointError
 from flatparam_state.tensor_file import bytes_view
 
-__all__ = ["SparseFile", "appearing", "buffer_of", "refuse_existing"]
+__all__ = ["SparseFile", "appearing", "buffer_of", "check_new", "refuse_existing"]
 
 _HOLE: Final = 1 << 16
 
@@ -28,6 +28,13 @@ def refuse_existing(path: Path) -> None:
         )
 
 
+def check_new(path: Path) -> None:
+    """Raise a CheckpointError where there is something at `path`, or no directory that it could be made in."""
+    refuse_existing(path)
+    if not path.absolute().parent.is_dir():
+        raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
+
+
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, for a file or a directory; it is renamed to `path` when the block ends.
@@ -35,11 +42,8 @@ def appearing(path: Path) -> Iterator[Path]:
     Where the block fails or is interrupted, what was written is removed.
 
     Raises:
-        CheckpointError: where `path` exists, or its directory does not.
+        CheckpointError: where something cannot be written.
     """
-    refuse_existing(path)
-    if not path.absolute().parent.is_dir():
-        raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
     try:
         yield temporary

@@ -12,7 +12,7 @@ from flatparam_state.checkpoint import CheckpointWriter
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import rank_file
 from flatparam_state.formats.output import refuse_existing
-from flatparam_state.formats.views import aliases_of
+from flatparam_state.formats.sources import stored_source
 from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_checkpoint"]
@@ -38,9 +38,12 @@ def write_checkpoint(
     Raises:
         CheckpointError: where there is a checkpoint of `step` already, or something cannot be written.
     """
-    aliases = aliases_of(source)
+    place = CheckpointDirectory(Path(directory)).path_of(step)
+    aliases = stored_source(source).aliases()
     tensors = {path: info for path, info in source.tensors.items() if path not in aliases}
-    if not dry_run:
+    if dry_run:
+        refuse_existing(place)
+    else:
         with (
             _gone_if_it_fails(Path(directory)),
             CheckpointWriter(
@@ -50,11 +53,8 @@ def write_checkpoint(
             for path, info in tensors.items():
                 writer.write(path, source.read(path, Span(0, info.numel)))
             writer.commit()
-    else:
-        refuse_existing(CheckpointDirectory(Path(directory)).path_of(step))
-    name = CheckpointDirectory(Path(directory)).path_of(step).name
     return {
-        f"{name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
+        f"{place.name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
         for rank in range(world_size)
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -88,7 +89,9 @@ class _Writer:
                 self._each(value)
                 self._out(pickle.APPENDS)
             case set() | frozenset():
-                self.write(Call(Global("builtins.set"), (sorted(value),)))
+                self.write(Call(Global("builtins.set"), (sorted(value, key=repr),)))
+            case Counter():
+                self.write(Call(Global("collections.Counter"), (dict(value),)))
             case Mapping():
                 self._out(pickle.EMPTY_DICT + pickle.MARK)
                 for item in value.items():

@@ -1,25 +1,23 @@
 """Between the trees that programs save and ours: `{"model": ..., "optimizer": ..., "extra": ...}`.
 
-A foreign tree is made of dictionaries, lists, tuples and leaves, where the tensors are objects with an `info`.
+A foreign tree is made of dictionaries, lists, tuples and leaves, where the tensors are `Stored`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import attrs
-import torch
 from typing_extensions import final
 
-from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.optimizers import by_name
-from flatparam_state.formats.regions import Storage
-from flatparam_state.source import TensorInfo, join_path
+from flatparam_state.formats.stored import Stored
+from flatparam_state.source import join_path
 
-__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "Stored", "TreeSource", "arranged"]
+__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "arranged"]
 
 MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS: Final = (
@@ -31,52 +29,15 @@ OPTIMIZER_KEYS: Final = (
     "optimizer_states",
     "optimizer_0",  # Lightning's sharded form
 )
-OURS: Final = ("model", "optimizer", "extra")
 _MAX_DEPTH: Final = 100
 _MAX_LEAVES: Final = 10_000_000
 
 
-class Stored(Protocol):
-    """A tensor of a file, of whatever format."""
-
-    @property
-    def info(self) -> TensorInfo:
-        """Its shape and dtype."""
-
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
-        """The row-major elements `span`, in pieces; see `Source.read`."""
-
-    def storages(self) -> Iterator[Storage]:
-        """The parts of files that it lies in."""
-
-
-@final
-@attrs.frozen(eq=False)
-class TreeSource:
-    """A source over tensors that can each be read by ranges."""
-
-    format: str
-    stored: Mapping[str, Stored]
-    values: Mapping[str, Any]
-    facts: Mapping[str, Any] = attrs.field(factory=dict)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Shapes and dtypes by path."""
-        return {path: stored.info for path, stored in self.stored.items()}
-
-    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
-        """See `Source.read`; extra memory: a few chunks, also where the stored tensor is not contiguous."""
-        return self.stored[path].read(span)
-
-
-def arranged(
-    root: Any, file: Path, tensor_type: type | tuple[type, ...]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def arranged(root: Any, file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Bring what a program saved into our tree.
 
     Args:
-        root: the tree as it was saved; leaves of `tensor_type` are its tensors.
+        root: the tree as it was saved; leaves that are `Stored` are its tensors.
         file: where it comes from, for errors.
 
     Returns:
@@ -85,9 +46,9 @@ def arranged(
     Raises:
         CheckpointError: where it is unclear which part is the model, or which parameter a state belongs to.
     """
-    walk = _Walk(file, tensor_type)
+    walk = _Walk(file)
     try:
-        ours = _parts(root, file, tensor_type)
+        ours = _parts(root, file)
         if "optimizer" in ours:
             ours["optimizer"] = by_name(ours["optimizer"], ours.get("model", {}), file)
         return walk.tensors, walk.values(ours, ())
@@ -99,10 +60,10 @@ def arranged(
         ) from error
 
 
-def _parts(root: Any, file: Path, tensor_type: type | tuple[type, ...]) -> dict[str, Any]:
+def _parts(root: Any, file: Path) -> dict[str, Any]:
     if not isinstance(root, Mapping):
         raise CheckpointError(
-            f"{file} holds a {_kind(root, tensor_type)}, and not a state dict or a dictionary of state dicts"
+            f"{file} holds a {_kind(root)}, and not a state dict or a dictionary of state dicts"
         )
     if _is_optimizer(root):
         return {"optimizer": root}
@@ -120,7 +81,7 @@ def _parts(root: Any, file: Path, tensor_type: type | tuple[type, ...]) -> dict[
         extra = {key: value for key, value in root.items() if key not in (*model, *optimizer)}
         extra.update(extra.pop("extra", {}) if isinstance(extra.get("extra"), Mapping) else {})
         return {**ours, "extra": extra} if extra else ours
-    if any(isinstance(value, tensor_type) for value in root.values()):
+    if any(isinstance(value, Stored) for value in root.values()):
         return {"model": root}
     if set(root) == {"extra"}:
         return dict(root)
@@ -143,37 +104,41 @@ def _is_optimizer(value: Any) -> bool:
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
 
 
-def _kind(value: Any, tensor_type: type | tuple[type, ...]) -> str:
-    return "single tensor" if isinstance(value, tensor_type) else type(value).__name__
+def _kind(value: Any) -> str:
+    return "single tensor" if isinstance(value, Stored) else type(value).__name__
 
 
 @final
 class _Walk:
     """Sorts the leaves of a tree into tensors by path and the tree of the other values."""
 
-    def __init__(self, file: Path, tensor_type: type | tuple[type, ...]) -> None:
-        self.tensors: dict[str, Any] = {}
+    def __init__(self, file: Path) -> None:
+        self.tensors: dict[str, Stored] = {}
         self._file = file
-        self._tensor_type = tensor_type
         self._seen = 0
 
     def values(self, tree: Any, parts: tuple[str, ...]) -> Any:
-        """`tree` without its tensors, which go to `tensors`: None in a list; a tuple becomes one."""
+        """`tree` without its tensors, which go to `tensors`.
+
+        In a list a tensor leaves None behind; a tuple with tensors becomes a list, and keys beside tensors become text.
+        """
         self._seen += 1
         if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
             raise CheckpointError(
                 f"{self._file} nests deeper than {_MAX_DEPTH} levels or has more than {_MAX_LEAVES} entries; "
                 "no checkpoint does"
             )
+        known = len(self.tensors)
+        if isinstance(tree, Counter):
+            return tree
         if isinstance(tree, Mapping):
-            items = ((str(key), value) for key, value in tree.items())
-            return {
-                key: self.values(value, (*parts, key))
-                for key, value in items
-                if not self._took(value, (*parts, key))
+            found = {
+                key: self.values(value, (*parts, str(key)))
+                for key, value in tree.items()
+                if not self._took(value, (*parts, str(key)))
             }
+            return found if len(self.tensors) == known else self._keyed_by_text(found, parts)
         if isinstance(tree, (list, tuple)):
-            known = len(self.tensors)
             each = [
                 None if self._took(value, (*parts, str(index))) else self.values(value, (*parts, str(index)))
                 for index, value in enumerate(tree)
@@ -181,8 +146,18 @@ class _Walk:
             return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
         return tree
 
+    def _keyed_by_text(self, found: dict[Any, Any], parts: tuple[str, ...]) -> dict[str, Any]:
+        """The values beside tensors, whose paths are text."""
+        texts = {str(key): value for key, value in found.items()}
+        if len(texts) < len(found):
+            raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
+        return texts
+
     def _took(self, value: Any, parts: tuple[str, ...]) -> bool:
-        if not isinstance(value, self._tensor_type):
+        if not isinstance(value, Stored):
             return False
-        self.tensors[join_path(parts)] = value
+        path = join_path(parts)
+        if path in self.tensors:
+            raise CheckpointError(f"{self._file}: two tensors would be at {path!r}", fqn=path)
+        self.tensors[path] = value
         return True

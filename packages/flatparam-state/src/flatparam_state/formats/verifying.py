@@ -10,10 +10,10 @@ from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.byte_file import ByteFile
+from flatparam_state.checkpoint import CheckpointReader
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.regions import Storage
-from flatparam_state.formats.trees import TreeSource
-from flatparam_state.formats.views import Own
+from flatparam_state.formats.sources import StoredSource, stored_source
+from flatparam_state.formats.stored import Storage
 from flatparam_state.source import Source, chunk_spans
 
 __all__ = ["Soundness", "verify_source"]
@@ -37,15 +37,16 @@ def verify_source(source: Source, observe: Callable[[int], object] = lambda nbyt
     """Read every byte of a checkpoint, and compare it with the checksums that its format has.
 
     Args:
+        source: what `open_source` returned.
         observe: is called with the bytes of each piece that was read.
     """
-    work = _Work(observe)
-    if isinstance(source, Own):
-        work.own(source)
-    elif isinstance(source, TreeSource):
-        work.foreign(source)
-    else:
+    if not isinstance(source, (StoredSource, CheckpointReader)):
         raise TypeError(f"expected what open_source returns, found {type(source).__name__}")
+    opened, work = stored_source(source), _Work(observe)
+    if opened.reader is not None:
+        work.own(opened.reader)
+    else:
+        work.foreign(opened)
     return Soundness(work.nbytes, work.unproven_nbytes, tuple(work.problems))
 
 
@@ -57,22 +58,20 @@ class _Work:
         self.problems: dict[str, None] = {}
         self._observe = observe
 
-    def own(self, source: Own) -> None:
+    def own(self, reader: CheckpointReader) -> None:
         """Compare the headers of all files, and then the blocks of all tensors in files that have passed."""
-        reader = source.reader
-        broken: set[int] = set()
+        sound: set[int] = set()
         for number in range(reader.manifest.world_size):
             with self._noting():
                 reader.file(number)
-                continue
-            broken.add(number)
+                sound.add(number)
         for path, record in reader.manifest.tensors.items():
-            if not broken & {piece.file for piece in record.pieces}:
+            if sound.issuperset(piece.file for piece in record.pieces):
                 with self._noting():
                     for chunk in reader.read_stored(path, Span(0, record.info.numel)):
                         self._saw(chunk.nbytes)
 
-    def foreign(self, source: TreeSource) -> None:
+    def foreign(self, source: StoredSource) -> None:
         """Compare the checksums of the parts of files that tensors lie in; read those that have none."""
         seen: set[Storage] = set()
         for stored in source.stored.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ import attrs
 import torch
 from typing_extensions import final
 
-from flatparam.command.options import add_reading, command, parts_of
+from flatparam.command.options import add_reading, command, parts_of, say
 from flatparam.command.progress import add_progress, showing
 from flatparam_core import Span
 from flatparam_state import Source, TensorInfo, open_source
@@ -61,13 +60,14 @@ def _run(chosen: argparse.Namespace) -> int:
     differences += _elements(first, second, chosen)
     if not differences:
         if not chosen.quiet:
-            sys.stdout.write(f"equal: {len(first.tensors)} tensors\n")
+            say(f"equal: {len(first.tensors)} tensors")
         return 0
     if not chosen.quiet:
         shown = differences if chosen.all else differences[:_SHOWN]
-        sys.stdout.writelines(f"{line}\n" for line in shown)
+        for line in shown:
+            say(line)
         if len(shown) < len(differences):
-            sys.stdout.write(f"... and {len(differences) - len(shown)} more (--all shows them)\n")
+            say(f"... and {len(differences) - len(shown)} more (--all shows them)")
     return 1
 
 
@@ -149,13 +149,17 @@ class _Difference:
         if first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)):
             return
         for begin in range(0, first.numel(), _WIDE_NUMEL):
-            one, other = (_wide(each[begin : begin + _WIDE_NUMEL]) for each in (first, second))
+            parts = [each[begin : begin + _WIDE_NUMEL] for each in (first, second)]
+            one, other = map(_wide, parts)
             same = (one == other) | (one.isnan() & other.isnan())
-            apart = torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=torch.inf)
+            if first.dtype == second.dtype and not (first.is_floating_point() or first.is_complex()):
+                same = _are_same_bits(*parts)  # float64 does not tell large integers apart
+            apart = (one - other).abs().nan_to_num(nan=torch.inf)
             differing = ~same & (apart > self.tolerance) if self.tolerance else ~same
             self.count += int(differing.sum())
+            apart = torch.where(differing, apart, -1.0)
             where = int(apart.argmax())
-            if differing.any() and float(apart[where]) > self.largest:
+            if float(apart[where]) > self.largest:
                 self.largest, self.at = float(apart[where]), start + begin + where
 
     def __str__(self) -> str:
@@ -171,6 +175,11 @@ class _Difference:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
+
+
+def _are_same_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """For each element whether its bytes are the same."""
+    return (_bits(first) == _bits(second)).view(first.numel(), -1).all(dim=1)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

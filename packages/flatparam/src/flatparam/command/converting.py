@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ from flatparam.command.options import (
     nbytes_of,
     opened,
     positive,
+    say,
     shown_nbytes,
 )
 from flatparam.command.progress import add_progress, showing
@@ -139,6 +139,7 @@ def _to_convert(chosen: argparse.Namespace) -> Source:
     if getattr(chosen, "to", None) == "hf":
         chosen.only = chosen.only or ["model"]
     source = opened(chosen)
+    _refuse_inside(source, chosen)
     differing = source.facts.get("per_rank")
     if differing and "optimizer" in source.values:
         raise CheckpointError(
@@ -147,6 +148,22 @@ def _to_convert(chosen: argparse.Namespace) -> Source:
             hint="leave the optimizer out with --only model",
         )
     return source if chosen.dtype is None else cast_model(source, chosen.dtype)
+
+
+def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:
+    """Refuse to write into the checkpoint that is read; a run of ours may get another step."""
+    destination = chosen.destination.resolve()
+    for path in (chosen.source, chosen.model, chosen.optimizer):
+        if path is None:
+            continue
+        inside = Path(path).resolve()
+        is_run = source.format == "flatparam" and not (inside / "manifest.json").exists()
+        if not is_run and (destination == inside or inside in destination.parents):
+            raise CheckpointError(
+                f"{chosen.destination} is in the checkpoint that is read, {path}",
+                path=chosen.destination,
+                hint="choose another place",
+            )
 
 
 def _converted(source: Source, chosen: argparse.Namespace, write: _Write) -> int:
@@ -158,9 +175,9 @@ def _converted(source: Source, chosen: argparse.Namespace, write: _Write) -> int
     if not chosen.quiet:
         verb = "would write" if chosen.dry_run else "wrote"
         for name, nbytes in planned.items():
-            sys.stdout.write(f"{verb} {_shown(chosen.destination, name)}: {shown_nbytes(nbytes)}\n")
+            say(f"{verb} {_shown(chosen.destination, name)}: {shown_nbytes(nbytes)}")
         count = "1 file" if len(planned) == 1 else f"{len(planned)} files"
-        sys.stdout.write(f"{count}, {shown_nbytes(sum(planned.values()))} of tensors\n")
+        say(f"{count}, {shown_nbytes(sum(planned.values()))} of tensors")
     return 0
 
 
@@ -170,7 +187,7 @@ def _shown(destination: Path, name: str) -> Path:
 
 def _check_space(destination: Path, nbytes: int) -> None:
     """Refuse to begin what cannot be finished."""
-    place = destination.absolute().parent
+    place = destination.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free

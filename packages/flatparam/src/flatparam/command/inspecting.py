@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import attrs
 from typing_extensions import final
 
-from flatparam.command.options import add_reading, command, natural, opened, shown_nbytes
+from flatparam.command.options import add_reading, command, natural, opened, say, shown_nbytes
 from flatparam_state import Source, TensorInfo, split_path
 
 __all__ = ["add_to"]
@@ -36,12 +37,12 @@ def _run(chosen: argparse.Namespace) -> int:
         sys.stdout.write("\n")
         return 0
     nbytes = sum(info.nbytes for info in source.tensors.values())
-    sys.stdout.write(f"{source.format}, {len(source.tensors)} tensors, {shown_nbytes(nbytes)}\n")
+    say(f"{source.format}, {len(source.tensors)} tensors, {shown_nbytes(nbytes)}")
     for name, fact in source.facts.items():
         if fact not in (None, "", (), [], {}):
-            sys.stdout.write(f"{name}: {_short(fact)}\n")
+            say(f"{name}: {_short(fact)}")
     for line in _lines(_tree_of(source), 0, chosen.depth):
-        sys.stdout.write(line + "\n")
+        say(line)
     return 0
 
 
@@ -55,14 +56,17 @@ def _as_json(source: Source) -> dict[str, Any]:
         "facts": dict(source.facts),
         "nbytes": sum(info.nbytes for info in source.tensors.values()),
         "tensors": tensors,
-        "values": _keyed_by_text(source.values),
+        "values": _for_json(source.values),
     }
 
 
-def _keyed_by_text(values: Any) -> Any:
+def _for_json(values: Any) -> Any:
+    """Values as JSON has them: without numbers as keys, infinity and NaN."""
     if isinstance(values, Mapping):
-        return {str(key): _keyed_by_text(value) for key, value in values.items()}
-    return [_keyed_by_text(value) for value in values] if isinstance(values, (list, tuple)) else values
+        return {str(key): _for_json(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_for_json(value) for value in values]
+    return str(values) if isinstance(values, float) and not math.isfinite(values) else values
 
 
 @final

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TextIO
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = [
     "nbytes_of",
     "opened",
     "positive",
+    "say",
     "shown_nbytes",
 ]
 
@@ -100,6 +102,17 @@ def shown_nbytes(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Write a line, to stdout by default; what is no text in it (names are from files) is escaped."""
+    stream = stream or sys.stdout
+    if not line.isprintable():
+        line = "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode() for each in line
+        )
+    encoding = stream.encoding or "utf-8"
+    stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
 def command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
@@ -118,14 +131,16 @@ def command(
     return added
 
 
-def add_reading(added: argparse.ArgumentParser, *, pair: bool = True) -> None:
+def add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bool = True) -> None:
     """Add the options of a command that reads a checkpoint."""
     added.add_argument(
         "--from", dest="format", choices=FORMATS, help="its format; found out by looking otherwise"
     )
-    added.add_argument(
-        "--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated"
-    )
+    added.set_defaults(only=None)
+    if parts:
+        added.add_argument(
+            "--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated"
+        )
     if pair:
         added.add_argument(
             "--model", metavar="PATH", help="the model's file, where there is one for the optimizer too"

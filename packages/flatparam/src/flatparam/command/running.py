@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from flatparam.command.arguments import parser
+from flatparam.command.options import say
 from flatparam_state import CheckpointError
 
 __all__ = ["main"]
@@ -54,4 +55,4 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(f"flatparam: {sentence}\n")
+    say(f"flatparam: {sentence}", sys.stderr)

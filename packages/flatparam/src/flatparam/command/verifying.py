@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from flatparam.command.options import ArgumentsError, add_reading, command, opened, shown_nbytes
+from flatparam.command.options import ArgumentsError, add_reading, command, opened, say, shown_nbytes
 from flatparam.command.progress import add_progress, showing
 from flatparam_state import CheckpointError, Source, UnknownFormatError, verify_source
 
@@ -17,18 +17,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
     added = command(commands, "verify", text, _run)
     added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
-    add_reading(added)
+    add_reading(added, parts=False)
     add_progress(added)
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    chosen.only = None
     try:
         source = opened(chosen)
     except (ArgumentsError, UnknownFormatError):
         raise
     except CheckpointError as error:
-        sys.stderr.write(f"flatparam: {error}\n")
+        say(f"flatparam: {error}", sys.stderr)
         return 1
     return _verified(source, chosen)
 
@@ -38,7 +37,7 @@ def _verified(source: Source, chosen: argparse.Namespace) -> int:
     with showing(chosen, "verify", total) as observe:
         found = verify_source(source, observe)
     for problem in found.problems:
-        sys.stderr.write(f"flatparam: {problem}\n")
+        say(f"flatparam: {problem}", sys.stderr)
     if found.problems:
         return 1
     if not chosen.quiet:
@@ -46,5 +45,5 @@ def _verified(source: Source, chosen: argparse.Namespace) -> int:
         proven = f"{shown_nbytes(found.nbytes - unproven)} are what was written"
         whole = f"{shown_nbytes(unproven)} are there, and have no checksums in this format"
         said = " and ".join(text for text, n in ((proven, found.nbytes - unproven), (whole, unproven)) if n)
-        sys.stdout.write(f"{source.format}, {len(source.tensors)} tensors: {said or 'nothing to read'}\n")
+        say(f"{source.format}, {len(source.tensors)} tensors: {said or 'nothing to read'}")
     return 0
