@@ -22,6 +22,7 @@ from flatparam import (
     FullyShardedDataParallel,
     StateDictType,
 )
+from flatparam.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from flatparam.command import main
 from flatparam_comm import Collectives, RankError, run_threads
 from integration_tests.parity.runs import Named, assert_same_tensors
@@ -33,7 +34,9 @@ from integration_tests.state.comparing import assert_same
 
 State: TypeAlias = dict[str, Any]
 
-IN_MEMORY = ("full", "streamed")
+IN_MEMORY = ("full", "streamed", "broadcast")
+"""Full state dicts: everywhere; only on rank 0; and the latter through the functions of `flatparam.checkpoint`."""
+BROADCAST = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True, strict=False)
 CONVERSIONS = {
     "torch": (["export", "--to", "torch"], ["import"]),
     "dcp": (["export", "--to", "dcp"], ["import"]),
@@ -56,6 +59,11 @@ class Saving(Recipe):
     way: str = "checkpointer"
     after: int = 1
     into_trained: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether an optimizer without any state is saved as one."""
+        return self.way in THREADED and self.way != "broadcast"
 
 
 Case: TypeAlias = tuple[Program, Configuration, Configuration, Saving]
@@ -83,11 +91,17 @@ class Expected:
     parameters: list[Named]
 
 
+class NothingToSaveError(Exception):
+    """An optimizer has no state yet, and the functions of `flatparam.checkpoint` would make one."""
+
+
 def expect(program: Program, before: Configuration, after: Configuration, saving: Saving) -> Expected:
     """Train the unsharded model, first with the one number of ranks, then with the other."""
     local = Local.of(program, before)
     training = Training.begin(program, local)
     training.run(program.steps[: saving.after])
+    if not saving.is_exact and not all(optimizer.state for optimizer in training.optimizers):
+        raise NothingToSaveError
     saved = local.state()
     groups = _groups(group for optimizer in training.optimizers for group in optimizer.param_groups)
     for parameter in local.weights.parameters():
@@ -214,6 +228,8 @@ def save(world: Collectives, program: Program, configuration: Configuration, sav
     training = Training.begin(program, Whole(model, [world.rank]))
     training.run(program.steps[: saving.after])
     if saving.way in IN_MEMORY:
+        if saving.way == "broadcast":
+            return get_state_dict(model, training.optimizers, options=BROADCAST)
         with _streaming(saving, model):
             optim_state_dict = FullyShardedDataParallel.optim_state_dict
             return model.state_dict(), [optim_state_dict(model, each) for each in training.optimizers]
@@ -258,7 +274,12 @@ def load(
 ) -> Found:
     """Load into another model, and train it."""
     model, training = beginning(world, program, configuration, saving)
-    if saving.way in IN_MEMORY:
+    if saving.way == "broadcast":
+        state, states = given if world.rank == 0 else ({}, {})
+        set_state_dict(
+            model, training.optimizers, model_state_dict=state, optim_state_dict=states, options=BROADCAST
+        )
+    elif saving.way in IN_MEMORY:
         state, states = given if saving.way == "full" or world.rank == 0 else ({}, [{} for _ in given[1]])
         to_load = FullyShardedDataParallel.optim_state_dict_to_load
         with _streaming(saving, model):

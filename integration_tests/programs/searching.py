@@ -20,7 +20,7 @@ from hypothesis import HealthCheck
 from integration_tests.programs.checking import check
 from integration_tests.programs.recipes import Configuration, Program
 from integration_tests.programs.running import NothingToReduceError
-from integration_tests.programs.saving import check_saving
+from integration_tests.programs.saving import NothingToSaveError, check_saving
 from integration_tests.programs.strategies import cases, savings
 
 Case = tuple[Program, Configuration]
@@ -44,7 +44,7 @@ def holds(property_: Callable[..., None], case: Sequence[Any]) -> None:
     try:
         property_(*case)
     except Exception as error:
-        if NothingToReduceError in (type(error), type(error.__cause__)):
+        if {type(error), type(error.__cause__)} & {NothingToReduceError, NothingToSaveError}:
             hypothesis.reject()
         parts = "".join(f"    {part!r},\n" for part in case)
         sys.stdout.write(f"{type(error).__name__}: {error}\n{parts}")

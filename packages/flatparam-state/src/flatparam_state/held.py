@@ -13,7 +13,7 @@ from typing_extensions import Self, final
 from flatparam_runtime import FlatParamError, clean_fqn
 from flatparam_state.places import Place, places_in
 
-__all__ = ["Held", "Holding", "held_by", "held_parameters", "numbered"]
+__all__ = ["Held", "Holding", "held_by", "held_parameters", "names_in", "numbered"]
 
 
 @final
@@ -49,6 +49,26 @@ def held_parameters(model: nn.Module) -> Mapping[int, Held]:
     for name, parameter in model.named_parameters():
         held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
     return held
+
+
+def names_in(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """For each sharded parameter the name that its unit has for it, and all its names in the model.
+
+    These come in the order of the model's modules: the first is the one that `named_parameters()` of the plain model
+    has, whatever the units are.
+    """
+    paths: dict[nn.Module, list[tuple[int, str]]] = {}
+    for number, (path, module) in enumerate(model.named_modules(remove_duplicate=False)):
+        prefix = clean_fqn(path)
+        paths.setdefault(module, []).append((number, f"{prefix}." if prefix else ""))
+    for place in places_in(model):
+        for fqn, infos in zip(place.fqns, place.handle.param_infos, strict=True):
+            places = [
+                (number, order, prefix + info.param_name)
+                for order, info in enumerate(infos)
+                for number, prefix in paths.get(info.module, [])
+            ]
+            yield fqn, [name for _, _, name in sorted(places)] or [fqn]
 
 
 def held_by(

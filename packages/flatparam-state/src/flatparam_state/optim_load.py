@@ -12,7 +12,7 @@ from torch import nn
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.chunking import OWN_CHUNKER, Chunker
-from flatparam_state.held import Held, Holding, numbered
+from flatparam_state.held import Held, Holding, names_in, numbered
 from flatparam_state.optim_save import PER_RANK, copy_value, is_equal
 from flatparam_state.places import places_in
 from flatparam_state.wanted import Streamed, Wanted, from_first
@@ -56,7 +56,7 @@ def load_optimizer_state(
     """
     if rank0_only:
         state_dict = _streamed(model, state_dict)
-    saved, saved_groups = _checked(state_dict)
+    saved, saved_groups = _renamed(model, *_checked(state_dict))
     holding = Holding.of(model, optimizer)
     kinds = _Kinds.of(holding, saved, chunker or OWN_CHUNKER)
     state: dict[Any, dict[str, Any]] = {}
@@ -144,6 +144,18 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
                 "(rekey_optim_state_dict does)"
             )
     return state_dict["state"], state_dict["param_groups"]
+
+
+def _renamed(
+    model: nn.Module, saved: State, groups: Sequence[Mapping[str, Any]]
+) -> tuple[State, Sequence[Mapping[str, Any]]]:
+    """The same under the names that the units have: a tied parameter may have been saved under another of its own."""
+    own = {name: fqn for fqn, names in names_in(model) for name in names}
+    own = {name: fqn for name, fqn in own.items() if name != fqn and fqn not in saved}
+    if not own:
+        return saved, groups
+    named = [{**group, "params": [own.get(name, name) for name in group["params"]]} for group in groups]
+    return {own.get(name, name): values for name, values in saved.items()}, named
 
 
 def _state_names(item: Held, saved: State) -> list[str]:

@@ -15,7 +15,7 @@ from typing_extensions import final
 from flatparam_runtime import Collectives, FlatParamError
 from flatparam_state.codec import gather, shard_of
 from flatparam_state.forms import FormKind, StateForm
-from flatparam_state.held import Held, Holding
+from flatparam_state.held import Held, Holding, names_in
 from flatparam_state.places import Place, places_in
 
 __all__ = ["PER_RANK", "optimizer_state_dict"]
@@ -38,7 +38,8 @@ def optimizer_state_dict(
 
     A tensor that is shaped like its parameter's sharded form becomes full, or sharded like the parameter's shape, as
     the form says; full ones are gathered one flat parameter at a time. Of any other value there is one where all ranks
-    have the same, else one for each rank (see `PER_RANK`). The groups list names in `"params"`.
+    have the same, else one for each rank (see `PER_RANK`). The groups list names in `"params"`. A tied parameter has the
+    first of its names in the model.
 
     Args:
         offload_to_cpu: put tensors on the CPU.
@@ -64,9 +65,10 @@ def optimizer_state_dict(
     if form.rank0_only and not _is_first(model):
         return {}
     names = [fqn for item in holding.items for fqn in item.fqns]
+    plain = {fqn: first for fqn, (first, *_) in names_in(model)}
     return {
-        "state": {fqn: found[fqn] for fqn in names if fqn in found} | others,
-        "param_groups": [_named(group, holding) for group in raw["param_groups"]],
+        "state": {plain.get(fqn, fqn): found[fqn] for fqn in names if fqn in found} | others,
+        "param_groups": [_named(group, holding, plain) for group in raw["param_groups"]],
     }
 
 
@@ -89,10 +91,10 @@ def _by_parameter(
     return {item: state[key] for key, item in meant.items()}, others
 
 
-def _named(group: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
+def _named(group: Mapping[str, Any], holding: Holding, plain: Mapping[str, str]) -> dict[str, Any]:
     """The group with the names of parameters, also where the optimizer was made from named parameters."""
     meant = holding.resolve(group["params"])
-    fqns = [fqn for key in group["params"] for fqn in meant[key].fqns]
+    fqns = [plain.get(fqn, fqn) for key in group["params"] for fqn in meant[key].fqns]
     return {**group, **{key: list(fqns) for key in ("params", "param_names") if key in group}}
 
 
