@@ -28,14 +28,14 @@ def check(program: Program, configuration: Configuration, sabotage: Sabotage | N
         expected = run_locally(program, configuration)
         found = run_threads(configuration.ranks, run_sharded, program, configuration, sabotage, timeout=60)
     for rank, record in enumerate(found):
-        _compare_numbers(record.numbers[0], expected.numbers[rank], rank)
-    aliases = _aliases(program)
+        compare_numbers(record.numbers[0], expected.numbers[rank], rank)
+    aliases = aliases_of(program)
     size = configuration.group_size
     for start in range(0, configuration.ranks, size):
         _compare_group(found[start : start + size], expected, aliases, f"ranks from {start}")
 
 
-def _compare_numbers(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rank: int) -> None:
+def compare_numbers(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rank: int) -> None:
     assert len(found) == len(expected), f"rank {rank}: {len(found)} losses and the like, not {len(expected)}"
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(mine, theirs), f"rank {rank}: number {number} is {mine}, not {theirs}"
@@ -61,7 +61,7 @@ def _compare_look(name: str, tensor: torch.Tensor, theirs: Named, aliases: dict[
     assert torch.equal(tensor, true), f"{who}: looking at {name} shows {tensor}, not {true}"
 
 
-def _aliases(program: Program) -> dict[str, str]:
+def aliases_of(program: Program) -> dict[str, str]:
     """For every name of a parameter, the first of its names."""
     first: dict[int, str] = {}
     model = build(program.tree, program.ties)

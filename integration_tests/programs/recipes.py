@@ -27,6 +27,11 @@ class Micro(Recipe):
     evaluates: bool = False
 
     @property
+    def passes(self) -> int:
+        """How many forward passes there are."""
+        return self.forwards + self.evaluates
+
+    @property
     def is_reduced(self) -> bool:
         """Whether gradients are synchronised: the backward pass decides."""
         return self.quiet in ("", "forward")
@@ -37,6 +42,11 @@ class Evaluation(Recipe):
     """A forward pass without gradients, in inference mode or not."""
 
     inference: bool = False
+
+    @property
+    def passes(self) -> int:
+        """How many forward passes there are."""
+        return 1
 
 
 Operation: TypeAlias = Micro | Evaluation
@@ -65,8 +75,10 @@ class Program(Recipe):
     """A model and what is done with it.
 
     Attributes:
-        optimizer: "sgd" or "adamw".
+        optimizer: "sgd", "adamw" or "adagrad" for all parameters; or "groups" of AdamW, or "two" optimizers, AdamW and
+            SGD, where some parameters are apart from the others.
         differentiates_inputs: whether gradients of the inputs are asked for, too.
+        apart: which these are: those of the first "place", of the "dtype" float64, or every "bias".
     """
 
     tree: Block
@@ -74,6 +86,13 @@ class Program(Recipe):
     steps: tuple[Step, ...] = (Step(),)
     optimizer: str = "sgd"
     differentiates_inputs: bool = False
+    apart: str = ""
+
+    def is_apart(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a parameter is in the second group, or belongs to the second optimizer."""
+        if self.apart == "dtype":
+            return dtype == torch.float64
+        return name.startswith("0.") if self.apart == "place" else name.endswith("bias")
 
 
 @attrs.frozen(repr=False)
@@ -82,10 +101,11 @@ class Configuration(Recipe):
 
     Attributes:
         shard_size: how many ranks share a shard, for the hybrid strategies.
-        units: the modules that become units; the whole model becomes one, too.
+        units: the modules that become units; the whole model becomes one, too, unless `has_plain_parent`.
         use_orig_params: "no", "yes", or "inside": in all units but the root.
         precision: a key of `PRECISIONS`.
         forward_prefetch: how many units ahead.
+        ignored: frozen layers that are not sharded.
     """
 
     ranks: int = 2
@@ -98,11 +118,14 @@ class Configuration(Recipe):
     backward_prefetch: str = "BACKWARD_PRE"
     forward_prefetch: int = 0
     limit_all_gathers: bool = True
+    ignored: tuple[str, ...] = ()
+    has_plain_parent: bool = False
 
     @property
     def in_order(self) -> tuple[str, ...]:
-        """The units, and last the root, in the order in which they are made."""
-        return (*sorted(self.units, key=lambda name: (-name.count("."), name)), "")
+        """The units, and last the root where it is one, in the order in which they are made."""
+        inside = sorted(self.units, key=lambda name: (-name.count("."), name))
+        return tuple(inside) if self.has_plain_parent else (*inside, "")
 
     @property
     def group_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from flatparam import (
 )
 from flatparam_comm import Collectives
 from flatparam_core import clean_fqn
+from flatparam_state import held_parameters as held_parameters_of
 from integration_tests.parity.runs import Named, gradients_of, parameters_of
 from integration_tests.parity.sharded import FlatPart, held_gradients, held_parameters, replace
 from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step
@@ -29,6 +30,7 @@ from integration_tests.programs.trees import build, inputs, loss_of, main_of, wr
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.25, momentum=0.5),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.5),
 }
 MAX_NORM = 2.5
 
@@ -54,13 +56,30 @@ class Record:
     looks: list[Named] = attrs.field(factory=list)
 
 
+def optimizers_of(
+    program: Program, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[torch.optim.Optimizer]:
+    """The program's optimizer, or both of them, over parameters with their names."""
+    if program.optimizer in OPTIMIZERS:
+        return [OPTIMIZERS[program.optimizer]([parameter for _, parameter in parameters])]
+    groups: tuple[dict[str, Any], dict[str, Any]] = {"params": []}, {"params": []}
+    for name, parameter in parameters:
+        groups[program.is_apart(name, parameter.dtype)]["params"].append(parameter)
+    if program.optimizer == "groups":
+        groups[1].update(lr=0.25, weight_decay=0.0)
+        return [OPTIMIZERS["adamw"](groups)]
+    return [OPTIMIZERS["adamw"](groups[:1]), OPTIMIZERS["sgd"](groups[1:])]
+
+
 class Side(Protocol):
     """What differs between the two ways to run a program."""
 
     ranks: Sequence[int]
     model: nn.Module
-    """Whose forward is called, and whose parameters the optimizer gets."""
-    weights: nn.Module
+    """Whose forward is called."""
+
+    def named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """What the optimizers get, with one of its names in the unsharded model."""
 
     def quiet(self) -> AbstractContextManager[None]:
         """Where gradients are not synchronised."""
@@ -82,34 +101,45 @@ class Side(Protocol):
 
 
 @attrs.define(eq=False)
-class _Run:
+class Training:
+    """A program in progress."""
+
     program: Program
     side: Side
     record: Record
+    optimizers: list[torch.optim.Optimizer]
     moment: int = 0
     """How many forward passes there have been."""
     computes: bool = False
     """Whether the model did anything in this micro-batch, other than to pass its input on."""
 
-    def steps(self) -> Record:
+    @classmethod
+    def begin(cls, program: Program, side: Side) -> Training:
+        """Before the first step."""
+        return cls(program, side, Record([[] for _ in side.ranks]), optimizers_of(program, side.named()))
+
+    def run(self, steps: Sequence[Step]) -> Record:
+        """Do these steps; what came of all so far."""
         side, record = self.side, self.record
-        optimizer = OPTIMIZERS[self.program.optimizer](side.weights.parameters())
-        for step in self.program.steps:
+        for step in steps:
             self.step(step)
             record.gradients.append(side.note("gradients"))
-            optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             record.parameters.append(side.note("parameters"))
             with torch.no_grad():
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.copy_(
-                            wrap_around(parameter * 2, 4) / 2
-                        )  # few bits again, for the next step
-            optimizer.zero_grad(step.set_to_none)
+                for parameter in self._held():
+                    parameter.copy_(wrap_around(parameter * 2, 4) / 2)  # few bits again, for the next step
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(step.set_to_none)
             side.stepped()
             if step.look:
                 record.looks.append(side.look(step.look))
         return record
+
+    def _held(self) -> Iterable[Tensor]:
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return (parameter for group in groups for parameter in group["params"])
 
     def step(self, step: Step) -> None:
         collected = False
@@ -173,7 +203,7 @@ class _Run:
 
 
 @attrs.define(eq=False)
-class _Local:
+class Local:
     """All ranks in one graph, of the sum of their losses; the gradient is divided by their number, which is exact."""
 
     configuration: Configuration
@@ -184,6 +214,19 @@ class _Local:
     @property
     def ranks(self) -> Sequence[int]:
         return range(self.configuration.ranks)
+
+    @classmethod
+    def of(cls, program: Program, configuration: Configuration) -> Local:
+        """The unsharded model, before training."""
+        weights = build(program.tree, program.ties)
+        compute, _ = PRECISIONS[configuration.precision]
+        model = weights if compute is None else copy.deepcopy(weights).to(compute)
+        if compute is not None:
+            model.register_forward_pre_hook(lambda _, given: (given[0].to(compute), *given[1:]))
+        return cls(configuration, weights, model)
+
+    def named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self.weights.named_parameters()
 
     def quiet(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -222,20 +265,32 @@ class _Local:
 
     def stepped(self) -> None:
         if self.model is not self.weights:
-            self.model.load_state_dict(self.weights.state_dict())
+            with torch.no_grad():
+                for computed, held in zip(self.model.parameters(), self.weights.parameters(), strict=True):
+                    computed.copy_(held)
 
-    def _share_zeros(self) -> None:
-        """Where `parameters()` lists a flat parameter, its gradient is there for all, or for none, of what is in it."""
+    def state(self) -> Named:
+        """A copy of everything that is saved of the model."""
+        for name, buffer in self.model.named_buffers():
+            self.weights.get_buffer(name).copy_(buffer)
+        return {name: tensor.clone() for name, tensor in self.weights.state_dict().items()}
+
+    def joined(self) -> list[list[nn.Parameter]]:
+        """The parameters that are one flat parameter for the optimizer."""
         unit_of: dict[int, str] = {}
         for unit in self.configuration.in_order:
             for parameter in self.weights.get_submodule(unit).parameters():
                 unit_of.setdefault(id(parameter), unit)
         together: dict[Any, list[nn.Parameter]] = {}
         for p in self.weights.parameters():
-            unit = unit_of[id(p)]
-            if p.requires_grad and not self.configuration.lists_originals(unit):
+            unit = unit_of.get(id(p))
+            if unit is not None and p.requires_grad and not self.configuration.lists_originals(unit):
                 together.setdefault((unit, p.dtype), []).append(p)
-        for parameters in together.values():
+        return list(together.values())
+
+    def _share_zeros(self) -> None:
+        """Where `parameters()` lists a flat parameter, its gradient is there for all, or for none, of what is in it."""
+        for parameters in self.joined():
             if any(p.grad is not None for p in parameters):
                 for p in parameters:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -243,34 +298,35 @@ class _Local:
 
 def run_locally(program: Program, configuration: Configuration) -> Record:
     """What one process makes of the program, with the mean of the losses of so many ranks."""
-    weights = build(program.tree, program.ties)
-    compute, _ = PRECISIONS[configuration.precision]
-    model = weights if compute is None else copy.deepcopy(weights).to(compute)
-    if compute is not None:
-        model.register_forward_pre_hook(lambda _, given: (given[0].to(compute), *given[1:]))
-    side = _Local(configuration, weights, model)
-    return _Run(program, side, Record([[] for _ in side.ranks])).steps()
+    return Training.begin(program, Local.of(program, configuration)).run(program.steps)
 
 
 # Ranks
 
 
 @attrs.define(eq=False)
-class _Sharded:
-    model: FullyShardedDataParallel
+class Sharded:
+    """One rank's part; every unit's optimizer state and shards are its own."""
+
+    model: nn.Module
     ranks: Sequence[int]
 
-    @property
-    def weights(self) -> nn.Module:
-        return self.model
+    def named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        held = held_parameters_of(self.model)
+        return ((held[id(parameter)].fqns[0], parameter) for parameter in self.model.parameters())
 
-    def quiet(self) -> AbstractContextManager[None]:
-        return self.model.no_sync()
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for root in FullyShardedDataParallel.fsdp_modules(self.model, root_only=True):
+                stack.enter_context(root.no_sync())
+            yield
 
     def backward(self, losses: Sequence[Tensor], *, keep: bool) -> None:
         losses[0].backward(retain_graph=keep)
 
     def clip(self, order: float) -> Tensor:
+        assert isinstance(self.model, FullyShardedDataParallel)
         return self.model.clip_grad_norm_(MAX_NORM, order)
 
     def note(self, what: str) -> list[FlatPart]:
@@ -281,7 +337,8 @@ class _Sharded:
             state = self.model.state_dict()
             if how == "reload":
                 self.model.load_state_dict(state)
-            return {name: tensor.clone() for name, tensor in state.items()}
+            buffers = {clean_fqn(name) for name, _ in self.model.named_buffers(remove_duplicate=False)}
+            return {name: tensor.clone() for name, tensor in state.items() if name not in buffers}
         with FullyShardedDataParallel.summon_full_params(self.model):
             return {clean_fqn(name): p.detach().clone() for name, p in self.model.named_parameters()}
 
@@ -299,11 +356,16 @@ def run_sharded(
     model = shard(program, configuration, group)
     if sabotage is not None:
         sabotage(model)
-    return _Run(program, _Sharded(model, [group.rank]), Record([[]])).steps()
+    return Training.begin(program, Sharded(model, [group.rank])).run(program.steps)
 
 
-def shard(program: Program, configuration: Configuration, world: Collectives) -> FullyShardedDataParallel:
-    """The program's model, wrapped."""
+def shard(
+    program: Program,
+    configuration: Configuration,
+    world: Collectives,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Any:
+    """The program's model, wrapped; `prepare` is called with it before."""
     prefetch = configuration.backward_prefetch
     compute, reduce = PRECISIONS[configuration.precision]
     groups = _groups(configuration, world)
@@ -320,13 +382,20 @@ def shard(program: Program, configuration: Configuration, world: Collectives) ->
             else None,
             forward_prefetch=configuration.forward_prefetch,
             limit_all_gathers=configuration.limit_all_gathers,
+            ignored_modules=ignored or None,
             use_orig_params=configuration.lists_originals(unit),
         )
 
-    model = build(program.tree, program.ties)
-    for unit in configuration.in_order[:-1]:
-        replace(model, unit, lambda module, unit=unit: wrapped(module, unit))
-    return wrapped(model, "")
+    model: nn.Module = build(program.tree, program.ties)
+    if prepare is not None:
+        prepare(model)
+    ignored = [model.get_submodule(name) for name in configuration.ignored]
+    for unit in configuration.in_order:
+        if unit:
+            replace(model, unit, lambda module, unit=unit: wrapped(module, unit))
+        else:
+            model = wrapped(model, "")
+    return model
 
 
 def _groups(configuration: Configuration, world: Collectives) -> Any:

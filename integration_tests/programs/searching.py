@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis
@@ -20,7 +20,8 @@ from hypothesis import HealthCheck
 from integration_tests.programs.checking import check
 from integration_tests.programs.recipes import Configuration, Program
 from integration_tests.programs.running import NothingToReduceError
-from integration_tests.programs.strategies import cases
+from integration_tests.programs.saving import NothingToSaveError, check_saving
+from integration_tests.programs.strategies import cases, savings
 
 Case = tuple[Program, Configuration]
 
@@ -38,14 +39,15 @@ def settings(examples: int, **arguments: Any) -> hypothesis.settings:
     )
 
 
-def holds(case: Case) -> None:
+def holds(property_: Callable[..., None], case: Sequence[Any]) -> None:
     """The property, for hypothesis; a case that fails is printed at once, since to shrink it takes minutes."""
     try:
-        check(*case)
-    except NothingToReduceError:
-        hypothesis.reject()
+        property_(*case)
     except Exception as error:
-        sys.stdout.write(f"{type(error).__name__}: {error}\n    {case[0]!r},\n    {case[1]!r},\n")
+        if {type(error), type(error.__cause__)} & {NothingToReduceError, NothingToSaveError}:
+            hypothesis.reject()
+        parts = "".join(f"    {part!r},\n" for part in case)
+        sys.stdout.write(f"{type(error).__name__}: {error}\n{parts}")
         sys.stdout.flush()
         raise
 
@@ -56,14 +58,26 @@ def search(examples: int, seed: int | None = None, **space: Any) -> None:
     Raises:
         AssertionError, RankError: that of the smallest case that fails; its notes hold the case as code.
     """
+    _search(check, cases(**space), examples, seed)
+
+
+def search_savings(examples: int, seed: int | None = None, **space: Any) -> None:
+    """The same for programs that are saved and loaded; the arguments are those of `strategies.savings`."""
+    _search(check_saving, savings(**space), examples, seed)
+
+
+def _search(property_: Callable[..., None], space: Any, examples: int, seed: int | None) -> None:
     seed = random.SystemRandom().getrandbits(32) if seed is None else seed
     sys.stdout.write(f"hypothesis's seed: {seed}\n")
 
-    def of_the_space(case: Case) -> None:
-        holds(case)
+    def of_the_space(case: Sequence[Any]) -> None:
+        holds(property_, case)
 
-    run: Callable[[], None] = hypothesis.given(cases(**space))(of_the_space)
+    run: Callable[[], None] = hypothesis.given(space)(of_the_space)
     hypothesis.seed(seed)(settings(examples)(run))()
+
+
+SEARCHES = {"training": search, "saving": search_savings}
 
 
 def main() -> None:
@@ -71,13 +85,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--examples", type=int, default=2000, help="how many cases (default: 2000)")
     parser.add_argument("--minutes", type=float, help="go on for this long instead")
+    parser.add_argument("--of", choices=tuple(SEARCHES), default="training", help="what (default: training)")
     parser.add_argument("--seed", type=int, help="of the first 500 cases")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     begun, done, seed = time.monotonic(), 0, asked.seed
     while time.monotonic() - begun < 60 * asked.minutes if asked.minutes else done < asked.examples:
         count = 500 if asked.minutes else min(500, asked.examples - done)
-        search(count, seed)
+        SEARCHES[asked.of](count, seed)
         seed, done = None, done + count
         sys.stdout.write(f"{done} cases in {time.monotonic() - begun:.0f} s, all the same\n")
         sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 from hypothesis import strategies as st
 
 from integration_tests.programs.recipes import (
@@ -16,6 +17,7 @@ from integration_tests.programs.recipes import (
     Program,
     Step,
 )
+from integration_tests.programs.saving import THREADED, Saving
 from integration_tests.programs.trees import LAYERS, TIED_TO, Block, Leaf, Place, Tie, items_of, layers_of
 
 SINGLE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -77,7 +79,7 @@ def programs(draw: st.DrawFn, depth: int) -> Program:
         tree,
         draw(_ties(tree)),
         draw(st.lists(steps, min_size=1, max_size=3).map(tuple)),
-        draw(st.sampled_from(["sgd", "adamw"])),
+        draw(st.sampled_from(["sgd", "adamw", "adagrad"])),
         draw(st.booleans()),
     )
 
@@ -136,3 +138,79 @@ def cases(
     """A program and a way to shard it."""
     program = draw(programs(depth))
     return program, draw(configurations(program.tree, ranks, kinds, precisions))
+
+
+@st.composite
+def savings(
+    draw: st.DrawFn, ways: Sequence[str] = THREADED, depth: int = 2
+) -> tuple[Program, Configuration, Configuration, Saving]:
+    """A program, two ways to shard it with the same precision, and a way to get from the one to the other."""
+    program = draw(programs(depth))
+    program = attrs.evolve(program, steps=(*program.steps, draw(steps)))
+    precision = draw(_mostly("", *(name for name in PRECISIONS if name)))
+    both = [draw(configurations(program.tree, (1, 2, 3), (*SINGLE, *HYBRID), [precision])) for _ in range(2)]
+    if draw(_mostly(False, True)):
+        program = attrs.evolve(program, optimizer=draw(st.sampled_from(["groups", "two"])))
+        program = attrs.evolve(program, apart=draw(st.sampled_from(["place", "dtype", "bias"])))
+        both = [_keeping_apart(program, each) for each in both]
+        program = _within(program) if program.apart == "place" else program
+    if not precision and draw(_mostly(False, True)):
+        program, both = _below_plain_parent(draw, program, both)
+    if not precision and draw(_mostly(False, True)):
+        both = [attrs.evolve(each, ignored=_some_frozen(draw, program, each)) for each in both]
+    saving = Saving(
+        draw(st.sampled_from(ways)),
+        draw(st.integers(0, len(program.steps))),
+        draw(_mostly(False, True)),
+    )
+    if saving.way == "streamed" and both[1].has_plain_parent:
+        saving = attrs.evolve(saving, way="broadcast")  # it is the wrapper that takes an empty state dict
+    return program, both[0], both[1], saving
+
+
+def _keeping_apart(program: Program, configuration: Configuration) -> Configuration:
+    """Have no flat parameter with parameters of both kinds: it belongs to one group of one optimizer."""
+    if program.apart == "bias":
+        return attrs.evolve(configuration, use_orig_params="yes")
+    if program.apart == "place":
+        return attrs.evolve(configuration, units=tuple(dict.fromkeys(("0", *configuration.units))))
+    return configuration
+
+
+def _within(program: Program) -> Program:
+    """Without ties between the first place and another: the flat parameter of one would hold something of the other."""
+    return attrs.evolve(
+        program, ties=tuple((a, b) for a, b in program.ties if (a[0] == "0") == (b[0] == "0"))
+    )
+
+
+def _below_plain_parent(
+    draw: st.DrawFn, program: Program, configurations: Sequence[Configuration]
+) -> tuple[Program, list[Configuration]]:
+    """Make a unit of every top-level module of the first, the second or both, and none of the root.
+
+    What is tied across two roots is refused, and `clip_grad_norm_` is a method of the one root.
+    """
+    ties = tuple((a, b) for a, b in program.ties if a.split(".")[0] == b.split(".")[0])
+    unclipped = tuple(attrs.evolve(step, clip=0.0) for step in program.steps)
+    tops = [str(number) for number in range(len(program.tree.places))]
+    which = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    return attrs.evolve(program, ties=ties, steps=unclipped), [
+        attrs.evolve(each, units=tuple(dict.fromkeys((*tops, *each.units))), has_plain_parent=True)
+        if chosen
+        else each
+        for each, chosen in zip(configurations, which, strict=True)
+    ]
+
+
+def _some_frozen(draw: st.DrawFn, program: Program, configuration: Configuration) -> tuple[str, ...]:
+    """Layers without anything to train; what is ignored is not synchronised."""
+    tied = {name for tie in program.ties for name in tie}
+    return tuple(
+        name
+        for name, leaf in layers_of(program.tree)
+        if leaf.frozen == "all"
+        and name not in tied
+        and name not in configuration.units
+        and draw(st.booleans())
+    )

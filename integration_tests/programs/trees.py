@@ -186,12 +186,42 @@ class Lookup(nn.Embedding):
         return x + super().forward(tokens)
 
 
+class Convolution(nn.Module):
+    """A weight in the memory order of channels_last, of which each element has another gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.empty(WIDTH, WIDTH, 2, 2)
+        self.weight = nn.Parameter(weight.to(memory_format=torch.channels_last))
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pattern = torch.tensor([[1.0, 0.0], [-1.0, 2.0]]).to(self.weight.dtype)
+        return functional.linear(x, (self.weight * pattern).sum((2, 3)), self.bias)
+
+
+class Buffered(nn.Module):
+    """Buffers: one that is used, one that forward passes change, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("signs", torch.tensor([1.0, -1.0, 1.0]))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("passing", torch.tensor(1.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.signs * self.passing).to(x.dtype) + self.bias
+
+
 LAYERS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "norm": Norm,
     "embedding": Lookup,
     "gain": Gain,
     "double": Double,
+    "convolution": Convolution,
+    "buffered": Buffered,
 }
 
 TIED_TO = {"linear": "matrix", "embedding": "matrix", "norm": "norm"}
@@ -206,6 +236,8 @@ class Layer(nn.Module):
         self.layer = LAYERS[leaf.kind]()
 
     def forward(self, x: Tensor, moment: int) -> Tensor:
+        if self.training and isinstance(self.layer, Buffered):
+            self.layer.seen.clamp_(min=moment + 1)
         return snap(self.layer(snap(x)))
 
 

@@ -50,7 +50,7 @@ def arranged(root: Any, file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     try:
         ours = _parts(root, file)
         if "optimizer" in ours:
-            ours["optimizer"] = by_name(ours["optimizer"], ours.get("model", {}), file)
+            ours["optimizer"] = _by_name(ours["optimizer"], ours.get("model", {}), file)
         return walk.tensors, walk.values(ours, ())
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -65,10 +65,14 @@ def _parts(root: Any, file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} holds a {_kind(root)}, and not a state dict or a dictionary of state dicts"
         )
-    if _is_optimizer(root):
+    if _is_optimizer(root) or (_are_optimizers(root) and not any(key in OPTIMIZER_KEYS for key in root)):
         return {"optimizer": root}
     model = [key for key in MODEL_KEYS if isinstance(root.get(key), Mapping)]
-    optimizer = [key for key in OPTIMIZER_KEYS if _is_optimizer(_only_one(root.get(key)))]
+    optimizer = [
+        key
+        for key in OPTIMIZER_KEYS
+        if _is_optimizer(_only_one(root.get(key))) or _are_optimizers(root.get(key))
+    ]
     if len(model) > 1 or len(optimizer) > 1:
         raise CheckpointError(
             f"{file} has several models or optimizers ({', '.join(map(repr, [*model, *optimizer]))}), and a "
@@ -102,6 +106,18 @@ def _is_optimizer(value: Any) -> bool:
     if isinstance(value.get("state"), Mapping) or isinstance(value.get("param_groups"), list):
         return True
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
+
+
+def _are_optimizers(value: Any) -> bool:
+    """Whether it looks like the state dicts of several optimizers by their names."""
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_optimizer, value.values()))
+
+
+def _by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The state of an optimizer, or of each of several, by parameter name."""
+    if _are_optimizers(optimizer):
+        return {name: by_name(each, model, file) for name, each in optimizer.items()}
+    return by_name(optimizer, model, file)
 
 
 def _kind(value: Any) -> str:
