@@ -1,6 +1,9 @@
 """`flatparam ckpt reshard`, `export` and `import`."""
 
 import json
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -149,8 +152,6 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
 
 def test_no_space(flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit on the disk is not begun."""
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     found = flatparam("export", "@run", "@new", "--to", "torch")
     assert found.status == 2
@@ -215,3 +216,31 @@ def test_nothing_is_written_into_what_is_read(arguments: tuple[object, ...], fla
     assert "is in the checkpoint that is read" in found.err
     assert flatparam("reshard", "@run", "@run", "--world-size", 3, "--step", 5).status == 0
     assert {"step-00000004", "step-00000005"} <= entries(flatparam.directory / "run")
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "hf", "flatparam"])
+def test_a_disk_that_fills_up(
+    kind: str, tiny_disk: Path, flatparam: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk is full in the middle, that is one sentence with the status 2, and nothing is left."""
+    torch.save({"a": torch.ones(100), "w": torch.rand(200_000)}, flatparam.directory / "big.pt")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, 10**9))
+    if kind == "flatparam":
+        found = flatparam("import", "@big.pt", "@disk/new")
+    else:
+        found = flatparam("export", "@big.pt", "@disk/new", "--to", kind)
+    assert found.status == 2, found
+    assert found.err.count("\n") == 1
+    assert entries(tiny_disk) == set()

@@ -16,6 +16,7 @@ from typing_extensions import final
 
 from flatparam_state.byte_file import ByteFile
 from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickled import Global, Names, read_pickle
 from flatparam_state.formats.stored import Storage, StridedTensor
 from flatparam_state.source import TensorInfo
@@ -39,16 +40,6 @@ STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {
 }
 _MAGIC: Final = b"PK\x03\x04"
 _LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
-_BROKEN: Final = (
-    zipfile.BadZipFile,
-    EOFError,
-    LookupError,
-    NotImplementedError,
-    OverflowError,
-    RuntimeError,
-    struct.error,
-    ValueError,
-)
 
 
 def dtype_names() -> dict[str, torch.dtype]:
@@ -189,8 +180,13 @@ def open_archive(
         CheckpointError: where it is no such archive, is damaged, or holds what `names` does not admit.
     """
     what = what or str(path)
+    broken = damage_named(
+        f"{what} is not a whole archive of torch.save",
+        path=path,
+        hint="a file that torch before 1.6 wrote must be loaded and saved again; any other is damaged or cut short",
+    )
     try:
-        with path.open("rb", buffering=0) as file:
+        with broken, path.open("rb", buffering=0) as file:
             length = file.seek(0, io.SEEK_END)
             if start + (nbytes or 0) > length:
                 raise CheckpointError(
@@ -199,15 +195,8 @@ def open_archive(
                 )
             window = _Window(file, start, length - start if nbytes is None else nbytes)
             return _read(window, path, names, what)
-    except CheckpointError:
-        raise
-    except _BROKEN as error:
-        raise CheckpointError(
-            f"{what} is not a whole archive of torch.save ({error}). A file that torch before 1.6 wrote must be "
-            "loaded and saved again; any other is damaged or cut short"
-        ) from error
     except OSError as error:
-        raise CheckpointError(f"{what} cannot be read: {error}") from error
+        raise CheckpointError(f"{what} cannot be read: {error}", path=path) from error
 
 
 def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:

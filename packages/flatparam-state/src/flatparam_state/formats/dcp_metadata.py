@@ -13,8 +13,8 @@ from typing_extensions import final
 
 from flatparam_state.boxes import Box
 from flatparam_state.byte_file import ByteFile
-from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import dtype_names
+from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickled import Names, Record, read_pickle
 from flatparam_state.source import TensorInfo
 
@@ -98,12 +98,10 @@ def read_dcp_metadata(directory: Path) -> DcpMetadata:
     with ByteFile(file) as opened:
         data = bytes(opened.read(0, opened.nbytes))
     root = read_pickle(data, _NAMES, what=str(file))
-    try:
+    with damage_named(
+        f"{file} does not describe a checkpoint", path=file, hint="it is damaged: copy it again"
+    ):
         return _facts(_fields(root, f"{_HOME}.Metadata"), directory)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} does not describe a checkpoint: {error}", path=file, hint="it is damaged: copy it again"
-        ) from error
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
@@ -134,13 +132,11 @@ def _facts(metadata: Mapping[str, Any], directory: Path) -> DcpMetadata:
 
 
 def _known(metadata: Mapping[str, Any], places: Mapping[Any, Item]) -> dict[str, Any]:
-    known: dict[str, Any] = {"files": len({item.file for item in places.values()})}
     meta = metadata.get("storage_meta")
-    fields = dict(_fields(meta, f"{_HOME}.StorageMeta")) if meta is not None else {}
-    known.update({key: fields[key] for key in ("save_id",) if isinstance(fields.get(key), str)})
-    if isinstance(metadata.get("version"), str):
-        known["version"] = metadata["version"]
-    return known
+    save_id = None if meta is None else _fields(meta, f"{_HOME}.StorageMeta").get("save_id")
+    said = {"save_id": save_id, "version": metadata.get("version")}
+    files = len({item.file for item in places.values()})
+    return {"files": files, **{key: value for key, value in said.items() if isinstance(value, str)}}
 
 
 def _paths(planned: Any) -> dict[str, tuple[str | int, ...]]:

@@ -74,8 +74,8 @@ def write_dcp(
 
 
 def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
-    rows = _rows(info.shape, rank, world_size)
-    return 0 if rows is None else math.prod(_box(info.shape, rows).sizes) * info.dtype.itemsize
+    box = _box_of(info.shape, rank, world_size)
+    return 0 if box is None else box.numel * info.dtype.itemsize
 
 
 def _flattened(tree: Mapping[str, Any], parts: _Path = ()) -> Iterator[tuple[_Path, Any]]:
@@ -103,13 +103,14 @@ def _is_whole(value: Any) -> bool:
     )
 
 
-def _rows(shape: tuple[int, ...], rank: int, world_size: int) -> Span | None:
-    """The part of the first dimension that a rank writes, as `torch.chunk` cuts it; None where it writes nothing."""
+def _box_of(shape: tuple[int, ...], rank: int, world_size: int) -> Box | None:
+    """The part of a tensor that a rank writes: rows as `torch.chunk` cuts them; None where it writes nothing."""
     if not shape or not math.prod(shape):
-        return Span(0, shape[0] if shape else 1) if rank == 0 else None
+        return Box((0,) * len(shape), shape) if rank == 0 else None
     step = -(-shape[0] // world_size)
-    rows = Span(min(rank * step, shape[0]), min((rank + 1) * step, shape[0]))
-    return rows or None
+    start = min(rank * step, shape[0])
+    rows = min(step, shape[0] - start)
+    return Box((start, *(0 for _ in shape[1:])), (rows, *shape[1:])) if rows else None
 
 
 @final
@@ -127,16 +128,13 @@ class _Writer:
         begin = file.tell()
         offset: tuple[int, ...] | None = None
         if isinstance(value, Stored):
-            rows = _rows(value.info.shape, rank, world_size)
-            if rows is None:
+            box = _box_of(value.info.shape, rank, world_size)
+            if box is None:
                 return
-            box = _box(value.info.shape, rows)
             offset = box.offsets
             self._chunks.setdefault(key, (value.info, []))[1].append(box)
-            part = TensorInfo(box.sizes, value.info.dtype)
-            write_archive(
-                file, _Rows(part, value, box.offsets[0] * math.prod(box.sizes[1:]) if box.sizes else 0)
-            )
+            first = math.prod(box.sizes[1:]) * offset[0] if offset else 0
+            write_archive(file, _Rows(TensorInfo(box.sizes, value.info.dtype), value, first))
         elif rank == 0:
             self._values.append(key)
             write_archive(file, value)
@@ -168,10 +166,6 @@ class _Writer:
             "version": _VERSION,
         }
         return _new(f"{_HOME}.Metadata", fields)
-
-
-def _box(shape: tuple[int, ...], rows: Span) -> Box:
-    return Box((rows.start, *(0 for _ in shape[1:])), (rows.numel, *shape[1:])) if shape else Box((), ())
 
 
 @final

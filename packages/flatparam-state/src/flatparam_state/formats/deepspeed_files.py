@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.archive import TORCH_NAMES, open_archive
+from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickled import Names, Record
 from flatparam_state.formats.stored import StridedTensor
 
@@ -131,18 +132,14 @@ def _missing(other: Path, rank: int) -> CheckpointError:
     )
 
 
-@contextmanager
-def plausible(file: Path) -> Iterator[None]:
+def plausible(file: Path) -> AbstractContextManager[None]:
     """Turn what goes wrong with the contents of a file into an error that names it."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} does not hold what DeepSpeed writes there: {type(error).__name__}: {error}",
-            path=file,
-            hint="the file is not of a whole save by a version that is known (0.19.8 is tested), or its states were "
-            "offloaded to NVMe, which leaves them out of it",
-        ) from error
+    return damage_named(
+        f"{file} does not hold what DeepSpeed writes there",
+        path=file,
+        hint="the file is not of a whole save by a version that is known (0.19.8 is tested), or its states were "
+        "offloaded to NVMe, which leaves them out of it",
+    )
 
 
 @final

@@ -16,6 +16,7 @@ import attrs
 from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.damage import damage_named
 
 __all__ = ["Global", "Names", "Record", "read_pickle"]
 
@@ -76,22 +77,10 @@ def read_pickle(
         CheckpointError: where the pickle is damaged, or mentions a name that is not admitted.
     """
     machine = _Machine(names, what, persistent)
-    try:
+    with damage_named(f"{what} is damaged: its pickle cannot be read"):
         for opcode, argument, _ in pickletools.genops(data):
             machine.step(opcode.name, argument)
         return machine.result()
-    except CheckpointError:
-        raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise CheckpointError(f"{what} is damaged: its pickle cannot be read ({error})") from error
 
 
 _MARK: Final = object()

@@ -13,6 +13,7 @@ from typing import Any, Final
 from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
+from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.optimizers import by_name
 from flatparam_state.formats.stored import Stored
 from flatparam_state.source import join_path
@@ -47,17 +48,12 @@ def arranged(root: Any, file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
         CheckpointError: where it is unclear which part is the model, or which parameter a state belongs to.
     """
     walk = _Walk(file)
-    try:
+    hint = "save state dicts as the model and the optimizer return them"
+    with damage_named(f"{file} does not have the form of a checkpoint", path=file, hint=hint):
         ours = _parts(root, file)
         if "optimizer" in ours:
             ours["optimizer"] = _by_name(ours["optimizer"], ours.get("model", {}), file)
         return walk.tensors, walk.values(ours, ())
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} does not have the form of a checkpoint: {type(error).__name__}: {error}",
-            path=file,
-            hint="save state dicts as the model and the optimizer return them",
-        ) from error
 
 
 def _parts(root: Any, file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,6 @@ from flatparam_state import (
     CheckpointError,
     Source,
     cast_model,
-    select,
     watch,
     write_checkpoint,
     write_dcp,
@@ -94,45 +94,28 @@ def _add_writing(added: argparse.ArgumentParser) -> None:
     add_progress(added)
 
 
-_Write = Callable[[Source, bool], dict[str, int]]
+_EXPORTS: Final[dict[str, Callable[..., dict[str, int]]]] = {
+    "hf": write_hugging_face,
+    "torch": write_torch_file,
+    "dcp": write_dcp,
+}
 
 
 def _write_own(chosen: argparse.Namespace) -> int:
     source = _to_convert(chosen)
     step = source.facts.get("step", 0) if chosen.step is None else chosen.step
-    return _converted(
-        source,
-        chosen,
-        lambda read, dry: write_checkpoint(
-            read, chosen.destination, world_size=chosen.world_size, step=step, dry_run=dry
-        ),
-    )
+    write = partial(write_checkpoint, world_size=chosen.world_size, step=step)
+    return _converted(source, chosen, write)
 
 
 def _export(chosen: argparse.Namespace) -> int:
-    source = _to_convert(chosen)
-    return _converted(source, chosen, lambda read, dry: _EXPORTS[chosen.to](read, chosen, dry))
-
-
-def _hugging_face(source: Source, chosen: argparse.Namespace, dry_run: bool) -> dict[str, int]:
-    return write_hugging_face(
-        select(source, ["model"]), chosen.destination, max_shard_nbytes=chosen.max_shard_size, dry_run=dry_run
-    )
-
-
-def _torch(source: Source, chosen: argparse.Namespace, dry_run: bool) -> dict[str, int]:
-    return write_torch_file(source, chosen.destination, dry_run=dry_run)
-
-
-def _dcp(source: Source, chosen: argparse.Namespace, dry_run: bool) -> dict[str, int]:
-    return write_dcp(source, chosen.destination, world_size=chosen.world_size, dry_run=dry_run)
-
-
-_EXPORTS: Final[dict[str, Callable[[Source, argparse.Namespace, bool], dict[str, int]]]] = {
-    "hf": _hugging_face,
-    "torch": _torch,
-    "dcp": _dcp,
-}
+    options = {
+        "hf": {"max_shard_nbytes": chosen.max_shard_size},
+        "torch": {},
+        "dcp": {"world_size": chosen.world_size},
+    }
+    write = partial(_EXPORTS[chosen.to], **options[chosen.to])
+    return _converted(_to_convert(chosen), chosen, write)
 
 
 def _to_convert(chosen: argparse.Namespace) -> Source:
@@ -166,12 +149,13 @@ def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:
             )
 
 
-def _converted(source: Source, chosen: argparse.Namespace, write: _Write) -> int:
-    planned = write(source, True)
+def _converted(source: Source, chosen: argparse.Namespace, write: Callable[..., dict[str, int]]) -> int:
+    """Say with `dry_run` what `write(source, destination)` writes, and let it."""
+    planned = write(source, chosen.destination, dry_run=True)
     _check_space(chosen.destination, sum(planned.values()))
     if not chosen.dry_run:
         with showing(chosen, chosen.destination.name, sum(planned.values())) as observe:
-            write(watch(source, observe), False)
+            write(watch(source, observe), chosen.destination)
     if not chosen.quiet:
         verb = "would write" if chosen.dry_run else "wrote"
         for name, nbytes in planned.items():
