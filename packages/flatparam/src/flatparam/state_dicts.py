@@ -206,7 +206,7 @@ def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
         if group is not None:
             found = tuple(group.exchange(found, label="who has the state"))
     first, *others = _flat(found)
-    return first and not any(others)
+    return first and bool(others) and not any(others)
 
 
 def _flat(nested: Any) -> list[bool]:
