@@ -50,7 +50,9 @@ def check_in_processes(cases: Sequence[Case]) -> int:
             here = [(case, path) for case, path in numbered if case[1].ranks == ranks]
             count += _in_world(ranks, _save_all, here)
         for ranks in range(1, MOST_RANKS + 1):
-            count += _in_world(ranks, _load_all, [(case, path) for case, path in apart if case[2].ranks == ranks])
+            count += _in_world(
+                ranks, _load_all, [(case, path) for case, path in apart if case[2].ranks == ranks]
+            )
     return count
 
 

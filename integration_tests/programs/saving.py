@@ -133,7 +133,9 @@ def _states(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> State:
 
 def _groups(groups: Iterable[Mapping[str, Any]]) -> list[State]:
     """The settings of the groups that hold something: a group is found by its parameters' names."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups if group["params"]]
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in groups if group["params"]
+    ]
 
 
 def _join_states(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -158,9 +160,7 @@ def _join_states(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> b
 # Ranks
 
 
-def check_saving(
-    program: Program, before: Configuration, after: Configuration, saving: Saving
-) -> None:
+def check_saving(program: Program, before: Configuration, after: Configuration, saving: Saving) -> None:
     """Demand that what is loaded is what one process has, bit for bit, and remains so in further training."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -227,7 +227,9 @@ def whole_optimizer(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return state
 
 
-def save(world: Collectives, program: Program, configuration: Configuration, saving: Saving, path: Path) -> Any:
+def save(
+    world: Collectives, program: Program, configuration: Configuration, saving: Saving, path: Path
+) -> Any:
     """Train, save, and go on where that disturbs no reference."""
     model = shard(program, configuration, world)
     training = Training.begin(program, Whole(model, [world.rank]))

@@ -185,7 +185,9 @@ def _keeping_apart(program: Program, configuration: Configuration) -> Configurat
 
 def _within(program: Program) -> Program:
     """Without ties between the first place and another: the flat parameter of one would hold something of the other."""
-    return attrs.evolve(program, ties=tuple((a, b) for a, b in program.ties if (a[0] == "0") == (b[0] == "0")))
+    return attrs.evolve(
+        program, ties=tuple((a, b) for a, b in program.ties if (a[0] == "0") == (b[0] == "0"))
+    )
 
 
 def _below_plain_parent(
