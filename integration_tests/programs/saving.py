@@ -309,6 +309,8 @@ def beginning(
     training = Training.begin(program, Whole(model, [world.rank]))
     if saving.into_trained:
         training.run(program.steps)
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()  # a zero gradient is not the same as none
     for group in (group for optimizer in training.optimizers for group in optimizer.param_groups):
         group["lr"] += 1
     return model, training

@@ -15,6 +15,9 @@ from integration_tests.programs.saving import PROCESSES, Saving, check_saving
 from integration_tests.programs.searching import draw_savings, search_savings
 from integration_tests.programs.trees import Block, Leaf, Place
 
+LINEAR = Place(Leaf())
+TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step()))
+
 
 @pytest.mark.timeout(600)  # to shrink a failure takes minutes
 @pytest.mark.parametrize(
@@ -34,14 +37,19 @@ def test_what_is_loaded_is_what_was_saved(examples: int, ways: tuple[str, ...]) 
 @pytest.mark.processes
 def test_sharded_state_in_processes() -> None:
     """The same of sharded and local state dicts in memory, and of DCP at another world size."""
-    assert check_in_processes(draw_savings(16, ways=PROCESSES)) > 0
+    assert check_in_processes(draw_savings(12, ways=PROCESSES)) > 0
+
+
+@pytest.mark.processes
+def test_a_local_state_with_a_tie_across_units() -> None:
+    """A local state loads where one unit borrows what is in the flat parameter of another; it was missed there."""
+    units = Configuration(units=("0", "1"))
+    assert check_in_processes([(TIED, units, units, Saving("local"))]) == 1
 
 
 # What the search has found
 
 
-LINEAR = Place(Leaf())
-TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step()))
 TWO = Program(Block((LINEAR, LINEAR)), steps=(Step(), Step()), optimizer="two", apart="place")
 FAILURES = {
     "optimizer state of a tied parameter, which another unit owns": (
