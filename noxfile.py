@@ -121,7 +121,10 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def programs(session: nox.Session) -> None:
-    """Search for a random program that differs when it is sharded (`-- --examples 5000`, `-- --minutes 30`)."""
+    """Search for a random program that differs when it is sharded (`-- --examples 5000`, `-- --minutes 30`).
+
+    `-- --of saving` and `-- --of processes` search for one that differs when it is saved and loaded.
+    """
     install_all_layers(session)
     python(session, "-m", "integration_tests.programs.searching", *session.posargs)
 

@@ -7,7 +7,7 @@ import copy
 import io
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,6 +43,8 @@ CONVERSIONS = {
     "reshard": (["reshard", "--world-size", "3"],),
 }
 """The commands by which a checkpoint becomes another one."""
+SHARDED = ("sharded", "chunked", "dtensor", "local")
+PROCESSES = (*SHARDED, "distributed")
 THREADED = ("checkpointer", "asynchronous", *CONVERSIONS, *IN_MEMORY)
 
 
@@ -51,7 +53,7 @@ class Saving(Recipe):
     """How and when a program is saved.
 
     Attributes:
-        way: one of `THREADED`, or of `processes.WAYS`.
+        way: one of `THREADED`, or of `PROCESSES`.
         after: how many steps.
         into_trained: whether what loads has made steps of its own before.
     """
@@ -63,7 +65,7 @@ class Saving(Recipe):
     @property
     def is_exact(self) -> bool:
         """Whether an optimizer without any state is saved as one."""
-        return self.way in THREADED and self.way != "broadcast"
+        return self.way not in ("broadcast", "distributed")
 
 
 Case: TypeAlias = tuple[Program, Configuration, Configuration, Saving]
@@ -78,12 +80,14 @@ class Expected:
 
     Attributes:
         saved: the state of the model, with buffers.
+        states: the names of the parameters whose state is saved.
         loaded: by parameter name, the state that the optimizers load; where it is for a flat parameter, there is one for all
             that is in it.
         fits: whether it can be loaded: the counters of parameters that become one flat parameter are the same.
     """
 
     saved: Named
+    states: Collection[str]
     loaded: State
     groups: list[State]
     fits: bool
@@ -104,6 +108,7 @@ def expect(program: Program, before: Configuration, after: Configuration, saving
         raise NothingToSaveError
     saved = local.state()
     groups = _groups(group for optimizer in training.optimizers for group in optimizer.param_groups)
+    states = set(_states(local, training.optimizers))
     for parameter in local.weights.parameters():
         parameter.grad = None  # gradients are not saved
     local.configuration = after
@@ -114,7 +119,7 @@ def expect(program: Program, before: Configuration, after: Configuration, saving
     )
     if fits:
         training.run(program.steps[saving.after :])
-    return Expected(saved, loaded, groups, fits, record.numbers, record.parameters)
+    return Expected(saved, states, loaded, groups, fits, record.numbers, record.parameters)
 
 
 def _states(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> State:
@@ -304,6 +309,8 @@ def beginning(
     training = Training.begin(program, Whole(model, [world.rank]))
     if saving.into_trained:
         training.run(program.steps)
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()  # a zero gradient is not the same as none
     for group in (group for optimizer in training.optimizers for group in optimizer.param_groups):
         group["lr"] += 1
     return model, training

@@ -2,6 +2,8 @@
 
 python -m integration_tests.programs.searching --examples 5000
 python -m integration_tests.programs.searching --minutes 30
+python -m integration_tests.programs.searching --of saving
+python -m integration_tests.programs.searching --of processes
 """
 
 from __future__ import annotations
@@ -18,12 +20,10 @@ import torch
 from hypothesis import HealthCheck
 
 from integration_tests.programs.checking import check
-from integration_tests.programs.recipes import Configuration, Program
+from integration_tests.programs.processes import check_in_processes
 from integration_tests.programs.running import NothingToReduceError
-from integration_tests.programs.saving import NothingToSaveError, check_saving
+from integration_tests.programs.saving import PROCESSES, Case, NothingToSaveError, check_saving
 from integration_tests.programs.strategies import cases, savings
-
-Case = tuple[Program, Configuration]
 
 
 def settings(examples: int, **arguments: Any) -> hypothesis.settings:
@@ -66,6 +66,18 @@ def search_savings(examples: int, seed: int | None = None, **space: Any) -> None
     _search(check_saving, savings(**space), examples, seed)
 
 
+def search_in_processes(examples: int, seed: int | None = None, **space: Any) -> None:
+    """The same for what needs process groups. A failure is not shrunk: each case would need a world of its own."""
+    check_in_processes(draw_savings(examples, seed, ways=PROCESSES, **space))
+
+
+def draw_savings(examples: int, seed: int | None = None, **space: Any) -> list[Case]:
+    """So many cases."""
+    cases: list[Case] = []
+    _search(lambda *case: cases.append(case), savings(**space), examples, seed)
+    return cases
+
+
 def _search(property_: Callable[..., None], space: Any, examples: int, seed: int | None) -> None:
     seed = random.SystemRandom().getrandbits(32) if seed is None else seed
     sys.stdout.write(f"hypothesis's seed: {seed}\n")
@@ -77,7 +89,12 @@ def _search(property_: Callable[..., None], space: Any, examples: int, seed: int
     hypothesis.seed(seed)(settings(examples)(run))()
 
 
-SEARCHES = {"training": search, "saving": search_savings}
+SEARCHES = {
+    "training": (search, 500),
+    "saving": (search_savings, 500),
+    "processes": (search_in_processes, 60),
+}
+"""What is searched, and how many cases at a time."""
 
 
 def main() -> None:
@@ -86,13 +103,14 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=2000, help="how many cases (default: 2000)")
     parser.add_argument("--minutes", type=float, help="go on for this long instead")
     parser.add_argument("--of", choices=tuple(SEARCHES), default="training", help="what (default: training)")
-    parser.add_argument("--seed", type=int, help="of the first 500 cases")
+    parser.add_argument("--seed", type=int, help="of the first cases, which are 500 or fewer")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     begun, done, seed = time.monotonic(), 0, asked.seed
+    run, most = SEARCHES[asked.of]
     while time.monotonic() - begun < 60 * asked.minutes if asked.minutes else done < asked.examples:
-        count = 500 if asked.minutes else min(500, asked.examples - done)
-        SEARCHES[asked.of](count, seed)
+        count = most if asked.minutes else min(most, asked.examples - done)
+        run(count, seed)
         seed, done = None, done + count
         sys.stdout.write(f"{done} cases in {time.monotonic() - begun:.0f} s, all the same\n")
         sys.stdout.flush()

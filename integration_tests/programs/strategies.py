@@ -17,7 +17,7 @@ from integration_tests.programs.recipes import (
     Program,
     Step,
 )
-from integration_tests.programs.saving import THREADED, Saving
+from integration_tests.programs.saving import SHARDED, THREADED, Saving
 from integration_tests.programs.trees import LAYERS, TIED_TO, Block, Leaf, Place, Tie, items_of, layers_of
 
 SINGLE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -148,7 +148,10 @@ def savings(
     program = draw(programs(depth))
     program = attrs.evolve(program, steps=(*program.steps, draw(steps)))
     precision = draw(_mostly("", *(name for name in PRECISIONS if name)))
-    both = [draw(configurations(program.tree, (1, 2, 3), (*SINGLE, *HYBRID), [precision])) for _ in range(2)]
+    way = draw(st.sampled_from(ways))
+    both = [draw(configurations(program.tree, (1, 2, 3), (*SINGLE, *HYBRID), [precision]))]
+    ranks = (both[0].ranks,) if way in SHARDED else (1, 2, 3)
+    both.append(draw(configurations(program.tree, ranks, (*SINGLE, *HYBRID), [precision])))
     if draw(_mostly(False, True)):
         program = attrs.evolve(program, optimizer=draw(st.sampled_from(["groups", "two"])))
         program = attrs.evolve(program, apart=draw(st.sampled_from(["place", "dtype", "bias"])))
@@ -158,11 +161,14 @@ def savings(
         program, both = _below_plain_parent(draw, program, both)
     if not precision and draw(_mostly(False, True)):
         both = [attrs.evolve(each, ignored=_some_frozen(draw, program, each)) for each in both]
-    saving = Saving(
-        draw(st.sampled_from(ways)),
-        draw(st.integers(0, len(program.steps))),
-        draw(_mostly(False, True)),
-    )
+    saving = Saving(way, draw(st.integers(0, len(program.steps))), draw(_mostly(False, True)))
+    if way == "local":
+        both[1] = attrs.evolve(both[0], offload=both[1].offload)
+    elif way in SHARDED:  # it loads where as many ranks share the shards; DCP can change that
+        shared = both[0].strategy, both[0].shard_size
+        both[1] = attrs.evolve(both[1], strategy=shared[0], shard_size=shared[1])
+    if way == "distributed":
+        saving = attrs.evolve(saving, into_trained=False)  # there may be a state that the file does not have
     if saving.way == "streamed" and both[1].has_plain_parent:
         saving = attrs.evolve(saving, way="broadcast")  # it is the wrapper that takes an empty state dict
     return program, both[0], both[1], saving

@@ -12,7 +12,7 @@ from flatparam import FullyShardedDataParallel
 from flatparam_runtime import units_in
 from integration_tests.programs.checking import check
 from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step
-from integration_tests.programs.searching import Case, search, settings
+from integration_tests.programs.searching import search, settings
 from integration_tests.programs.strategies import HYBRID, SINGLE, programs
 from integration_tests.programs.trees import Block, Leaf, Place
 
@@ -46,7 +46,7 @@ def _sabotaged(model: FullyShardedDataParallel) -> None:
 def test_a_wrong_average_of_one_unit_is_found() -> None:
     """With the gradients of the last unit divided by 4 on 2 ranks, the search fails, and shrinks to one layer."""
 
-    def fails(case: Case) -> bool:
+    def fails(case: tuple[Program, Configuration]) -> bool:
         try:
             check(*case, _sabotaged)
         except AssertionError as error:

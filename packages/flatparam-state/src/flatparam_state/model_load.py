@@ -44,7 +44,7 @@ class ModelLoad:
     """The clean names of entries that torch no longer finds, since this has taken them."""
     _handles: dict[str, FlatParamHandle] = attrs.field(factory=dict)
     """By the clean names of their parameters."""
-    _in_flat: set[FlatParamHandle] = attrs.field(factory=set)
+    in_flat: set[FlatParamHandle] = attrs.field(factory=set)
     """Those that are in the state as flat parameters, so that their parameters need not be."""
 
     @classmethod
@@ -109,7 +109,7 @@ class ModelLoad:
                 self._plan(
                     Wanted.of_flat_parameter(place), shard, prefix + name, state.pop(prefix + name), errors
                 )
-                self._in_flat.add(place.handle)
+                self.in_flat.add(place.handle)
         for name, (place, index) in parameters.items():
             key = prefix + name
             if key in state:
@@ -156,7 +156,11 @@ class ModelLoad:
     def _is_there(self, name: str) -> bool:
         if name in self._taken or name.rpartition(".")[2].startswith(FLAT_PARAM):
             return True
-        return self._handles.get(name) in self._in_flat
+        return self.is_in(name, self.in_flat)
+
+    def is_in(self, key: str, handles: Collection[FlatParamHandle]) -> bool:
+        """Whether the unit's parameter `key` is part of one of these flat parameters."""
+        return self._handles.get(clean_fqn(key)) in handles
 
     def commit(self) -> None:
         """Copy what was taken to the shards, where all of it fits; every rank calls it."""

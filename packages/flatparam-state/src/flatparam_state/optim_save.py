@@ -41,7 +41,8 @@ def optimizer_state_dict(
 
     A tensor that is shaped like its parameter's sharded form becomes full, or sharded like the parameter's shape, as
     the form says; full ones are gathered one flat parameter at a time. Of any other value there is one where all ranks
-    have the same, else one for each rank (see `PER_RANK`). The groups list names in `"params"`.
+    have the same, else one for each rank (see `PER_RANK`). The groups list names in `"params"`. A tied parameter has
+    the first of its names in the model.
 
     Args:
         offload_to_cpu: put tensors on the CPU.

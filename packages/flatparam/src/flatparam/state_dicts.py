@@ -201,7 +201,7 @@ def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
         if group is not None:
             found = tuple(group.exchange(found, label="who has the state"))
     first, *others = _flat(found)
-    return first and not any(others)
+    return first and bool(others) and not any(others)
 
 
 def _flat(nested: Any) -> list[bool]:
@@ -276,6 +276,10 @@ class Loading:
         unexpected[:] = map(clean_fqn, unexpected)
         self._errors[:] = [error.replace(f"{FSDP_WRAPPED_MODULE}.", "") for error in self._errors]
         if getattr(_LOCAL, "outermost", None) is self:
+            in_flat = {handle for loading in self._inside for handle in loading.in_flat}
+            missing[:] = [
+                key for key in missing if not any(each.is_in(key, in_flat) for each in self._inside)
+            ]  # one unit may borrow what is in the flat parameter of another
             is_strict = getattr(_LOCAL, "is_strict", False)
             if not self._errors and not (is_strict and (missing or unexpected)):
                 for loading in self._inside:

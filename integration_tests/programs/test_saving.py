@@ -1,0 +1,109 @@
+"""Random programs that are saved and loaded: under any other sharding it is what was saved, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flatparam import FullyShardedDataParallel
+from flatparam_comm import Collectives, run_threads
+from integration_tests.programs.processes import check_in_processes
+from integration_tests.programs.recipes import Configuration, Program, Step
+from integration_tests.programs.running import Sharded, Training, shard
+from integration_tests.programs.saving import PROCESSES, Saving, check_saving
+from integration_tests.programs.searching import draw_savings, search_savings
+from integration_tests.programs.trees import Block, Leaf, Place
+
+LINEAR = Place(Leaf())
+TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step()))
+
+
+@pytest.mark.timeout(600)  # to shrink a failure takes minutes
+@pytest.mark.parametrize(
+    ("examples", "ways"),
+    [
+        pytest.param(20, ("checkpointer", "asynchronous"), id="checkpointer"),
+        pytest.param(12, ("torch", "dcp", "reshard"), id="conversions"),
+        pytest.param(20, ("full", "streamed", "broadcast"), id="full state dicts"),
+    ],
+)
+def test_what_is_loaded_is_what_was_saved(examples: int, ways: tuple[str, ...]) -> None:
+    """Under another wrapping, strategy, exposure and world size, parameters, buffers and optimizer states equal those of
+    one process bit for bit when they are loaded, and so do losses and parameters in further training."""
+    search_savings(examples, ways=ways)
+
+
+@pytest.mark.processes
+def test_sharded_state_in_processes() -> None:
+    """The same of sharded and local state dicts in memory, and of DCP at another world size."""
+    assert check_in_processes(draw_savings(12, ways=PROCESSES)) > 0
+
+
+@pytest.mark.processes
+def test_a_local_state_with_a_tie_across_units() -> None:
+    """A local state loads where one unit borrows what is in the flat parameter of another; it was missed there."""
+    units = Configuration(units=("0", "1"))
+    assert check_in_processes([(TIED, units, units, Saving("local"))]) == 1
+
+
+# What the search has found
+
+
+TWO = Program(Block((LINEAR, LINEAR)), steps=(Step(), Step()), optimizer="two", apart="place")
+FAILURES = {
+    "optimizer state of a tied parameter, which another unit owns": (
+        TIED,
+        Configuration(units=("1",)),
+        Configuration(units=("0",)),
+        Saving("full"),
+    ),
+    "two optimizers in a torch file": (
+        TWO,
+        Configuration(units=("0",)),
+        Configuration(units=("0",)),
+        Saving("torch"),
+    ),
+    "two optimizers in DCP": (TWO, Configuration(units=("0",)), Configuration(units=("0",)), Saving("dcp")),
+    "a state broadcast in a world of one": (
+        Program(Block((LINEAR,)), steps=(Step(), Step())),
+        Configuration(),
+        Configuration(ranks=1),
+        Saving("broadcast"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_found_by_the_search(name: str) -> None:
+    """Each program that once could not be loaded is what was saved."""
+    check_saving(*FAILURES[name])
+
+
+def test_a_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where loading drops the optimizer's state of one parameter, the search fails."""
+    load = FullyShardedDataParallel.optim_state_dict_to_load
+
+    def dropping(*arguments: Any, **options: Any) -> Any:
+        state = load(*arguments, **options)
+        state["state"].pop(0, None)
+        return state
+
+    monkeypatch.setattr(FullyShardedDataParallel, "optim_state_dict_to_load", staticmethod(dropping))
+    program = Program(Block((LINEAR,)), steps=(Step(), Step()))
+    with pytest.raises(AssertionError, match="loaded states"):
+        check_saving(program, Configuration(), Configuration(), Saving("full"))
+
+
+def test_a_tied_state_is_named_as_in_the_plain_model() -> None:
+    """Whichever unit owns a tied parameter, its optimizer state has the first of its names."""
+
+    def names(world: Collectives, units: tuple[str, ...]) -> set[str]:
+        model = shard(TIED, Configuration(units=units), world)
+        training = Training.begin(TIED, Sharded(model, [world.rank]))
+        training.run(TIED.steps)
+        return set(FullyShardedDataParallel.optim_state_dict(model, training.optimizers[0])["state"])
+
+    expected = {"0.layer.weight", "0.layer.bias", "1.layer.bias"}
+    for units in ((), ("0",), ("1",)):
+        assert run_threads(2, names, units) == [expected] * 2
