@@ -167,6 +167,9 @@ def savings(
     elif way in SHARDED:  # it loads where as many ranks share the shards; DCP can change that
         shared = both[0].strategy, both[0].shard_size
         both[1] = attrs.evolve(both[1], strategy=shared[0], shard_size=shared[1])
+        # A plain parameter takes no sharded tensor: what is ignored was ignored.
+        units = tuple(name for name in both[1].units if name not in both[0].ignored)
+        both[1] = attrs.evolve(both[1], ignored=both[0].ignored, units=units)
     if way == "distributed":
         saving = attrs.evolve(saving, into_trained=False)  # there may be a state that the file does not have
     if saving.way == "streamed" and both[1].has_plain_parent:
