@@ -33,6 +33,9 @@ Body: TypeAlias = Callable[..., None]
 #: How long a collective may take in which not all ranks take part.
 _PG_TIMEOUT = 15.0
 
+#: How long all jobs of a world may take.
+_WORLD_TIMEOUT = 500
+
 
 @attrs.frozen
 class Job:
@@ -63,6 +66,7 @@ def on_ranks(*sizes: int, **axes: Sequence[Any]) -> Callable[[Body], Any]:
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
         ids = [f"{size}-{job.case}" if job.case else str(size) for size, job in jobs]
+        test = pytest.mark.timeout(_WORLD_TIMEOUT + 100)(test)  # the first one pays for its whole world
         return pytest.mark.processes(pytest.mark.parametrize(("size", "job"), jobs, ids=ids)(test))
 
     return decorate
@@ -122,7 +126,9 @@ class Worlds:
         jobs = self.jobs[size]
         store = self.root / f"stores-{size}"
         store.mkdir()
-        of_ranks = run_processes(size, run_jobs, jobs, files, store, timeout=500, pg_timeout=_PG_TIMEOUT)
+        of_ranks = run_processes(
+            size, run_jobs, jobs, files, store, timeout=_WORLD_TIMEOUT, pg_timeout=_PG_TIMEOUT
+        )
         return {
             (job.module, job.name, job.case): list(errors)
             for job, errors in zip(jobs, zip(*of_ranks, strict=True), strict=True)
