@@ -23,21 +23,24 @@ TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step(
 @pytest.mark.parametrize(
     ("examples", "ways"),
     [
-        pytest.param(20, ("checkpointer", "asynchronous"), id="checkpointer"),
-        pytest.param(12, ("torch", "dcp", "reshard"), id="conversions"),
-        pytest.param(20, ("full", "streamed", "broadcast"), id="full state dicts"),
+        pytest.param(12, ("checkpointer", "asynchronous"), id="checkpointer"),
+        pytest.param(8, ("torch", "dcp", "reshard"), id="conversions"),
+        pytest.param(12, ("full", "streamed", "broadcast"), id="full state dicts"),
     ],
 )
 def test_what_is_loaded_is_what_was_saved(examples: int, ways: tuple[str, ...]) -> None:
     """Under another wrapping, strategy, exposure and world size, parameters, buffers and optimizer states equal those of
-    one process bit for bit when they are loaded, and so do losses and parameters in further training."""
-    search_savings(examples, ways=ways)
+    one process bit for bit when they are loaded, and so do losses and parameters in further training.
+
+    The cases are always the same here; `nox -s programs -- --of saving` tries others.
+    """
+    search_savings(examples, seed=1, ways=ways)
 
 
 @pytest.mark.processes
 def test_sharded_state_in_processes() -> None:
     """The same of sharded and local state dicts in memory, and of DCP at another world size."""
-    assert check_in_processes(draw_savings(12, ways=PROCESSES)) > 0
+    assert check_in_processes(draw_savings(8, seed=1, ways=PROCESSES)) > 0
 
 
 @pytest.mark.processes
