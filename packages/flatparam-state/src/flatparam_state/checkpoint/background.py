@@ -35,11 +35,6 @@ class Background:
         finally:
             self._own_part.set()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
-
     def join(self) -> Exception | None:
         """Wait until it has ended; returns how it failed, if it did."""
         self._thread.join()
