@@ -30,6 +30,7 @@ __all__ = [
     "default_group",
     "exchange",
     "new_subgroup",
+    "plain",
     "reduce_scatter",
 ]
 
@@ -54,8 +55,13 @@ def as_carried(tensor: Tensor) -> Tensor:
 
     It is detached, as c10d would otherwise make the outputs part of autograd's graph when an input requires gradients.
     """
-    plain = tensor.detach()
-    return plain if plain.dtype in _CARRIED else plain.view(-1).view(torch.uint8)
+    carried = plain(tensor)
+    return carried if carried.dtype in _CARRIED else carried.view(-1).view(torch.uint8)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, detached where autograd follows it."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def default_group() -> ProcessGroup | None:

@@ -42,7 +42,7 @@ class ProcessGroupCollectives:
     that lives on until the interpreter exits can abort the process there.
     """
 
-    __slots__ = ("_hash", "_reference")
+    __slots__ = ("_hash", "_reference", "_sites")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -61,6 +61,7 @@ class ProcessGroupCollectives:
             )
         self._reference: weakref.ReferenceType[ProcessGroup] = weakref.ref(found)
         self._hash = hash(found)
+        self._sites: dict[tuple[str, str], Site] = {}
 
     def __repr__(self) -> str:
         if self._reference() is None:
@@ -113,7 +114,7 @@ class ProcessGroupCollectives:
         """See `Collectives.reduce_scatter`."""
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
-        carried, carried_full = output.detach(), full.detach()
+        carried, carried_full = c10d.plain(output), c10d.plain(full)
         work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group))
         return _WorkPending(site, work, (output, full))
 
@@ -121,7 +122,7 @@ class ProcessGroupCollectives:
         """See `Collectives.all_reduce`."""
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
-        carried = tensor.detach()
+        carried = c10d.plain(tensor)
         work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group))
         return _WorkPending(site, work, (tensor,))
 
@@ -149,7 +150,11 @@ class ProcessGroupCollectives:
         return None if group is None else ProcessGroupCollectives(group)
 
     def _site(self, op: str, label: str) -> Site:
-        return Site(rank=self.rank, size=self.size, op=op, label=label)
+        group = self.group
+        site = self._sites.get((op, label))
+        if site is None:
+            site = self._sites[op, label] = Site(rank=group.rank(), size=group.size(), op=op, label=label)
+        return site
 
 
 @attrs.define(eq=False)

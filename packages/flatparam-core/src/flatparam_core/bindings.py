@@ -44,6 +44,11 @@ class ParamInfo:
         type(self).__init__(self, param_name, module_name, weakref.ref(module))
 
     @property
+    def reference(self) -> weakref.ReferenceType[nn.Module]:
+        """The module that has the attribute, as it is held: weakly."""
+        return self._module
+
+    @property
     def module(self) -> nn.Module:
         """The module that has the attribute.
 

@@ -7,6 +7,7 @@ import torch
 from typing_extensions import Self, final
 
 from flatparam_core.layout import FlatLayout
+from flatparam_core.pool import BufferPool
 
 __all__ = ["FlatBuffer"]
 
@@ -23,35 +24,53 @@ class FlatBuffer:
     layout: FlatLayout
     tensor: torch.Tensor
     """The whole buffer; `tensor.data` aliases share its storage but not its version counter."""
+    nbytes: int
+    """Bytes that the buffer takes while it is allocated."""
+    pool: BufferPool | None = None
+    """Where its memory comes from and goes to; none but the C allocator for `None`, and on an accelerator."""
+    _storage: torch.UntypedStorage = attrs.field(init=False)
+    _source: BufferPool | None = attrs.field(init=False, default=None)
+    """The pool that the memory it has now came from."""
+    _gaps: list[torch.Tensor] | None = attrs.field(init=False, default=None)
+
+    @_storage.default
+    def _storage_of_tensor(self) -> torch.UntypedStorage:
+        return self.tensor.untyped_storage()
 
     @classmethod
-    def create(cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device) -> Self:
+    def create(
+        cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
+    ) -> Self:
         """A buffer for the unsharded `layout`, free at first."""
-        buffer = cls(layout, torch.empty(layout.numel, dtype=dtype, device=device))
+        tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+        buffer = cls(layout, tensor, layout.numel * dtype.itemsize, pool)
         buffer.free()
         return buffer
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the buffer takes while it is allocated."""
-        return self.layout.numel * self.tensor.dtype.itemsize
-
-    @property
     def is_allocated(self) -> bool:
         """Whether there are bytes behind the views."""
-        return self.tensor.untyped_storage().size() > 0 or self.nbytes == 0
+        return self._storage.nbytes() > 0 or self.nbytes == 0
 
     def allocate(self) -> None:
         """Give the tensor its bytes, uninitialised; nothing happens where it has them."""
-        storage = self.tensor.untyped_storage()
-        if storage.size() != self.nbytes:
-            storage.resize_(self.nbytes)
+        if self._storage.nbytes() == self.nbytes:
+            return
+        self._source = self.pool if self.tensor.is_cpu else None
+        if self._source is None:
+            self._storage.resize_(self.nbytes)
+        else:
+            self._source.allocate(self._storage, self.nbytes)
 
     def free(self) -> None:
         """Give the bytes back; the tensor and its views keep their shapes."""
-        storage = self.tensor.untyped_storage()
-        if storage.size():
-            storage.resize_(0)
+        if not self._storage.nbytes():
+            return
+        if self._source is None:
+            self._storage.resize_(0)
+        else:
+            self._source.free(self._storage)
+            self._source = None
 
     def shard(self, rank: int) -> torch.Tensor:
         """This rank's slice of the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
@@ -72,5 +91,7 @@ class FlatBuffer:
 
     def zero_gaps(self) -> None:
         """Write zeros to the padding, so that nothing undefined is ever reduced."""
-        for gap in self.layout.gaps:
-            self.tensor[gap.as_slice()].zero_()
+        if self._gaps is None:
+            self._gaps = [self.tensor[gap.as_slice()] for gap in self.layout.gaps]
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)

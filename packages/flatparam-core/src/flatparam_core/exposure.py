@@ -40,6 +40,11 @@ class Exposure(Protocol):
         """For each parameter of the layout, whether it is to get a gradient now."""
         ...
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether some parameter is to get a gradient now."""
+        ...
+
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """Bring what the user gave a parameter since (`.data =`, or another object) into the shard.
 

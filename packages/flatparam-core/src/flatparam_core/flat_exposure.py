@@ -44,9 +44,11 @@ class FlatExposure:
     """The name under which the owner registers the flat parameter."""
     _sites: Sites
     _originals: list[weakref.ReferenceType[nn.Parameter]]
+    _versions: list[int]
+    """How often each original had changed when it was sharded."""
     _views: tuple[torch.Tensor, ...] = ()
     _followers: dict[int, _Follower] | None = None
-    """The originals that outlived sharding, by index; who they are is seen at the first gradient."""
+    """The originals that outlived sharding, by index; who they are is seen at the first gather."""
 
     @classmethod
     def attach(
@@ -54,7 +56,8 @@ class FlatExposure:
     ) -> Self:
         """Register `flat_param` in `owner` and take the original parameters out of their modules."""
         originals = [weakref.ref(b.parameter) for b in bound]
-        exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), originals)
+        versions = [b.parameter._version for b in bound]
+        exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), originals, versions)
         exposure._make_views()
         owner.register_parameter(attribute, flat_param)
         exposure.show_shard()
@@ -67,7 +70,7 @@ class FlatExposure:
     def __setstate__(self, state: tuple[FlatParameter, nn.Module, str, Sites]) -> None:
         """Become a copy, which shows nothing yet; see `FlatParamHandle.revive`."""
         flat_param, owner, attribute, sites = state
-        type(self).__init__(self, flat_param, weakref.ref(owner), attribute, sites, [])
+        type(self).__init__(self, flat_param, weakref.ref(owner), attribute, sites, [], [])
 
     def _make_views(self) -> None:
         layout, rank = self.flat_param.flat_layout, self.flat_param.rank
@@ -89,20 +92,30 @@ class FlatExposure:
 
     def requires_grad(self) -> Sequence[bool]:
         """See `Exposure.requires_grad`."""
-        return (self.flat_param.requires_grad,) * len(self._views)
+        return [self.flat_param.requires_grad] * len(self._views)
+
+    @property
+    def is_trainable(self) -> bool:
+        """See `Exposure.is_trainable`."""
+        return self.flat_param.requires_grad
 
     def stamp(self) -> int:
         """See `Exposure.stamp`."""
-        followers = self._find_followers().values()
-        return self.flat_param._version + sum(follower.parameter._version for follower in followers)
+        if self._followers is None:
+            held = self.originals()
+        elif self._followers:
+            held = {index: follower.parameter for index, follower in self._followers.items()}
+        else:
+            return self.flat_param._version
+        changes = sum(parameter._version - self._versions[index] for index, parameter in held.items())
+        return self.flat_param._version + changes
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.take_over`; what was replaced in a module is refused when the full parameters are shown."""
-        moved = {
-            i: f
-            for i, f in self._find_followers().items()
-            if memory_of(f.parameter) != memory_of(self._views[i])
-        }
+        followers = self._find_followers()
+        if not followers:
+            return {}
+        moved = {i: f for i, f in followers.items() if memory_of(f.parameter) != memory_of(self._views[i])}
         parts = {
             index: new_values(self.flat_param, index, follower.parameter, self._sites.infos[index][0].fqn)
             for index, follower in moved.items()
@@ -129,18 +142,17 @@ class FlatExposure:
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
         self._sites.put(tensors)
-        for infos in self._sites.infos:
-            for info in infos:
-                info.module.__dict__.pop(info.param_name, None)
+        for module, name in zip(self._sites.modules(), self._sites.names(), strict=True):
+            module.__dict__.pop(name, None)
 
     def show_shard(self) -> None:
         """See `Exposure.show_shard`."""
         # The registered entry becomes None, which parameters() passes over and which keeps its place in the order; the
         # plain view in the instance dict is what the attribute then reads: right dtype and device, and safe to touch.
-        self._sites.put((None,) * len(self._views))
-        for infos, view in zip(self._sites.infos, self._views, strict=True):
-            for info in infos:
-                info.module.__dict__[info.param_name] = view
+        sites = self._sites
+        sites.put((None,) * len(self._views))
+        for module, name, view in zip(sites.modules(), sites.names(), sites.spread(self._views), strict=True):
+            module.__dict__[name] = view
 
     def list_flat_parameter(self, listed: bool) -> None:
         """See `Exposure.list_flat_parameter`."""

@@ -11,6 +11,7 @@ from typing_extensions import Self, final
 
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.layout import FlatLayout
+from flatparam_core.pool import BufferPool
 
 __all__ = ["FullForm"]
 
@@ -28,13 +29,18 @@ class FullForm:
     """Empty until the buffer was filled for the first time."""
     _offsets: tuple[int, ...] = ()
     """Where each leaf lies in the buffer, in bytes; -1 for one without elements."""
-    is_watched: bool = False
-    """A runtime's note that its hooks are on the leaves."""
+    watch: object | None = None
+    """A runtime's own note about the leaves, from when its hooks are on them."""
+    _start: int = -1
+    _addresses: list[int] = attrs.field(factory=list)
+    """Where each leaf lies while the buffer begins at `_start`; 0 for one without elements."""
 
     @classmethod
-    def create(cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device) -> Self:
+    def create(
+        cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
+    ) -> Self:
         """A form without memory and without leaves."""
-        return cls(FlatBuffer.create(layout, dtype=dtype, device=device))
+        return cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
 
     def make_leaves(self, attributes: Sequence[Mapping[str, object]], wanted: Sequence[bool]) -> None:
         """Make the leaves where there are none yet; the buffer is allocated.
@@ -65,12 +71,14 @@ class FullForm:
             The indices of these leaves.
         """
         start = self.buffer.tensor.data_ptr()
-        places = zip(self.leaves, self._offsets, strict=True)
-        moved = [
-            index for index, (leaf, at) in enumerate(places) if at >= 0 and leaf.data_ptr() != start + at
-        ]
+        if start != self._start:
+            self._start, self._addresses = start, [start + at if at >= 0 else 0 for at in self._offsets]
+        found = list(map(torch.Tensor.data_ptr, self.leaves))
+        if found == self._addresses:
+            return []
+        moved = [i for i, (a, b) in enumerate(zip(found, self._addresses, strict=True)) if a != b]
         for index in moved:
-            leaf, view = self.leaves[index], self.buffer.views()[index]
+            leaf, view = self.leaves[index], self.buffer.view(index)
             if keep:
                 view.copy_(leaf.detach())
             leaf.data = view

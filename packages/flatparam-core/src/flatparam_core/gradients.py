@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import attrs
 import torch
 from typing_extensions import Self, final
@@ -9,8 +12,14 @@ from typing_extensions import Self, final
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError
 from flatparam_core.layout import FlatLayout
+from flatparam_core.pool import BufferPool
 
 __all__ = ["GradientLedger"]
+
+
+@functools.cache
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return torch.promote_types(wide, narrow) == wide
 
 
 @final
@@ -26,11 +35,16 @@ class GradientLedger:
     deposited: bytearray
     """One byte per parameter: 1 where a gradient has arrived since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
+    _known_stretches: dict[tuple[int, ...], list[torch.Tensor]] = attrs.field(factory=dict)
 
     @classmethod
-    def create(cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device) -> Self:
+    def create(
+        cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
+    ) -> Self:
         """An empty ledger; it takes no memory until the first deposit."""
-        return cls(FlatBuffer.create(layout, dtype=dtype, device=device), bytearray(len(layout.slots)))
+        return cls(
+            FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool), bytearray(len(layout.slots))
+        )
 
     @property
     def is_full(self) -> bool:
@@ -53,23 +67,52 @@ class GradientLedger:
         self.open()
         slot = self._slots[index]
         gradient = gradient.detach()
-        if (
-            divisor != 1.0
-        ):  # divided in the wider dtype: a half-precision gradient must not underflow before its cast
+        if divisor != 1.0 and gradient.dtype != slot.dtype:  # it must not underflow before its cast
             gradient = gradient.to(torch.promote_types(gradient.dtype, slot.dtype))
         if self.deposited[index]:
             slot.add_(gradient if divisor == 1.0 else gradient / divisor)
+        elif divisor == 1.0:
+            slot.copy_(gradient)
         else:
-            if divisor == 1.0:
-                slot.copy_(gradient)
-            else:
-                torch.div(gradient, divisor, out=slot)
+            torch.div(gradient, divisor, out=slot)
+        self.deposited[index] = 1
+
+    def deposit_all(
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> None:
+        """`deposit` each of `gradients` at its index, in two calls for all of them; for many small ones."""
+        dtype = self.buffer.tensor.dtype
+        is_second = any(map(self.deposited.__getitem__, indices))  # backward pass before the reduction
+        if is_second or not all(_holds(dtype, given) for given in {g.dtype for g in gradients}):
+            for index, gradient in zip(indices, gradients, strict=True):
+                self.deposit(index, gradient, divisor=divisor)
+            return
+        self.open()
+        slots = [self._slots[index] for index in indices]
+        with torch.no_grad():
+            torch._foreach_copy_(slots, list(gradients))
+            if divisor != 1.0:
+                for stretch in self._stretches(tuple(indices)):
+                    stretch.div_(divisor)
+        for index in indices:
             self.deposited[index] = 1
+
+    def _stretches(self, indices: tuple[int, ...]) -> list[torch.Tensor]:
+        """The slots of `indices` as few views: neighbours are one, with the padding between them."""
+        if indices not in self._known_stretches:
+            slots = self.buffer.layout.slots
+            bounds: list[list[int]] = []
+            for before, index in zip((-2, *indices), indices, strict=False):
+                if index == before + 1:
+                    bounds[-1][1] = slots[index].span.stop
+                else:
+                    bounds.append([slots[index].span.start, slots[index].span.stop])
+            self._known_stretches[indices] = [self.buffer.tensor[start:stop] for start, stop in bounds]
+        return self._known_stretches[indices]
 
     def open(self) -> None:
         """Allocate the buffer where it is not."""
-        if not self.buffer.is_allocated:
-            self.buffer.allocate()
+        self.buffer.allocate()
         if not self._slots:
             self._slots = self.buffer.views()
 
@@ -79,9 +122,10 @@ class GradientLedger:
         The memory stays with the ledger until `release`.
         """
         self.open()
-        for index, arrived in enumerate(self.deposited):
-            if not arrived:
-                self._slots[index].zero_()
+        if not all(self.deposited):
+            torch._foreach_zero_(
+                [slot for slot, arrived in zip(self._slots, self.deposited, strict=True) if not arrived]
+            )
         self.buffer.zero_gaps()
         return self.buffer.tensor
 

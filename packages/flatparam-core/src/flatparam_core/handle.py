@@ -15,8 +15,10 @@ It moves no bytes between ranks, registers no hook, and knows no strategy.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
@@ -35,10 +37,14 @@ from flatparam_core.layout import FlatLayout
 from flatparam_core.names import PRESENTER
 from flatparam_core.original_exposure import OriginalExposure
 from flatparam_core.owners import clear_owner, mark_owner
+from flatparam_core.pool import BufferPool
 from flatparam_core.precision import Precision
 from flatparam_core.residency import RESIDENCY, Residency
 
 __all__ = ["FlatParamHandle"]
+
+_GRAD: Final = operator.attrgetter("grad")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 @final
@@ -56,6 +62,8 @@ class FlatParamHandle:
     precision: Precision
     device: torch.device
     """Where the full parameters live; the shard may live elsewhere."""
+    pool: BufferPool | None = None
+    """Where the memory of full parameters and gradients comes from, where a runtime says so."""
     form: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last; its buffer is allocated exactly while not SHARDED."""
     gradients: GradientLedger = attrs.field()
@@ -69,7 +77,7 @@ class FlatParamHandle:
 
     @form.default
     def _make_form(self) -> FullForm:
-        return FullForm.create(self.layout, dtype=self._compute_dtype(False), device=self.device)
+        return self._new_form(self._compute_dtype(False))
 
     @_home.default
     def _look_where_it_is(self) -> ShardMemory:
@@ -81,9 +89,11 @@ class FlatParamHandle:
 
     @gradients.default
     def _make_gradients(self) -> GradientLedger:
-        return GradientLedger.create(
-            self.layout, dtype=self.precision.reduce(self.layout.dtype), device=self.device
-        )
+        dtype = self.precision.reduce(self.layout.dtype)
+        return GradientLedger.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
+
+    def _new_form(self, dtype: torch.dtype) -> FullForm:
+        return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
 
     @classmethod
     def create(
@@ -124,7 +134,7 @@ class FlatParamHandle:
         """What a copy is made of; only a handle that is SHARDED has one, of which the modules are part."""
         if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
             raise FlatParamError(
-                f"{self._who}: it can be copied or pickled only outside of a pass, while it is sharded"
+                f"{self}: it can be copied or pickled only outside of a pass, while it is sharded"
             )
         return (
             self.flat_param,
@@ -202,12 +212,18 @@ class FlatParamHandle:
         """Whether the module shows the full parameters."""
         return self.residency is Residency.UNSHARDED
 
-    @property
-    def _who(self) -> str:
+    def __str__(self) -> str:
         return f"flat parameter {self.name} on rank {self.rank}"
 
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take the memory of full parameters and gradients from `pool` from now on, and give it back there."""
+        self.pool = pool
+        for form in (self.form, *self._forms.values()):
+            form.buffer.pool = pool
+        self.gradients.buffer.pool = pool
+
     def _move(self, target: Residency) -> None:
-        self.residency = RESIDENCY.move(self.residency, target, who=self._who)
+        self.residency = RESIDENCY.move(self.residency, target, who=self)
 
     # Parameters
 
@@ -227,13 +243,13 @@ class FlatParamHandle:
             return
         if flat_param.shape != (self.layout.shard_numel,):
             raise FlatParamError(
-                f"{self._who} was given other data: expected shape {(self.layout.shard_numel,)}, found "
+                f"{self} was given other data: expected shape {(self.layout.shard_numel,)}, found "
                 f"{tuple(flat_param.shape)}"
             )
         changed = (flat_param.dtype, flat_param.device) != (self.layout.dtype, self._home.device)
         if changed and self.residency is not Residency.SHARDED:
             raise FlatParamError(
-                f"{self._who}: it can be moved or cast only outside of a pass, while it is sharded"
+                f"{self}: it can be moved or cast only outside of a pass, while it is sharded"
             )
         if changed and not self.is_offloaded:
             self.device = flat_param.device
@@ -264,7 +280,7 @@ class FlatParamHandle:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
             take_over: look whether the user has given a parameter other data, or put another in its place.
         """
-        RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self._who)
+        RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
         if take_over:
             self._take_over()
@@ -290,19 +306,19 @@ class FlatParamHandle:
             return self.form
         self._forms[self.form.buffer.tensor.dtype] = self.form
         if dtype not in self._forms:
-            self._forms[dtype] = FullForm.create(self.layout, dtype=dtype, device=self.device)
+            self._forms[dtype] = self._new_form(dtype)
         return self._forms[dtype]
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
-        RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self._who)
+        RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         wanted = self.exposure.requires_grad()
         if not self.leaves:
             self.form.make_leaves(self._attributes, wanted)
             for index, leaf in enumerate(self.leaves):
                 mark_owner(leaf, self, index)
-        for leaf, wants in zip(self.leaves, wanted, strict=True):
-            if leaf.requires_grad != wants:
+        if list(map(_REQUIRES_GRAD, self.leaves)) != wanted:
+            for leaf, wants in zip(self.leaves, wanted, strict=True):
                 leaf.requires_grad_(wants)
         presented = (
             [self.present(*each) for each in enumerate(self.leaves)] if self._has_presenters else self.leaves
@@ -344,7 +360,7 @@ class FlatParamHandle:
         if moved:
             names = ", ".join(self.layout.fqns[index] for index in moved)
             raise FlatParamError(
-                f"{self._who}: the full parameters of {names} were given other data, which the shards do not see; "
+                f"{self}: the full parameters of {names} were given other data, which the shards do not see; "
                 "change values in place instead, inside summon_full_params()"
             )
 
@@ -379,12 +395,12 @@ class FlatParamHandle:
         """
         if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
             raise FlatParamError(
-                f"{self._who}: it can be moved or cast only outside of a pass, while it is sharded"
+                f"{self}: it can be moved or cast only outside of a pass, while it is sharded"
             )
         shard = self.flat_param.data
         changed = function(shard)
         if changed.shape != shard.shape:
-            raise FlatParamError(f"{self._who}: expected a change of device or dtype, found one of shape")
+            raise FlatParamError(f"{self}: expected a change of device or dtype, found one of shape")
         if self.is_offloaded:
             changed = changed.to(shard.device)
         grads = [(p, p.grad) for p in self.exposure.parameters() if p.grad is not None]
@@ -404,6 +420,20 @@ class FlatParamHandle:
         if leaf.grad is not None:
             self.gradients.deposit(index, leaf.grad, divisor=divisor)
             leaf.grad = None
+
+    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> bool:
+        """`deposit` all of `indices`, in a few calls for all; false, and nothing is moved, where a gradient is missing.
+
+        A runtime that waits for many small gradients need not take notice of each one.
+        """
+        leaves = self.leaves if len(indices) == len(self.leaves) else [self.leaves[i] for i in indices]
+        gradients = list(map(_GRAD, leaves))
+        if any(map(operator.is_, gradients, itertools.repeat(None))):
+            return False
+        self.gradients.deposit_all(indices, gradients, divisor=divisor)
+        for leaf in leaves:
+            leaf.grad = None
+        return True
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Say what to reduce-scatter: `(output, input)`.

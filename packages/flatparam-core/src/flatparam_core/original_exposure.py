@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import attrs
 import torch
@@ -11,12 +14,16 @@ from typing_extensions import Self, final
 
 from flatparam_core.bindings import BoundParameter, ParamInfo
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure import Memory, add_to_grad, fragment_view, memory_of, new_values
+from flatparam_core.exposure import add_to_grad, fragment_view, new_values
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.layout import Fragment
+from flatparam_core.shard_pieces import ShardPieces
 from flatparam_core.sites import Sites, replaced
 
 __all__ = ["OriginalExposure"]
+
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+_VERSION: Final = operator.attrgetter("_version")
 
 
 @final
@@ -27,10 +34,11 @@ class OriginalExposure:
     flat_param: FlatParameter
     _originals: list[nn.Parameter]
     _sites: Sites
-    _homes: list[Memory] = attrs.field(factory=list)
+    _addresses: list[int] = attrs.field(factory=list)
     """Where each original's part of the shard is."""
     _changes: int = 0
     """Of originals that are gone."""
+    _pieces: ShardPieces | None = None
 
     @classmethod
     def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
@@ -48,7 +56,7 @@ class OriginalExposure:
     def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites]) -> None:
         """Become a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
         flat_param, originals, sites = state
-        type(self).__init__(self, flat_param, originals, sites, [(-1, -1)] * len(originals))
+        type(self).__init__(self, flat_param, originals, sites, [-1] * len(originals))
 
     def _fragments(self) -> Iterator[Fragment]:
         return self.flat_param.flat_layout.fragments(self.flat_param.rank)
@@ -66,18 +74,24 @@ class OriginalExposure:
 
     def requires_grad(self) -> Sequence[bool]:
         """See `Exposure.requires_grad`."""
-        return [parameter.requires_grad for parameter in self._originals]
+        return list(map(_REQUIRES_GRAD, self._originals))
+
+    @property
+    def is_trainable(self) -> bool:
+        """See `Exposure.is_trainable`."""
+        return any(map(_REQUIRES_GRAD, self._originals))
 
     def stamp(self) -> int:
         """See `Exposure.stamp`."""
-        return (
-            self.flat_param._version
-            + self._changes
-            + sum(parameter._version for parameter in self._originals)
-        )
+        versions: int = sum(map(_VERSION, self._originals))
+        return self.flat_param._version + self._changes + versions
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.take_over`."""
+        originals = self._originals
+        registered = map(operator.is_, self._sites.registered(), self._sites.spread(originals))
+        if all(registered) and list(map(torch.Tensor.data_ptr, originals)) == self._addresses:
+            return {}
         given: dict[int, nn.Parameter] = {}
         for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):
             found = infos[0].module._parameters.get(infos[0].param_name)
@@ -89,10 +103,8 @@ class OriginalExposure:
                     )
             if found is None:
                 raise replaced(infos[0])
-            if found is not parameter or memory_of(found) != self._homes[index]:
+            if found is not parameter or found.data_ptr() != self._addresses[index]:
                 given[index] = found
-        if not given:
-            return {}
         parts = {
             index: new_values(self.flat_param, index, found, self._sites.infos[index][0].fqn)
             for index, found in given.items()
@@ -120,7 +132,8 @@ class OriginalExposure:
         """See `Exposure.refresh`."""
         for parameter, fragment in zip(self._originals, self._fragments(), strict=True):
             parameter.data = self._view(fragment)
-        self._homes = [memory_of(parameter) for parameter in self._originals]
+        self._addresses = [parameter.data_ptr() for parameter in self._originals]
+        self._pieces = None
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
@@ -135,7 +148,12 @@ class OriginalExposure:
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """See `Exposure.add_gradient`."""
-        layout = self.flat_param.flat_layout
-        for parameter, fragment in zip(self._originals, self._fragments(), strict=True):
-            if arrived[fragment.index] and parameter.requires_grad:
-                add_to_grad(parameter, fragment_view(reduced, layout, fragment))
+        if self._pieces is None:
+            self._pieces = ShardPieces.of(self.flat_param.flat_layout, self.flat_param.rank)
+        originals, gradients = self._originals, self._pieces.views(reduced)
+        if not all(arrived) or not all(map(_REQUIRES_GRAD, originals)):
+            wanted = [a and p.requires_grad for a, p in zip(arrived, originals, strict=True)]
+            originals = list(itertools.compress(originals, wanted))
+            gradients = list(itertools.compress(gradients, wanted))
+        for parameter, gradient in zip(originals, gradients, strict=True):
+            add_to_grad(parameter, gradient)

@@ -17,6 +17,8 @@ class Residency(enum.Enum):
     UNSHARDING = "the shard, and a full buffer that is being filled"
     UNSHARDED = "the shard, and the full parameters, which the module shows"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and a table is looked up at every step
+
 
 RESIDENCY: Final = Transitions(
     "residency",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Sequence
+from typing import TypeVar
 
 import attrs
 import torch
@@ -14,6 +17,31 @@ from flatparam_core.errors import FlatParamError
 
 __all__ = ["Sites", "replaced"]
 
+T = TypeVar("T")
+
+
+@final
+@attrs.frozen(eq=False)
+class _Attributes:
+    """The attributes of all parameters in a row, for loops that run at each gather: one entry of each list for each."""
+
+    owners: list[weakref.ReferenceType[nn.Module]]
+    names: list[str]
+    indices: list[int]
+    """Whose attribute it is, as an index in the layout."""
+    assigned: list[tuple[ParamInfo, int]]
+    """Those of modules that want to know when a parameter changes, as nn.LSTM, which keeps a list beside the names."""
+
+    @classmethod
+    def of(cls, infos: Sequence[Sequence[ParamInfo]]) -> Self:
+        row = [(info, index) for index, each in enumerate(infos) for info in each]
+        return cls(
+            [info.reference for info, _ in row],
+            [info.param_name for info, _ in row],
+            [index for _, index in row],
+            [each for each in row if type(each[0].module).__setattr__ is not nn.Module.__setattr__],
+        )
+
 
 @final
 @attrs.define(eq=False)
@@ -22,11 +50,49 @@ class Sites:
 
     infos: list[tuple[ParamInfo, ...]]
     shown: list[torch.Tensor | None]
+    _row: _Attributes | None = None
 
     @classmethod
     def of(cls, bound: Sequence[BoundParameter]) -> Self:
         """The attributes of `bound`, which show their parameters now."""
         return cls([b.infos for b in bound], [b.parameter for b in bound])
+
+    def __getstate__(self) -> tuple[object, ...]:
+        return self.infos, self.shown
+
+    def __setstate__(self, state: tuple[list[tuple[ParamInfo, ...]], list[torch.Tensor | None]]) -> None:
+        type(self).__init__(self, *state)
+
+    @property
+    def _attributes(self) -> _Attributes:
+        if self._row is None:
+            self._row = _Attributes.of(self.infos)
+        return self._row
+
+    def modules(self) -> list[nn.Module]:
+        """For each attribute, in the order of `infos`, its module.
+
+        Raises:
+            FlatParamError: where one is gone.
+        """
+        modules = [reference() for reference in self._attributes.owners]
+        if None in modules:
+            return [info.module for infos in self.infos for info in infos]
+        return modules  # type: ignore[return-value]  # there is no None
+
+    def names(self) -> list[str]:
+        """For each attribute, its name."""
+        return self._attributes.names
+
+    def spread(self, values: Sequence[T]) -> Sequence[T]:
+        """For each attribute, which of `values`, one per parameter, is its own."""
+        indices = self._attributes.indices
+        return values if len(indices) == len(values) else [values[index] for index in indices]
+
+    def registered(self) -> list[nn.Parameter | None]:
+        """For each attribute, what is registered there now."""
+        registries = [module._parameters for module in self.modules()]
+        return list(map(dict.get, registries, self.names()))
 
     def put(self, values: Sequence[torch.Tensor | None]) -> None:
         """Register each value under all the names of its parameter.
@@ -34,27 +100,34 @@ class Sites:
         Raises:
             FlatParamError: where somebody else has put another parameter there since, naming it.
         """
-        for infos, before in zip(self.infos, self.shown, strict=True):  # all of them, before anything changes
-            for info in infos:
-                if info.module._parameters.get(info.param_name) is not before:
-                    raise replaced(info)
-        for infos, value in zip(self.infos, values, strict=True):
-            for info in infos:
-                _register(info, value)
+        names = self.names()
+        registries = [module._parameters for module in self.modules()]
+        found = map(dict.get, registries, names)
+        if not all(map(operator.is_, found, self.spread(self.shown))):  # all of them, before anything changes
+            raise self._first_replaced()
+        for registry, name, value in zip(registries, names, self.spread(values), strict=True):
+            registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
+        for info, index in self._attributes.assigned:
+            setattr(info.module, info.param_name, values[index])
         self.shown = list(values)
+
+    def _first_replaced(self) -> FlatParamError:
+        flat = [info for infos in self.infos for info in infos]
+        both = zip(flat, self.registered(), self.spread(self.shown), strict=True)
+        return replaced(next(info for info, found, before in both if found is not before))
 
     def add(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under further names too, from now on."""
         self.infos[index] += tuple(infos)
+        self._row = None
         for info in infos:
             _register(info, self.shown[index])
 
 
 def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
     module = info.module
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
-    else:  # for example nn.LSTM, which keeps a list of its weights beside their names
+    module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
+    if type(module).__setattr__ is not nn.Module.__setattr__:
         setattr(module, info.param_name, value)
 
 

@@ -22,16 +22,16 @@ def check_invariants(handle: FlatParamHandle) -> None:
     """
     sharded = handle.residency is Residency.SHARDED
     assert handle.buffer.is_allocated != sharded or handle.buffer.nbytes == 0, (
-        f"{handle}: the full buffer is allocated exactly while the flat parameter is not sharded"
+        f"{handle!r}: the full buffer is allocated exactly while the flat parameter is not sharded"
     )
     assert handle.flat_param.numel() == handle.layout.shard_numel, (
-        f"{handle}: the shard has the layout's length"
+        f"{handle!r}: the shard has the layout's length"
     )
     assert handle.flat_param.untyped_storage().size() > 0 or handle.layout.shard_numel == 0, (
-        f"{handle}: the shard always has its memory"
+        f"{handle!r}: the shard always has its memory"
     )
     if handle.gradients.is_empty:
-        assert all(leaf.grad is None for leaf in handle.leaves), f"{handle}: leaves do not keep gradients"
+        assert all(leaf.grad is None for leaf in handle.leaves), f"{handle!r}: leaves do not keep gradients"
 
 
 def shards_of(tensors: Sequence[torch.Tensor], layout: FlatLayout) -> tuple[torch.Tensor, ...]:

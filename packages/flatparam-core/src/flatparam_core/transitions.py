@@ -24,8 +24,8 @@ class Transitions(Generic[S]):
     noun: str
     steps: Mapping[S, frozenset[S]]
 
-    def move(self, current: S, target: S, *, who: str) -> S:
-        """Return `target` where the step from `current` is legal.
+    def move(self, current: S, target: S, *, who: object) -> S:
+        """Return `target` where the step from `current` is legal; `str(who)` names whose step it is.
 
         Raises:
             IllegalStepError: naming both ends, the object and what would have been legal.

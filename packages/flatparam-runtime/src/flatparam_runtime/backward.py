@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import attrs
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import Self, final
 
 from flatparam_comm import FlatParamError, FlatParamHandle
@@ -25,6 +24,7 @@ from flatparam_runtime.plan import BackwardOrder
 from flatparam_runtime.ranges import in_range, profiled
 from flatparam_runtime.reduction import Reduced, Reduction
 from flatparam_runtime.unit import Unit
+from flatparam_runtime.watching import watch_of, will_run
 
 __all__ = ["BackwardPass"]
 
@@ -48,10 +48,6 @@ class UnitBackward:
     inputs: set[object] = attrs.field(factory=set)
     keeps_parameters: bool = False
     """Whether the full parameters stay until the end of the pass."""
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.leaves and not self.inputs
 
 
 @final
@@ -111,8 +107,8 @@ class BackwardPass:
         """A pass for the autograd run that this thread is in."""
         expected = {}
         for unit in sorted(units, key=forward.place, reverse=True):
-            leaves = _leaves_to_come(unit)
-            if leaves:
+            leaves = _hooked_leaves_to_come(unit)
+            if leaves or _has_more_to_come(unit):
                 expected[unit] = leaves
         current = cls(units, forward, fingerprint, on_end, expected)
         callback = _EndOfBackward(current.finish)
@@ -150,13 +146,22 @@ class BackwardPass:
                     lender.fingerprint is self.fingerprint
                 )  # not of another tree, which has its own pass
                 if is_ours and lender not in self.active:
-                    self._activate(lender)
+                    self._hook_the_rest(lender, self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()
-        state.inputs.update(token for token, node in call.inputs.items() if _will_run(node))
+        state.inputs.update(token for token, node in call.inputs.items() if will_run(node))
+        if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
+            self._hook_the_rest(unit, state)  # the former: each gradient has a graph that is watched too
         # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last;
         # and in the graph of a gradient nothing says which of its nodes reads them last.
         state.keeps_parameters = state.keeps_parameters or again or not call.inputs
+
+    def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
+        """Whether nothing waits for `unit` but the end of the pass.
+
+        Parameters of the outermost unit may be used outside of it too, where only their gradients tell.
+        """
+        return not call.is_top and next(reversed(self.expected), None) is unit
 
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
@@ -166,18 +171,49 @@ class BackwardPass:
         key = (number, index)
         if key in state.leaves and torch._C._current_graph_task_id() == state.run:  # else more may follow
             state.leaves.discard(key)
-            if state.is_complete:
-                self._complete(unit)
+            self._complete_if_done(unit, state)
 
     def input_arrived(self, unit: Unit, token: object) -> None:
         """The gradient of an input of `unit` is finished."""
         state = self.active.get(unit)
         if state is not None and token in state.inputs:
             state.inputs.discard(token)
-            if state.is_complete:
-                self._complete(unit)
+            self._complete_if_done(unit, state)
 
     # What follows from it
+
+    def _complete_if_done(self, unit: Unit, state: UnitBackward) -> None:
+        if state.leaves or state.inputs or torch._C._current_graph_task_id() != state.run:
+            return
+        before, _ = unit.divisors
+        taken = [
+            handle.deposit_all(watch.unhooked, divisor=before)
+            for handle in unit.handles
+            if (watch := watch_of(handle)) is not None and watch.unhooked and handle.exposure.is_trainable
+        ]
+        if not all(taken):
+            self._hook_the_rest(unit, state)
+            if state.leaves:
+                return
+            self._take_the_rest(unit)
+        self._complete(unit)
+
+    def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
+        """Wait for each gradient that is still to come, and from now on for those leaves in every pass."""
+        for number, handle in enumerate(unit.handles):
+            watch = watch_of(handle)
+            if watch is not None and watch.unhooked:
+                missing = [i for i in watch.unhooked if watch.leaves[i].grad is None and watch.will_arrive(i)]
+                watch.hook(missing)
+                state.leaves.update((number, index) for index in missing)
+
+    def _take_the_rest(self, unit: Unit) -> None:
+        """Collect the gradients that nobody told of."""
+        before, _ = unit.divisors
+        for handle in unit.handles:
+            watch = watch_of(handle)
+            for index in () if watch is None else watch.unhooked:
+                handle.deposit(index, divisor=before)
 
     def _activate(self, unit: Unit) -> UnitBackward:
         self.settle_until(unit)
@@ -191,7 +227,7 @@ class BackwardPass:
         if unit in self.expected:
             state = UnitBackward(self.expected[unit], self.run)
         else:
-            state = UnitBackward(_leaves_to_come(unit), torch._C._current_graph_task_id())
+            state = UnitBackward(_hooked_leaves_to_come(unit), torch._C._current_graph_task_id())
         self.active[unit] = state
         return state
 
@@ -214,7 +250,7 @@ class BackwardPass:
             unit.begin_unshard(full_precision=unit.computes_in_full_precision)
 
     def _complete(self, unit: Unit) -> None:
-        name = "_post_backward_hook" if unit.trainable else "_post_backward_hook_reshard_only"
+        name = "_post_backward_hook" if unit.is_trainable else "_post_backward_hook_reshard_only"
         in_range(name, self._leave, unit)
 
     def _leave(self, unit: Unit) -> None:
@@ -284,7 +320,11 @@ class BackwardPass:
             raise
 
     def _finish(self) -> None:
+        for unit in self.units:
+            if unit not in self.active and _has_gradients_left(unit):
+                self._activate(unit)  # nothing told of it before: its outputs hide their tensors
         for unit in list(self.active):
+            self._take_the_rest(unit)
             self._complete(unit)
         for unit in self.units:
             if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
@@ -332,21 +372,29 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
         )
 
 
-def _leaves_to_come(unit: Unit) -> set[LeafKey]:
+def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
     return {
         (number, index)
         for number, handle in enumerate(unit.handles)
-        for index, leaf in enumerate(handle.leaves)
-        if leaf.requires_grad and _will_run(get_gradient_edge(leaf).node)
+        if (watch := watch_of(handle)) is not None
+        for index in watch.hooked
+        if watch.will_arrive(index)
     }
 
 
-def _will_run(node: Node) -> bool:
-    """Whether the backward pass under way is going to compute what arrives at `node`."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))  # it has no public name
-    except RuntimeError:  # a leaf that autograd.grad() was asked for: it is computed, and its hooks run
-        return True
+def _has_more_to_come(unit: Unit) -> bool:
+    watches = (watch_of(handle) for handle in unit.handles)
+    return any(watch.will_arrive(index) for watch in watches if watch is not None for index in watch.unhooked)
+
+
+def _has_gradients_left(unit: Unit) -> bool:
+    watches = (watch_of(handle) for handle in unit.handles)
+    return any(
+        watch.leaves[index].grad is not None
+        for watch in watches
+        if watch is not None
+        for index in watch.unhooked
+    )
 
 
 def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:

@@ -47,7 +47,7 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
         unit.move(Phase.FORWARD)
     unit.begin_call(call)
     unit.begin_unshard(full_precision=call.full_precision)
-    call.stamp = unit.stamp()
+    call.stamp = unit.gathered
     if tree.forward is not None and not in_backward():
         _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()

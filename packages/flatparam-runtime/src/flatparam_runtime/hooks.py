@@ -7,7 +7,7 @@ forward pre-hook     the unit's module               `_before_forward`       IDL
 forward hook         the unit's module (always)      `_after_forward`        FORWARD -> IDLE
 (no hook)            `forward` of modules inside it  `_call_inside`          the same, where called from outside
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
-post-accumulate      each leaf, once for ever        `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
+post-accumulate      some leaves (see `LeafWatch`)   `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
 tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
 node pre-hook        gradients with a graph          `_before_second_...`    IDLE -> BACKWARD
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
@@ -35,6 +35,7 @@ from flatparam_runtime.ranges import profiled
 from flatparam_runtime.traverse import map_tensors, tensors_in
 from flatparam_runtime.tree import inside, tree_of, unit_of
 from flatparam_runtime.unit import Unit
+from flatparam_runtime.watching import LeafWatch, watch_of
 
 __all__ = ["attach", "register_forward_method"]
 
@@ -105,7 +106,7 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     call = enter_forward(tree_of(unit), unit, module)
     for each in (unit, *unit.lenders):
-        if not all(handle.form.is_watched for handle in each.handles):
+        if any(handle.form.watch is None for handle in each.handles):
             _watch_leaves(each)
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
@@ -142,6 +143,8 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     if call.restored is not None and not failed:
         output = _cast(output, call.restored)
     watched = recorded and _watch_outputs(unit, call, output)
+    if recorded and not watched:
+        _hook_every_leaf(unit)
     leave_forward(tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched)
     return output if call.restored is not None and not failed else None
 
@@ -180,18 +183,20 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 def _watch_leaves(unit: Unit) -> None:
     reference = weakref.ref(unit)
     for number, handle in enumerate(unit.handles):
-        if handle.form.is_watched:
-            continue
-        check_in_backward_optimizers(handle)
-        for index, leaf in enumerate(handle.leaves):
-            if not (leaf.is_floating_point() or leaf.is_complex()):
-                continue
-            wanted = leaf.requires_grad
-            leaf.requires_grad_(True)  # a frozen one may be trained later, and takes a hook only so
-            hook = functools.partial(_gradient_arrived, reference, number, index)
-            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            leaf.requires_grad_(wanted)
-        handle.form.is_watched = True
+        if handle.form.watch is None:
+            check_in_backward_optimizers(handle)
+            handle.form.watch = LeafWatch.begin(
+                handle, functools.partial(functools.partial, _gradient_arrived, reference, number)
+            )
+
+
+def _hook_every_leaf(unit: Unit) -> None:
+    """No output announces the unit's backward pass: its gradients have to."""
+    for each in (unit, *unit.lenders):
+        for handle in each.handles:
+            watch = watch_of(handle)
+            if watch is not None:
+                watch.hook(watch.unhooked)
 
 
 def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:

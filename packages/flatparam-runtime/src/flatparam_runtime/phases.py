@@ -19,6 +19,8 @@ class Phase(enum.Enum):
     REDUCING = "its gradients are on their way between ranks"
     INSPECTING = "its full parameters are shown to the user"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and a table is looked up at every step
+
 
 PHASES: Final = Transitions(
     "phase",

@@ -36,6 +36,8 @@ def profiled(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Argu
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # it is there
+                return function(*args, **kwargs)
             return in_range(name, functools.partial(function, **kwargs) if kwargs else function, *args)
 
         return call

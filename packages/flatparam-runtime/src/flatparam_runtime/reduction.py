@@ -71,7 +71,8 @@ class Reduction:
             arrived = self._replicate(handle, output, mine)
             if arrived is not None:
                 settled.append(self._averaged(handle, output, arrived))
-        self.unit.emit("finish", sum(handle.gradients.buffer.nbytes for handle, _, _ in self.parts))
+        if self.unit.instruments:
+            self.unit.emit("finish", sum(handle.gradients.buffer.nbytes for handle, _, _ in self.parts))
         self.unit.move(Phase.IDLE)
         return settled
 

@@ -120,7 +120,7 @@ class Unit:
     initial_stamp: int = 0
     """The stamp of the shards at that time: what was loaded since is not compared."""
     _gathers: list[Pending] = attrs.field(factory=list)
-    _gathered: int = -1
+    gathered: int = 0
     """The stamp of the shards that were gathered last."""
     _is_dormant: bool = False
     """Whether it is a copy whose module does not show its shards yet."""
@@ -157,6 +157,9 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.phase.name}, {list(self.handles)!r})"
 
+    def __str__(self) -> str:
+        return f"unit {self.name!r}"
+
     @property
     def module(self) -> nn.Module:
         """The module whose forward pass needs these parameters.
@@ -189,7 +192,12 @@ class Unit:
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
         """The flat parameters of which some parameter is to get a gradient."""
-        return tuple(handle for handle in self.handles if any(handle.exposure.requires_grad()))
+        return tuple(handle for handle in self.handles if handle.exposure.is_trainable)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether some parameter is to get a gradient."""
+        return any(handle.exposure.is_trainable for handle in self.handles)
 
     @property
     def to_reduce(self) -> tuple[FlatParamHandle, ...]:
@@ -248,14 +256,13 @@ class Unit:
 
     def move(self, phase: Phase) -> None:
         """Take a step of the phase table."""
-        self.phase = PHASES.move(self.phase, phase, who=f"unit {self.name!r}")
+        self.phase = PHASES.move(self.phase, phase, who=self)
 
     def emit(self, kind: EventKind, nbytes: int) -> None:
         """Tell the instruments."""
-        if self.instruments:
-            event = Event(kind, self.name, self.phase, nbytes)
-            for instrument in self.instruments:
-                instrument.on_event(event)
+        event = Event(kind, self.name, self.phase, nbytes)
+        for instrument in self.instruments:
+            instrument.on_event(event)
 
     # Parameters
 
@@ -269,8 +276,8 @@ class Unit:
             lender.begin_unshard(full_precision=full_precision)
         if self.residency is not Residency.SHARDED or not self.handles:
             return
-        self.emit("unshard", self.unsharded_nbytes)
-        self._gathered = self.stamp()
+        if self.instruments:
+            self.emit("unshard", self.unsharded_nbytes)
         for handle in self.handles:
             full, shard = handle.begin_unshard(
                 full_precision=full_precision, take_over=self.plan.notices_replacement
@@ -282,6 +289,7 @@ class Unit:
                 self._gathers.append(self.plan.topology.shard.all_gather(full, shard, label=self.name))
             else:
                 self.hooks.all_gather(shard, full)
+        self.gathered = self.stamp()
 
     def shed(self, *, full_precision: bool) -> None:
         """Free full parameters that are in another dtype than is asked for, where nobody uses them."""
@@ -302,7 +310,8 @@ class Unit:
         self._wait_for_gathers()
         for handle in self.handles:
             handle.finish_unshard()
-        self.emit("use", self.unsharded_nbytes)
+        if self.instruments:
+            self.emit("use", self.unsharded_nbytes)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """Have the module show its full parameters; see `begin_unshard`."""
@@ -312,7 +321,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether the shards have changed in place since they were gathered."""
-        return self._gathered != self.stamp()
+        return self.gathered != self.stamp()
 
     def reshard(self) -> None:
         """Free the full parameters, also where their gather is still under way; nothing where there are none.
@@ -325,7 +334,8 @@ class Unit:
         for handle in self.handles:
             if handle.residency is not Residency.SHARDED:
                 handle.reshard()
-        self.emit("reshard", self.unsharded_nbytes)
+        if self.instruments:
+            self.emit("reshard", self.unsharded_nbytes)
 
     def show(self, values: Sequence[Sequence[nn.Parameter | None]]) -> None:
         """Show `values` (for each handle, one per parameter) instead of the sharded form, and list them alone."""
@@ -358,7 +368,8 @@ class Unit:
         """Start to reduce the collected gradients of `handles` to this rank's shards."""
         self.move(Phase.REDUCING)
         self.unsynced.clear()
-        self.emit("reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
+        if self.instruments:
+            self.emit("reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
         for handle in handles:
             self._note("reduce", handle.gradients.buffer.nbytes)
         return Reduction.begin(self, handles)

@@ -1,0 +1,71 @@
+"""Memory of flat buffers that are freed and allocated in turn, kept for the next one."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from typing_extensions import final
+
+__all__ = ["BufferPool"]
+
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether this torch can hand memory from one storage to another; where not, nothing is kept."""
+
+
+@final
+@attrs.define(eq=False)
+class BufferPool:
+    """Keeps the memory of freed flat buffers on the CPU for the next buffer of the same size.
+
+    The C allocator gives large blocks back to the system, which clears their pages again at the next allocation: that
+    takes as long as copying them. On an accelerator torch's own allocator does this already.
+
+    Invariant: `in_use + kept <= peak`, so there is never more memory than without the pool at its worst moment.
+    """
+
+    in_use: int = 0
+    """Bytes of the buffers that were allocated here and not freed yet."""
+    kept: int = 0
+    """Bytes that wait for another buffer."""
+    peak: int = 0
+    """The most bytes in use at once since the pool was last cleared."""
+    hits: int = 0
+    """How many buffers were given memory that was kept."""
+    _blocks: dict[int, list[torch.UntypedStorage]] = attrs.field(factory=dict)
+    _spare: list[torch.UntypedStorage] = attrs.field(factory=list)
+    """Storages without bytes, to swap with."""
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give `storage`, which has none, `nbytes` bytes, uninitialised."""
+        self.in_use += nbytes
+        blocks = self._blocks.get(nbytes)
+        if blocks:
+            block = blocks.pop()
+            storage._swap_data_ptr_(block)  # type: ignore[attr-defined]  # it has no public name
+            self._spare.append(block)
+            self.kept -= nbytes
+            self.hits += 1
+            return
+        self.peak = max(self.peak, self.in_use)
+        while self.in_use + self.kept > self.peak:
+            size = next(size for size, blocks in self._blocks.items() if blocks)
+            self._blocks[size].pop()
+            self.kept -= size
+        storage.resize_(nbytes)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Take the bytes of `storage` back, which were allocated here."""
+        nbytes = storage.nbytes()
+        self.in_use -= nbytes
+        if not _CAN_SWAP:
+            storage.resize_(0)
+            return
+        block = self._spare.pop() if self._spare else torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        block._swap_data_ptr_(storage)  # type: ignore[attr-defined]  # it has no public name
+        self._blocks.setdefault(nbytes, []).append(block)
+        self.kept += nbytes
+
+    def clear(self) -> None:
+        """Give everything that is kept back to the system, for the time between two passes."""
+        self._blocks.clear()
+        self.kept, self.peak = 0, self.in_use
