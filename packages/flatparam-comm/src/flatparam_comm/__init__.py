@@ -26,7 +26,7 @@ from flatparam_comm.shared_memory import SharedMemoryCollectives, shared_memory
 from flatparam_comm.silent import SilentCollectives
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads import run_threads
-from flatparam_comm.topology import Topology, resolve_topology
+from flatparam_comm.topology import Topology, resolve_topology, with_shared_memory
 from flatparam_core import (
     FLAT_PARAM,
     FSDP_WRAPPED_MODULE,
@@ -112,4 +112,5 @@ __all__ = [
     "run_threads",
     "sent_nbytes",
     "shared_memory",
+    "with_shared_memory",
 ]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.exchanging import exchange_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,21 +92,15 @@ def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
 
 
 def exchange(value: object, group: ProcessGroup) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks.
-
-    Two gathers of bytes: torch's own function for objects cannot do without numpy.
-    """
+    """Every rank's value, in the order of the group's ranks."""
     device = _control_device(group)
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
-    all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group).wait()
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    all_gather(gathered, padded, group).wait()
-    rows = zip(gathered.view(group.size(), longest), sizes.tolist(), strict=True)
-    return [pickle.loads(bytes(row[:size].tolist())) for row, size in rows]
+    gathered = exchange_bytes(
+        pickle.dumps(value),
+        group.size(),
+        lambda output, shard: all_gather(output, shard, group).wait(),
+        device,
+    )
+    return [pickle.loads(each) for each in gathered]
 
 
 def _control_device(group: ProcessGroup) -> torch.device:

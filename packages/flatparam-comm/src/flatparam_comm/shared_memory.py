@@ -9,11 +9,13 @@ collective that needs it, so ranks may wait in any order.
 from __future__ import annotations
 
 import os
+import pickle
 import platform
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
@@ -26,6 +28,7 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, describe_call
+from flatparam_comm.exchanging import exchange_bytes
 from flatparam_comm.process_group import ProcessGroupCollectives
 from flatparam_comm.shared_host import Link, connect
 from flatparam_comm.shared_moves import REDUCTIONS, Call, Move
@@ -41,7 +44,10 @@ __all__ = ["SharedMemoryCollectives", "as_process_group", "shared_memory", "try_
 _MOST_MOVES: Final = 512
 #: x86 shows other cores one core's writes in the order in which they were made.
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
+#: That of torch, where a backend does not tell its own.
+_DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
+_CPU: Final = torch.device("cpu")
 _WORD: Final = struct.Struct("q")
 _PAIR: Final = struct.Struct("qq")
 
@@ -50,7 +56,7 @@ _PAIR: Final = struct.Struct("qq")
 class SharedMemoryCollectives:
     """Collectives between processes of one host, for CPU tensors; make them with `shared_memory`.
 
-    `inner` is the process group: `exchange` and `subgroup` go through it, and so do CUDA tensors. Sums are added in
+    `inner` is the process group: CUDA tensors go through it, and subgroups are made from it. Sums are added in
     rank order, so they have the same bits in every run and as in `run_threads`. A peer that dies while others wait for
     it is a `PeerError` on each of them, within a second; one that does not come within the process group's timeout a
     `CollectiveError` that names it; calls that differ are a `MismatchError`. After any of these, every further call
@@ -79,7 +85,8 @@ class SharedMemoryCollectives:
         self._sequence = 0
         self._failure: CommError | None = None
         self._fence = threading.Lock()
-        self._watch = Watch(link, c10d.members_of(inner.group), self._rank, c10d.timeout_of(inner.group))
+        timeout = c10d.timeout_of(inner.group) or _DEFAULT_TIMEOUT
+        self._watch = Watch(link, c10d.members_of(inner.group), self._rank, timeout)
 
     def __repr__(self) -> str:
         return f"SharedMemoryCollectives(rank={self.rank}, size={self.size})"
@@ -158,9 +165,17 @@ class SharedMemoryCollectives:
         return self._start(site, flat, flat, root)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. It goes through the process group, once every rank has come."""
-        self._meet("exchange", label)
-        return self.inner.exchange(value, label=label)
+        """See `Collectives.exchange`. The longest pickle, for each rank, stays in what the group holds."""
+        site = Site(self._rank, self._size, "exchange", label)
+        try:
+            mine = pickle.dumps(value)
+        except Exception as error:
+            text = f"the value cannot be pickled: {type(error).__name__}: {error}"
+            raise CollectiveError(site.rank, site.op, site.label, text) from error
+        gathered = exchange_bytes(
+            mine, self._size, lambda output, shard: self._start(site, output, shard).wait(), _CPU
+        )
+        return [pickle.loads(each) for each in gathered]
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
@@ -377,8 +392,8 @@ def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
     shared = try_shared_memory(as_process_group(group))
     if isinstance(shared, str):
         raise ValueError(
-            f"expected ranks that can share memory, found that they cannot: {shared}; pass the process group itself, or "
-            "'auto' to have shared memory only where it can be"
+            f"expected ranks that can share memory, found that they cannot: {shared}; pass the process group itself, "
+            "or 'auto' to have shared memory only where it can be"
         )
     return shared
 
@@ -395,8 +410,8 @@ def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectiv
     if isinstance(group, ProcessGroupCollectives):
         return group
     raise ValueError(
-        f"expected a process group whose ranks are to share memory, found {group!r}; shared memory is for the processes "
-        "of a process group, and decorators go around it"
+        f"expected a process group whose ranks are to share memory, found {group!r}; shared memory is for the "
+        "processes of a process group, and decorators go around it"
     )
 
 

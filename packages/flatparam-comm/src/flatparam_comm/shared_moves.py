@@ -15,7 +15,7 @@ Reductions add in rank order, in the tensors' own dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from typing import Final, Protocol, final
 
 import attrs
 import torch
@@ -85,7 +85,13 @@ class Call:
 
     def slot_nbytes(self, size: int) -> int:
         """The bytes that it takes in a slot (see the table above)."""
-        factor = {"all_gather": size, "reduce_scatter": size - 1, "all_reduce": size, "broadcast": 1}
+        factor = {
+            "all_gather": size,
+            "exchange": size,
+            "reduce_scatter": size - 1,
+            "all_reduce": size,
+            "broadcast": 1,
+        }
         return factor.get(self.op, 0) * self.numel * self.dtype.itemsize
 
 
@@ -223,8 +229,9 @@ class _Broadcast:
             target.copy_(self.whole)
 
 
-_MOVES: Final[dict[str, Any]] = {
+_MOVES: Final[dict[str, Callable[[Call, Slot, int, int], Move]]] = {
     "all_gather": _Gather,
+    "exchange": _Gather,
     "reduce_scatter": _Scatter,
     "all_reduce": _AllReduce,
     "broadcast": _Broadcast,

@@ -1,8 +1,8 @@
 """The memory that the ranks of one host share: one file without a name, mapped by all of them.
 
-The first rank makes it (`memfd_create`), the others open it through `/proc`. No file system knows it, so it is gone when
-the last process that maps it is, however that one ends. The file is sparse: it begins with a few words of control, and
-each slot begins at a multiple of `SLOT_SPAN`, so that a slot grows without another one moving; only pages that were
+The first rank makes it (`memfd_create`), the others open it through `/proc`. No file system knows it, so it is gone
+when the last process that maps it is, however that one ends. The file is sparse: it begins with a few words of control,
+and each slot begins at a multiple of `SLOT_SPAN`, so that a slot grows without another one moving; only pages that were
 written to are held.
 """
 

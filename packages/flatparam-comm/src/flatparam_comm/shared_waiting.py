@@ -19,7 +19,6 @@ __all__ = ["Watch"]
 _SPIN, _LONGEST, _LOOK_EVERY = 50e-6, 1e-3, 0.1
 #: A sleep is this part of what was waited for already, so waiting is longer by no more.
 _PART: Final = 1 / 8
-_DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 
 
 @final
@@ -30,7 +29,7 @@ class Watch:
     link: Link
     members: list[int]
     rank: int
-    timeout: timedelta = attrs.field(converter=attrs.converters.default_if_none(_DEFAULT_TIMEOUT))
+    timeout: timedelta
 
     def until(
         self, stamps: memoryview, number: int, op: str, label: str, check: Callable[[], None] | None = None
