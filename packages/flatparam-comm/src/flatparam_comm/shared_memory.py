@@ -8,6 +8,7 @@ collective that needs it, so ranks may wait in any order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import platform
@@ -18,7 +19,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,8 +31,9 @@ from flatparam_comm.errors import CollectiveError, CommError, MismatchError, des
 from flatparam_comm.exchanging import exchange_bytes
 from flatparam_comm.process_group import ProcessGroupCollectives
 from flatparam_comm.shared_host import Link, connect
-from flatparam_comm.shared_moves import REDUCTIONS, Call, Move
-from flatparam_comm.shared_segment import SLOTS, Slot
+from flatparam_comm.shared_moves import REDUCTIONS, Call
+from flatparam_comm.shared_pending import NOTHING, Place, SharedPending
+from flatparam_comm.shared_segment import SLOTS
 from flatparam_comm.shared_waiting import Watch
 
 if TYPE_CHECKING:
@@ -40,16 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMemoryCollectives", "as_process_group", "shared_memory", "try_shared_memory"]
 
-#: Views that a slot keeps; a program has as many as it has units of different sizes.
-_MOST_MOVES: Final = 512
 #: x86 shows other cores one core's writes in the order in which they were made.
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 #: That of torch, where a backend does not tell its own.
 _DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
-_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 _CPU: Final = torch.device("cpu")
 _WORD: Final = struct.Struct("q")
-_PAIR: Final = struct.Struct("qq")
 
 
 @final
@@ -81,7 +78,7 @@ class SharedMemoryCollectives:
         self.inner = inner
         self._rank, self._size = inner.rank, inner.size
         self._link = link
-        self._ring = [_Place(slot, self._rank, self._size) for slot in link.segment.slots]
+        self._ring = [Place(slot, self._rank, self._size) for slot in link.segment.slots]
         self._sequence = 0
         self._failure: CommError | None = None
         self._fence = threading.Lock()
@@ -110,6 +107,11 @@ class SharedMemoryCollectives:
         broadcast, (n - 1) T for a reduce-scatter, n T for an all-reduce. Collectives take the slots in turn.
         """
         return self._link.segment.held_nbytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every call raises, since one has failed or it was closed."""
+        return self._failure is not None
 
     @property
     def is_closed(self) -> bool:
@@ -192,29 +194,29 @@ class SharedMemoryCollectives:
         return made if isinstance(shared, str) else shared
 
     def _meet(self, op: str, label: str) -> None:
-        self._start(Site(self._rank, self._size, op, label), _NOTHING, _NOTHING).wait()
+        self._start(Site(self._rank, self._size, op, label), NOTHING, NOTHING).wait()
 
-    def _start(self, site: Site, target: Tensor, source: Tensor, detail: int = 0) -> _SharedPending:
+    def _start(self, site: Site, target: Tensor, source: Tensor, detail: int = 0) -> SharedPending:
         """Take the next number and its slot, put this rank's part there, and tell the others."""
         if self._failure is not None:
             raise self._again(site)
         place = self._ring[(self._sequence + 1) % SLOTS]
         if place.pending is not None:
-            self._finish(place.pending)
+            self.finish(place.pending)
         if place.slot.consumed.tobytes() != _WORD.pack(place.number) * self._size:
             self._wait(site, place.slot.consumed, place.number)
         move, code = place.move(site.op, source.dtype, source.numel(), detail)
+        posted, at = place.slot.posted, 2 * self._rank
+        posted[at] = code
         move.put(source)
         if not _KEEPS_ORDER:
             self._order_memory()
-        self._sequence = place.number = self._sequence + 1
-        posted, at = place.slot.posted, 2 * self._rank
-        posted[at], posted[at + 1] = code, place.number
-        place.pending = _SharedPending(self, place, site, move, code, target, source)
+        posted[at + 1] = self._sequence = place.number = self._sequence + 1
+        place.pending = SharedPending(self, place, site, move, code, target, source)
         return place.pending
 
-    def _finish(self, pending: _SharedPending) -> None:
-        """Wait for the peers, take the result, and give the slot back. What fails is kept and raised."""
+    def finish(self, pending: SharedPending) -> None:
+        """Wait for the peers, take the result, and give the slot back; `pending.wait()` calls it."""
         place, move = pending.place, pending.move
         if move is None or pending.error is not None:
             return pending.wait()
@@ -224,8 +226,12 @@ class SharedMemoryCollectives:
         try:
             if not place.all_posted(pending.code):
                 self._wait(pending.site, place.slot.stamps, place.number, lambda: self._compare(pending))
+                if pending.move is None:
+                    return pending.wait()  # it was finished while others were waited for
                 self._compare(pending)
             pending.check_held()
+            if not _KEEPS_ORDER:
+                self._order_memory()
             move.take(pending.target, pending.source)
         except CommError as error:
             pending.fail(error)
@@ -240,13 +246,28 @@ class SharedMemoryCollectives:
     def _wait(
         self, site: Site, stamps: memoryview, number: int, check: Callable[[], None] | None = None
     ) -> None:
+        def meanwhile() -> None:
+            if check is not None:
+                check()
+            _progress()
+
         try:
-            self._watch.until(stamps, number, site.op, site.label, check)
+            self._watch.until(stamps, number, site.op, site.label, meanwhile)
         except CommError as error:
             self._fail(error)
             raise
 
-    def _compare(self, pending: _SharedPending) -> None:
+    def finish_ready(self) -> None:
+        """Finish what every rank has posted, so that no peer waits for this rank to do it."""
+        for place in self._ring:
+            pending = place.pending
+            if pending is not None and place.all_posted(pending.code) and self._failure is None:
+                with contextlib.suppress(
+                    CommError
+                ):  # the pending keeps it, and raises it when it is waited for
+                    self.finish(pending)
+
+    def _compare(self, pending: SharedPending) -> None:
         """Raise MismatchError where a rank that has come called something else."""
         slot, number = pending.place.slot, pending.place.number
         codes = {
@@ -289,85 +310,6 @@ class SharedMemoryCollectives:
         for _ in range(2):
             with self._fence:
                 pass
-
-
-@final
-@attrs.define(eq=False)
-class _Place:
-    """One slot as this rank uses it: the last number that it had here, and what is pending for it."""
-
-    slot: Slot
-    rank: int
-    size: int
-    number: int = 0
-    pending: _SharedPending | None = None
-    moves: dict[tuple[str, torch.dtype, int, int], tuple[Move, int]] = attrs.field(factory=dict)
-
-    def move(self, op: str, dtype: torch.dtype, numel: int, detail: int) -> tuple[Move, int]:
-        """How this rank does it in this slot, and the code of the call; made when it is asked for first."""
-        found = self.moves.get((op, dtype, numel, detail))
-        if found is None:
-            call = Call(op, dtype, numel, detail)
-            if self.slot.reserve(call.slot_nbytes(self.size)) or len(self.moves) >= _MOST_MOVES:
-                self.moves.clear()
-            found = call.move(self.slot, self.rank, self.size), call.code
-            self.moves[op, dtype, numel, detail] = found
-        return found
-
-    def all_posted(self, code: int) -> bool:
-        """Whether every rank has made this call."""
-        return self.slot.posted.tobytes() == _PAIR.pack(code, self.number) * self.size
-
-
-@final
-@attrs.define(eq=False)
-class _SharedPending:
-    """A collective that this rank has started. It holds the tensors until it is finished."""
-
-    engine: SharedMemoryCollectives
-    place: _Place
-    site: Site
-    move: Move | None
-    code: int
-    target: Tensor
-    source: Tensor
-    error: CommError | None = None
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        if self.error is not None:
-            raise self.error
-        if self.move is not None:
-            self.engine._finish(self)
-
-    def done(self) -> bool:
-        """See `Pending.done`."""
-        if self.move is None or self.engine._failure is not None or self.place.all_posted(self.code):
-            return True
-        return min(self.place.slot.stamps) >= self.place.number
-
-    def fail(self, error: CommError) -> None:
-        """It ends with this error, at each `wait`."""
-        self.error = error
-        self.release()
-
-    def release(self) -> None:
-        """It is over: let go of the tensors."""
-        self.move = self.place.pending = None
-        self.target = self.source = _NOTHING
-
-    def check_held(self) -> None:
-        """Raise CollectiveError when the memory under a tensor was freed: the next access would be to no memory."""
-        for tensor in (self.target, self.source):
-            held = tensor.untyped_storage().nbytes()
-            if held < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:
-                raise CollectiveError(
-                    self.site.rank,
-                    self.site.op,
-                    self.site.label,
-                    f"expected a storage that holds {tensor.numel()} elements until wait(), found {held} bytes; it was "
-                    "freed while the collective was under way: wait before you free it",
-                )
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -432,6 +374,13 @@ def try_shared_memory(group: ProcessGroupCollectives) -> SharedMemoryCollectives
 _KNOWN: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives | str]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _progress() -> None:
+    """While one group waits, the others go on: ranks may wait for several groups in different orders."""
+    for shared in [*_KNOWN.values()]:
+        if isinstance(shared, SharedMemoryCollectives):
+            shared.finish_ready()
 
 
 def _close(reference: weakref.ReferenceType[SharedMemoryCollectives]) -> None:

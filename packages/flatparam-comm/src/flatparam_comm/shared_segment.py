@@ -40,14 +40,13 @@ class Segment:
     number in `posted`, and the number of the last call it is done with in `consumed`; and whether it has `failed`.
     """
 
-    __slots__ = ("__weakref__", "_close", "_control", "failed", "fd", "slots", "token")
+    __slots__ = ("__weakref__", "_close", "failed", "fd", "slots", "token")
 
     def __init__(self, fd: int, size: int) -> None:
         """Map the segment of a group of `size` ranks; the descriptor belongs to this object from now on."""
         self.fd = fd
         self._close = weakref.finalize(self, os.close, fd)
-        self._control = mmap.mmap(fd, round_to_pages(_control_nbytes(size)))
-        words = memoryview(self._control).cast("q")
+        words = memoryview(mmap.mmap(fd, round_to_pages(_control_nbytes(size)))).cast("q")
         self.token = words[:2]
         self.failed = words[_WORDS_IN_LINE : _WORDS_IN_LINE + size]
         start, step = _WORDS_IN_LINE + _line(size), _line(2 * size) + _line(size)
@@ -67,10 +66,10 @@ class Segment:
         fd = os.memfd_create("flatparam", os.MFD_CLOEXEC)
         try:
             os.truncate(fd, (SLOTS + 1) * SLOT_SPAN)
-            made = cls(fd, size)
-        except BaseException:
+        except OSError:
             os.close(fd)
             raise
+        made = cls(fd, size)
         made.token[0], made.token[1] = (int.from_bytes(os.urandom(7), "little") for _ in range(2))
         return made
 
@@ -86,8 +85,9 @@ class Segment:
         return control + sum(round_to_pages(slot.used) for slot in self.slots)
 
     def close(self) -> None:
-        """Let go of it. The memory is freed when every process has."""
+        """Let go of it. The memory is freed when every process has; a mapping goes when nothing here uses it."""
         self.slots = []
+        self.token = self.failed = memoryview(bytes(_WORD * len(self.failed))).cast("q")
         self._close()
 
 

@@ -32,11 +32,11 @@ class Watch:
     timeout: timedelta
 
     def until(
-        self, stamps: memoryview, number: int, op: str, label: str, check: Callable[[], None] | None = None
+        self, stamps: memoryview, number: int, op: str, label: str, meanwhile: Callable[[], None]
     ) -> None:
         """Return when all `stamps`, one of each rank, have reached `number`.
 
-        `check` is called now and then while some have not, and raises where waiting is in vain.
+        `meanwhile` is called now and then while some have not; it raises where waiting is in vain.
 
         Raises:
             PeerError: when a rank that has not come has ended.
@@ -49,8 +49,7 @@ class Watch:
             if now - start < _SPIN:
                 os.sched_yield()
                 continue
-            if check is not None:
-                check()
+            meanwhile()
             if now >= look_at:
                 look_at = now + _LOOK_EVERY
                 self._look(stamps, number, op, label, now - start)
