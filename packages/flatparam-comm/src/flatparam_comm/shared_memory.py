@@ -2,8 +2,9 @@
 
 A collective takes a number and with it a slot, in turn. Starting it copies what the others need into the slot and posts
 the number; waiting for it waits until every rank has posted, takes the result, and tells that this rank is done with
-the slot. There are no threads: a slot that is needed again is emptied by the ranks themselves, each when it starts the
-collective that needs it, so ranks may wait in any order.
+the slot. The rank that is the last to start has no need to wait and takes the result at once. There are no threads: a
+slot that is needed again is emptied by the ranks themselves, each when it starts the collective that needs it, so ranks
+may wait in any order.
 """
 
 from __future__ import annotations
@@ -212,8 +213,11 @@ class SharedMemoryCollectives:
         if not _KEEPS_ORDER:
             self._order_memory()
         posted[at + 1] = self._sequence = place.number = self._sequence + 1
-        place.pending = SharedPending(self, place, site, move, code, target, source)
-        return place.pending
+        place.pending = pending = SharedPending(self, place, site, move, code, target, source)
+        if place.all_posted(code):
+            # This rank is the last: the bytes are in its cache, and no peer has to wait until it comes back for them.
+            self.finish(pending)
+        return pending
 
     def finish(self, pending: SharedPending) -> None:
         """Wait for the peers, take the result, and give the slot back; `pending.wait()` calls it."""
