@@ -99,7 +99,7 @@ _WORLDS = [
     ),
     *(
         pytest.param(World(f"shared-{size}", size, "cpu"), id=f"shared-{size}", marks=pytest.mark.processes)
-        for size in (1, 2, 3, 4)
+        for size in (2, 3)
     ),
     *(
         pytest.param(

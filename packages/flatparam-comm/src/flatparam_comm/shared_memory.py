@@ -70,6 +70,7 @@ class SharedMemoryCollectives:
         "_ring",
         "_sequence",
         "_size",
+        "_thread",
         "_watch",
         "inner",
     )
@@ -81,6 +82,7 @@ class SharedMemoryCollectives:
         self._link = link
         self._ring = [Place(slot, self._rank, self._size) for slot in link.segment.slots]
         self._sequence = 0
+        self._thread = threading.get_ident()
         self._failure: CommError | None = None
         self._fence = threading.Lock()
         timeout = c10d.timeout_of(inner.group) or _DEFAULT_TIMEOUT
@@ -105,7 +107,8 @@ class SharedMemoryCollectives:
 
         A page of control words (more from about 40 ranks on), and for each of the two slots the most that one
         collective needed in it, in whole pages: for n ranks and a buffer of T bytes, T for an all-gather and for a
-        broadcast, (n - 1) T for a reduce-scatter, n T for an all-reduce. Collectives take the slots in turn.
+        broadcast, (n - 1) T for a reduce-scatter, n T for an all-reduce; for an exchange n times the longest pickle.
+        Collectives take the slots in turn.
         """
         return self._link.segment.held_nbytes
 
@@ -168,7 +171,7 @@ class SharedMemoryCollectives:
         return self._start(site, flat, flat, root)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. The longest pickle, for each rank, stays in what the group holds."""
+        """See `Collectives.exchange`."""
         site = Site(self._rank, self._size, "exchange", label)
         try:
             mine = pickle.dumps(value)
@@ -213,6 +216,7 @@ class SharedMemoryCollectives:
         if not _KEEPS_ORDER:
             self._order_memory()
         posted[at + 1] = self._sequence = place.number = self._sequence + 1
+        self._thread = threading.get_ident()
         place.pending = pending = SharedPending(self, place, site, move, code, target, source)
         if place.all_posted(code):
             # This rank is the last: the bytes are in its cache, and no peer has to wait until it comes back for them.
@@ -262,7 +266,9 @@ class SharedMemoryCollectives:
             raise
 
     def finish_ready(self) -> None:
-        """Finish what every rank has posted, so that no peer waits for this rank to do it."""
+        """Finish what this thread has started and every rank has posted, so that no peer waits for this rank."""
+        if self._thread != threading.get_ident():
+            return  # another thread may be at it this very moment
         for place in self._ring:
             pending = place.pending
             if pending is not None and place.all_posted(pending.code) and self._failure is None:
