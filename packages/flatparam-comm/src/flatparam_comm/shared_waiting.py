@@ -15,9 +15,9 @@ from flatparam_comm.shared_host import Link
 
 __all__ = ["Watch"]
 
-#: Seconds: to spin without and then with letting others run, before the first sleep; the longest sleep; between two
-#: looks at the peers.
-_SPIN_ALONE, _SPIN, _LONGEST, _LOOK_EVERY = 20e-6, 50e-6, 1e-3, 0.1
+#: Seconds: to spin, letting others run, before the first sleep; the longest sleep; between two looks at the peers. The
+#: shortest sleep takes some 70 microseconds (timer slack): a peer that spun for less would then sleep in its turn.
+_SPIN, _LONGEST, _LOOK_EVERY = 100e-6, 1e-3, 0.1
 #: A sleep is this part of what was waited for already, so waiting is longer by no more.
 _PART: Final = 1 / 8
 
@@ -48,8 +48,7 @@ class Watch:
         while min(stamps) < number:
             now = time.monotonic()
             if now - start < _SPIN:
-                if now - start > _SPIN_ALONE:
-                    os.sched_yield()
+                os.sched_yield()
                 continue
             meanwhile()
             if now >= look_at:
