@@ -183,14 +183,16 @@ def test_calls_that_differ_are_both_named(kinds: tuple[str, str], texts: tuple[s
 def _freed(comm: ProcessGroupCollectives) -> str:
     shared = shared_memory(comm)
     output = torch.zeros(8)
+    if comm.rank == 1:
+        comm.barrier()  # rank 0 has freed its output
+        shared.all_gather(output, torch.zeros(4)).wait()
+        return ""
     pending = shared.all_gather(output, torch.zeros(4), label="freed")
-    if comm.rank == 0:
-        output.untyped_storage().resize_(0)
-        with pytest.raises(CollectiveError) as raised:
-            pending.wait()
-        return str(raised.value)
-    pending.wait()
-    return ""
+    output.untyped_storage().resize_(0)
+    comm.barrier()
+    with pytest.raises(CollectiveError) as raised:
+        pending.wait()
+    return str(raised.value)
 
 
 def test_an_output_that_was_freed_is_an_error() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatparam_comm import (
     REDUCIBLE,
+    CollectiveError,
     Collectives,
     CommError,
     Pending,
@@ -170,6 +171,43 @@ def _dropped(comm: ProcessGroupCollectives) -> float:
 def test_pendings_may_be_dropped() -> None:
     """A pending that nobody waits for does not hold up the calls after it."""
     assert run_processes(2, _dropped) == [2.0, 2.0]
+
+
+def _infers(comm: ProcessGroupCollectives) -> list[list[float]]:
+    shared = shared_memory(comm)
+    with torch.inference_mode():
+        outputs = [torch.zeros(200) for _ in range(SLOTS)]
+        pendings = [shared.all_gather(output, torch.full((100,), comm.rank + 1.0)) for output in outputs]
+    for pending in pendings:
+        pending.wait()
+    for _ in range(SLOTS):
+        outputs.append(torch.zeros(200))
+        shared.all_gather(outputs[-1], torch.full((100,), comm.rank + 1.0)).wait()
+    return [output[::100].tolist() for output in outputs]
+
+
+@processes
+def test_inference_mode_may_begin_and_end_between() -> None:
+    """What is started in inference mode may be waited for outside, and the same sizes serve training after it."""
+    assert run_processes(2, _infers) == [[[1.0, 2.0]] * (2 * SLOTS)] * 2
+
+
+def _closes_early(comm: ProcessGroupCollectives) -> str:
+    shared = shared_memory(comm)
+    shared.barrier()
+    if comm.rank == 1:
+        shared.close()
+        return ""
+    with pytest.raises(CollectiveError, match="rank 1 takes no part any more") as raised:
+        for _ in range(2):
+            shared.barrier(label="end")
+    return raised.value.label
+
+
+@processes
+def test_a_rank_that_has_closed_is_missed_at_once() -> None:
+    """Who waits for a rank that has closed its memory is told so, without waiting for the timeout."""
+    assert run_processes(2, _closes_early) == ["end", ""]
 
 
 def _held(comm: ProcessGroupCollectives) -> None:

@@ -26,10 +26,14 @@ _NEEDED: Final = ("memfd_create", "pidfd_open")
 def host_identity() -> tuple[str, ...]:
     """What is the same for two processes exactly when one can find the other by its process id.
 
-    The boot of the machine, the host's name, and the namespace that process ids are counted in.
+    The boot of the machine and the namespace that process ids are counted in, where the system tells them, and the
+    host's name.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return boot, socket.gethostname(), os.readlink("/proc/self/ns/pid")
+    boot = space = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = os.readlink("/proc/self/ns/pid")
+    return boot, socket.gethostname(), space
 
 
 @final

@@ -46,6 +46,7 @@ __all__ = ["SharedMemoryCollectives", "as_process_group", "shared_memory", "try_
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 #: That of torch, where a backend does not tell its own.
 _DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+_NO_MODE: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
 _WORD: Final = struct.Struct("q")
 
@@ -127,9 +128,11 @@ class SharedMemoryCollectives:
 
         Wait for what is pending first. Further calls raise `CommError`.
         """
-        self._failure = self._failure or CommError(
-            "expected shared memory that is open, found it closed: use it before close() and before "
-            "destroy_process_group()"
+        self._fail(
+            CommError(
+                "expected shared memory that is open, found it closed: use it before close() and before "
+                "destroy_process_group()"
+            )
         )
         self._ring = []  # what is pending keeps its slot
         self._link.close()
@@ -240,7 +243,9 @@ class SharedMemoryCollectives:
             pending.check_held()
             if not _KEEPS_ORDER:
                 self._order_memory()
-            move.take(pending.target, pending.source)
+            # Output of inference mode can be written to there only, also where it is waited for elsewhere.
+            with torch.inference_mode() if pending.target.is_inference() else _NO_MODE:
+                move.take(pending.target, pending.source)
         except CommError as error:
             pending.fail(error)
             self._fail(error)

@@ -19,7 +19,7 @@ __all__ = ["NOTHING", "Place", "SharedPending"]
 #: Views that a slot keeps; a program has as many as it has units of different sizes.
 _MOST_MOVES: Final = 512
 _PAIR: Final = struct.Struct("qq")
-NOTHING: Final = torch.empty(0, dtype=torch.uint8)
+NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Engine(Protocol):
@@ -52,9 +52,12 @@ class Place:
         found = self.moves.get((op, dtype, numel, detail))
         if found is None:
             call = Call(op, dtype, numel, detail)
-            if self.slot.reserve(call.slot_nbytes(self.size)) or len(self.moves) >= _MOST_MOVES:
-                self.moves.clear()
-            found = call.move(self.slot, self.rank, self.size), call.code
+            with torch.inference_mode(
+                False
+            ):  # views that are made in inference mode can be written to there only
+                if self.slot.reserve(call.slot_nbytes(self.size)) or len(self.moves) >= _MOST_MOVES:
+                    self.moves.clear()
+                found = call.move(self.slot, self.rank, self.size), call.code
             self.moves[op, dtype, numel, detail] = found
         return found
 

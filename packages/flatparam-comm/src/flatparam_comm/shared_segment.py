@@ -103,7 +103,7 @@ class Slot:
     used: int = 0
     stamps: memoryview = attrs.field(init=False)
     calls: memoryview = attrs.field(init=False)
-    memory: Tensor = attrs.field(init=False, factory=lambda: torch.empty(0, dtype=torch.uint8))
+    memory: Tensor = attrs.field(init=False, factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def __attrs_post_init__(self) -> None:
         self.calls, self.stamps = self.posted[0::2], self.posted[1::2]

@@ -70,7 +70,7 @@ class Watch:
                 )
         for rank in failed:
             if rank in missing:
-                text = f"rank {rank} takes no part any more, an earlier call has failed on it; look for its error"
+                text = f"rank {rank} takes no part any more: an earlier call failed on it, or it has closed its memory"
                 raise CollectiveError(self.rank, op, label, text)
         if missing and waited > self.timeout.total_seconds():
             text = (
