@@ -20,6 +20,7 @@ from flatparam_comm import (
     HookedCollectives,
     RecordingCollectives,
     SingleCollectives,
+    shared_memory,
 )
 from flatparam_comm.testing import run_processes, run_threads
 
@@ -41,6 +42,8 @@ class World:
             return [fn(SingleCollectives(), self.device, *args)]
         if kind == "gloo":
             return run_processes(self.size, fn, self.device, *args)
+        if kind == "shared":
+            return run_processes(self.size, run_shared, fn, self.device, *args)
         if kind == "nccl":
             return [_run_nccl(fn, self.device, *args)]
         decorate = _DECORATORS.get(kind, lambda collectives: collectives)
@@ -49,6 +52,11 @@ class World:
             lambda collectives: fn(decorate(collectives), self.device, *args),
             deliver_late=kind != "early",
         )
+
+
+def run_shared(group: Collectives, fn: Contract, *args: Any) -> Any:
+    """What `fn` returns over the shared memory of the ranks of a process group."""
+    return fn(shared_memory(group), *args)
 
 
 def _hooked(inner: Collectives) -> Collectives:
@@ -87,6 +95,10 @@ _WORLDS = [
     ),
     *(
         pytest.param(World(f"gloo-{size}", size, "cpu"), id=f"gloo-{size}", marks=pytest.mark.processes)
+        for size in (2, 3)
+    ),
+    *(
+        pytest.param(World(f"shared-{size}", size, "cpu"), id=f"shared-{size}", marks=pytest.mark.processes)
         for size in (2, 3)
     ),
     *(

@@ -22,10 +22,11 @@ from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.recording import RecordingCollectives
+from flatparam_comm.shared_memory import SharedMemoryCollectives, shared_memory
 from flatparam_comm.silent import SilentCollectives
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads import run_threads
-from flatparam_comm.topology import Topology, resolve_topology
+from flatparam_comm.topology import Topology, resolve_topology, with_shared_memory
 from flatparam_core import (
     FLAT_PARAM,
     FSDP_WRAPPED_MODULE,
@@ -89,6 +90,7 @@ __all__ = [
     "RecordingCollectives",
     "ReduceOp",
     "Residency",
+    "SharedMemoryCollectives",
     "SilentCollectives",
     "SingleCollectives",
     "Span",
@@ -109,4 +111,6 @@ __all__ = [
     "resolve_topology",
     "run_threads",
     "sent_nbytes",
+    "shared_memory",
+    "with_shared_memory",
 ]

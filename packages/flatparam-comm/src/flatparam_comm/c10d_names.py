@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.exchanging import exchange_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,9 +30,12 @@ __all__ = [
     "broadcast",
     "default_group",
     "exchange",
+    "has_cpu_backend",
+    "members_of",
     "new_subgroup",
     "plain",
     "reduce_scatter",
+    "timeout_of",
 ]
 
 #: dtypes that gloo, NCCL and MPI all carry as themselves. The rest (bool, complex, 16-bit and unsigned integers, fp8)
@@ -94,27 +98,31 @@ def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
 
 
 def exchange(value: object, group: ProcessGroup) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks.
-
-    Two gathers of bytes: torch's own function for objects cannot do without numpy.
-    """
+    """Every rank's value, in the order of the group's ranks."""
     device = _control_device(group)
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
-    all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group).wait()
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    all_gather(gathered, padded, group).wait()
-    rows = zip(gathered.view(group.size(), longest), sizes.tolist(), strict=True)
-    return [pickle.loads(bytes(row[:size].tolist())) for row, size in rows]
+    gathered = exchange_bytes(
+        pickle.dumps(value),
+        group.size(),
+        lambda output, shard: all_gather(output, shard, group).wait(),
+        device,
+    )
+    return [pickle.loads(each) for each in gathered]
 
 
 def _control_device(group: ProcessGroup) -> torch.device:
     """Where small facts travel: on the CPU, unless the group has no backend there."""
-    on_gpu_only = torch.cuda.is_available() and "cpu" not in _first_of("get_backend_config")(group)
+    on_gpu_only = torch.cuda.is_available() and not has_cpu_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu_only else torch.device("cpu")
+
+
+def has_cpu_backend(group: ProcessGroup) -> bool:
+    """Whether the group moves CPU tensors at all."""
+    return "cpu" in _first_of("get_backend_config")(group)
+
+
+def members_of(group: ProcessGroup) -> list[int]:
+    """The numbers that the group's ranks have in the world, in the order of the group."""
+    return list(_first_of("get_process_group_ranks")(group))
 
 
 def barrier(group: ProcessGroup) -> None:
@@ -130,12 +138,12 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
 
     Ranks are those within `group`. Every rank of `group` calls it.
     """
-    members: list[int] = _first_of("get_process_group_ranks")(group)
+    members = members_of(group)
     everyone = len(members) == _first_of("get_world_size")()
     made = _first_of("new_group")(
         [members[rank] for rank in ranks],
         backend=_first_of("get_backend_config")(group),
-        timeout=_timeout_of(group),
+        timeout=timeout_of(group),
         # torch's default is that every rank of the *world* must call; inside a smaller group only its members can.
         use_local_synchronization=not everyone,
     )
@@ -143,7 +151,7 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
     return made if is_member else None
 
 
-def _timeout_of(group: ProcessGroup) -> timedelta | None:
+def timeout_of(group: ProcessGroup) -> timedelta | None:
     """How long the group's collectives may take (torch has no public getter), or None where a backend does not say.
 
     Without it a subgroup of a group with 10 seconds would wait for torch's 30 minutes.

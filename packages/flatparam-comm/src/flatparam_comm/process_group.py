@@ -211,7 +211,7 @@ def process_group_of(collectives: Collectives) -> ProcessGroup | None:
 
 
 def engine_of(collectives: Collectives) -> Collectives:
-    """What moves the bytes beneath all decorators."""
+    """What moves the bytes beneath all decorators; the process group behind it, where memory is shared."""
     engine: Any = collectives
     while not isinstance(engine, ProcessGroupCollectives) and hasattr(engine, "inner"):
         engine = engine.inner

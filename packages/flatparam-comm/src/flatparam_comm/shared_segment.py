@@ -1,0 +1,131 @@
+"""The memory that the ranks of one host share: one file without a name, mapped by all of them.
+
+The first rank makes it (`memfd_create`), the others open it through `/proc`. No file system knows it, so it is gone
+when the last process that maps it is, however that one ends. The file is sparse: it begins with a few words of control,
+and each slot begins at a multiple of `SLOT_SPAN`, so that a slot grows without another one moving; only pages that were
+written to are held.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import Final, final
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = ["SLOTS", "Segment", "Slot", "round_to_pages"]
+
+#: How many collectives may be under way between the fastest rank and the slowest.
+SLOTS: Final = 2
+SLOT_SPAN: Final = 1 << 40
+_WORD: Final = 8
+_WORDS_IN_LINE: Final = 8
+_LEAST_MAPPED: Final = 1 << 16
+
+
+def round_to_pages(nbytes: int) -> int:
+    """As many bytes in whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+@final
+class Segment:
+    """One process's view of the memory that a group shares.
+
+    Control words, each an aligned 64-bit integer that only one rank writes: for each slot, each rank's call and its
+    number in `posted`, and the number of the last call it is done with in `consumed`; and whether it has `failed`.
+    """
+
+    __slots__ = ("__weakref__", "_close", "failed", "fd", "slots", "token")
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Map the segment of a group of `size` ranks; the descriptor belongs to this object from now on."""
+        self.fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
+        words = memoryview(mmap.mmap(fd, round_to_pages(_control_nbytes(size)))).cast("q")
+        self.token = words[:2]
+        self.failed = words[_WORDS_IN_LINE : _WORDS_IN_LINE + size]
+        start, step = _WORDS_IN_LINE + _line(size), _line(2 * size) + _line(size)
+        self.slots = [
+            Slot(
+                fd,
+                (index + 1) * SLOT_SPAN,
+                words[at : at + 2 * size],
+                words[at + _line(2 * size) : at + _line(2 * size) + size],
+            )
+            for index, at in enumerate(range(start, start + SLOTS * step, step))
+        ]
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """A new segment for a group of `size` ranks, all zeros."""
+        fd = os.memfd_create("flatparam", os.MFD_CLOEXEC)
+        try:
+            os.truncate(fd, (SLOTS + 1) * SLOT_SPAN)
+        except OSError:
+            os.close(fd)
+            raise
+        made = cls(fd, size)
+        made.token[0], made.token[1] = (int.from_bytes(os.urandom(7), "little") for _ in range(2))
+        return made
+
+    @classmethod
+    def open(cls, pid: int, fd: int, size: int) -> Segment:
+        """The segment that process `pid` has under the number `fd`."""
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), size)
+
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes of memory behind it, for all ranks together: whole pages of the control words and of each slot."""
+        control = round_to_pages(_control_nbytes(len(self.failed)))
+        return control + sum(round_to_pages(slot.used) for slot in self.slots)
+
+    def close(self) -> None:
+        """Let go of it. The memory is freed when every process has; a mapping goes when nothing here uses it."""
+        self.slots = []
+        self.token = self.failed = memoryview(bytes(_WORD * len(self.failed))).cast("q")
+        self._close()
+
+
+@final
+@attrs.define(eq=False)
+class Slot:
+    """The place of every second, third, ... collective: words of control, and bytes that grow with the messages."""
+
+    fd: int
+    offset: int
+    posted: memoryview
+    consumed: memoryview
+    used: int = 0
+    stamps: memoryview = attrs.field(init=False)
+    calls: memoryview = attrs.field(init=False)
+    memory: Tensor = attrs.field(init=False, factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+    def __attrs_post_init__(self) -> None:
+        self.calls, self.stamps = self.posted[0::2], self.posted[1::2]
+
+    def reserve(self, nbytes: int) -> bool:
+        """Have at least `nbytes` mapped. Says whether `memory` is another tensor now."""
+        self.used = max(self.used, nbytes)
+        if nbytes <= self.memory.numel():
+            return False
+        mapped = max(_LEAST_MAPPED, 1 << (nbytes - 1).bit_length())
+        self.memory = torch.frombuffer(mmap.mmap(self.fd, mapped, offset=self.offset), dtype=torch.uint8)
+        return True
+
+    def view(self, dtype: torch.dtype, start: int, numel: int) -> Tensor:
+        """The elements from number `start` on."""
+        return self.memory[start * dtype.itemsize : (start + numel) * dtype.itemsize].view(dtype)
+
+
+def _line(words: int) -> int:
+    """As many words in whole cache lines."""
+    return -(-words // _WORDS_IN_LINE) * _WORDS_IN_LINE
+
+
+def _control_nbytes(size: int) -> int:
+    return _WORD * (_WORDS_IN_LINE + _line(size) + SLOTS * (_line(2 * size) + _line(size)))

@@ -1,0 +1,212 @@
+"""Shared memory when something goes wrong: ranks that die, stay away or call something else; and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatparam_comm import (
+    CollectiveError,
+    Collectives,
+    MismatchError,
+    ProcessGroupCollectives,
+    RankDied,
+    ReduceOp,
+    processes,
+    shared_host,
+    shared_memory,
+    shared_moves,
+)
+from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
+
+pytestmark = pytest.mark.processes
+
+
+def _die(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _doomed(shared: Collectives, moment: str) -> Collectives:
+    """`shared`, such that this process is killed at that moment of step 3."""
+    if moment == "before it starts":
+        return FaultyCollectives(shared, [Fault("all_reduce", "step 3", action=Kill())])
+    name = {"while it writes": "put", "while it reads": "take"}[moment]
+    plain, calls = getattr(shared_moves._AllReduce, name), []
+
+    def killing(self: Any, *tensors: torch.Tensor) -> None:
+        calls.append(name)
+        if len(calls) == 4:
+            tensors[0][:5] = 0
+            _die()
+        plain(self, *tensors)
+
+    setattr(shared_moves._AllReduce, name, killing)
+    return shared
+
+
+def _tell(directory: str, comm: Collectives, error: CollectiveError) -> None:
+    Path(directory, f"rank-{comm.rank}").write_text(f"{type(error).__name__}: {error}")
+
+
+def _steps(comm: ProcessGroupCollectives, moment: str, directory: str) -> None:
+    shared: Collectives = shared_memory(comm)
+    shared.barrier()
+    if comm.rank == 1:
+        shared = _doomed(shared, moment)
+    try:
+        for step in range(10):
+            value = torch.ones(50_000)
+            shared.all_reduce(value, label=f"step {step}").wait()
+            assert value.eq(3).all()
+    except CollectiveError as error:
+        with pytest.raises(CollectiveError, match="an earlier call failed: .*rank 1"):
+            shared.exchange(1)
+        _tell(directory, comm, error)
+
+
+@pytest.mark.parametrize(
+    ("moment", "last"), [("before it starts", 3), ("while it writes", 3), ("while it reads", 4)]
+)
+def test_a_rank_that_is_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, last: int
+) -> None:
+    """Killed at any moment, a rank is named by all others, with the call that needs it; the segment is in no directory."""
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 20.0)
+    with pytest.raises(RankDied, match="rank 1 of 3 was killed by SIGKILL"):
+        run_processes(3, _steps, moment, str(tmp_path))
+    for rank in (0, 2):
+        told = (tmp_path / f"rank-{rank}").read_text()
+        assert told.startswith(f"PeerError: rank {rank}: all_reduce 'step {last}': rank 1 failed first")
+        assert "its process (pid " in told
+        assert "has ended" in told
+    assert not [name for name in os.listdir("/dev/shm") if "flatparam" in name]
+
+
+def _dies_connecting(comm: ProcessGroupCollectives, directory: str) -> None:
+    if comm.rank == 1:
+        shared_host._open = _die
+    try:
+        shared_memory(comm)
+    except CollectiveError as error:
+        _tell(directory, comm, error)
+
+
+def test_a_rank_that_is_killed_while_it_connects_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that dies while memory is being shared is an error of the process group on the other."""
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 20.0)
+    with pytest.raises(RankDied, match="rank 1 of 2"):
+        run_processes(2, _dies_connecting, str(tmp_path))
+    assert "exchange 'shared memory: opened'" in (tmp_path / "rank-0").read_text()
+
+
+def _stays_away(comm: ProcessGroupCollectives) -> str:
+    shared = shared_memory(comm)
+    store = dist.distributed_c10d._get_default_store()
+    if comm.rank == 1:
+        store.get("rank 0 has given up")
+        with pytest.raises(CollectiveError, match="rank 0 takes no part any more") as raised:
+            for _ in range(3):  # what rank 0 had posted before can still be finished
+                shared.all_reduce(torch.zeros(1)).wait()
+        return str(raised.value)
+    pending = shared.all_reduce(torch.zeros(1), label="gradient norm")
+    assert not pending.done()
+    with pytest.raises(CollectiveError) as raised:
+        pending.wait()
+    with pytest.raises(CollectiveError) as again:
+        pending.wait()
+    assert again.value is raised.value
+    assert pending.done()
+    store.set("rank 0 has given up", "")
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """After the process group's timeout the ranks that have not come are named; those that come later are told, too."""
+    away, late = run_processes(2, _stays_away, pg_timeout=1)
+    assert away.startswith(
+        "rank 0: all_reduce 'gradient norm': ranks [1] have not come within 1 s; make every"
+    )
+    assert late.startswith("rank 1: all_reduce: rank 0 takes no part")
+
+
+def _calls(comm: Collectives, kind: str) -> Any:
+    one, two = torch.zeros(4), torch.zeros(8)
+    return {
+        "all_gather": lambda: comm.all_gather(two, one, label="gather"),
+        "larger": lambda: comm.all_gather(torch.zeros(80_000), torch.zeros(40_000)),
+        "doubles": lambda: comm.all_gather(two.double(), one.double()),
+        "reduce_scatter": lambda: comm.reduce_scatter(one, two),
+        "largest": lambda: comm.all_reduce(one, op=ReduceOp.MAX),
+        "sum": lambda: comm.all_reduce(one),
+        "root 0": lambda: comm.broadcast(one),
+        "root 1": lambda: comm.broadcast(one, root=1),
+        "exchange": lambda: comm.exchange(1),
+        "barrier": lambda: comm.barrier(),
+    }[kind]()
+
+
+def _mismatched(comm: ProcessGroupCollectives, kinds: tuple[str, str]) -> str:
+    shared = shared_memory(comm)
+    with pytest.raises(MismatchError) as raised:
+        _calls(shared, kinds[comm.rank]).wait()
+    with pytest.raises(CollectiveError, match="an earlier call failed"):
+        shared.barrier()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "texts"),
+    [
+        (("all_gather", "larger"), ("all_gather (4 x float32)", "all_gather (40000 x float32)")),
+        (("all_gather", "doubles"), ("all_gather (4 x float32)", "all_gather (4 x float64)")),
+        (("reduce_scatter", "sum"), ("reduce_scatter (8 x float32, sum)", "all_reduce (4 x float32, sum)")),
+        (("largest", "sum"), ("all_reduce (4 x float32, max)", "all_reduce (4 x float32, sum)")),
+        (("root 0", "root 1"), ("broadcast (4 x float32, root 0)", "broadcast (4 x float32, root 1)")),
+        (("exchange", "barrier"), ("exchange", "barrier")),
+    ],
+    ids=str,
+)
+def test_calls_that_differ_are_both_named(kinds: tuple[str, str], texts: tuple[str, str]) -> None:
+    """When the ranks' calls differ, each rank has a MismatchError that says what both have called."""
+    for told in run_processes(2, _mismatched, kinds):
+        assert f"rank 0 called {texts[0]}; rank 1 called {texts[1]}; make every rank" in told
+
+
+def _freed(comm: ProcessGroupCollectives) -> str:
+    shared = shared_memory(comm)
+    output = torch.zeros(8)
+    if comm.rank == 1:
+        comm.barrier()  # rank 0 has freed its output
+        shared.all_gather(output, torch.zeros(4)).wait()
+        return ""
+    pending = shared.all_gather(output, torch.zeros(4), label="freed")
+    output.untyped_storage().resize_(0)
+    comm.barrier()
+    with pytest.raises(CollectiveError) as raised:
+        pending.wait()
+    return str(raised.value)
+
+
+def test_an_output_that_was_freed_is_an_error() -> None:
+    """Freeing the output before the wait is an error, not an access to memory that is gone."""
+    assert "it was freed while the collective was under way" in run_processes(2, _freed)[0]
+
+
+def _unpicklable(comm: ProcessGroupCollectives) -> None:
+    shared = shared_memory(comm)
+    with pytest.raises(CollectiveError, match="exchange 'facts': the value cannot be pickled"):
+        shared.exchange(lambda: None, label="facts")
+    assert shared.exchange(comm.rank) == [0, 1]
+
+
+def test_what_cannot_be_pickled_is_an_error_of_the_exchange() -> None:
+    """An unpicklable value is reported before anything is sent, so the group goes on."""
+    run_processes(2, _unpicklable)
