@@ -132,23 +132,20 @@ def programs(session: nox.Session) -> None:
 @nox.session(venv_backend="venv")
 def deepspeed(session: nox.Session) -> None:
     """The import of DeepSpeed's checkpoints against DeepSpeed itself, in an environment of its own; not in `tests`."""
-    prepare(session)
-    build_wheels(session)
-    locked = ("--quiet", "--constraint", str(VENV / "constraints.txt"))
-    session.install(
-        *locked, "torch", "numpy", "pytest", "pytest-timeout", "safetensors", "setuptools", "wheel"
-    )
-    # Its setup looks at torch, and would compile for a GPU. It compiles what it needs on CPU when it is first used.
-    session.install(
-        *locked, "--no-build-isolation", "deepspeed", env={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-    )
-    session.install("--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
-    session.install(*locked, "flatparam")  # what our packages depend on
-    # It compiles an extension at its first start, in a minute or two.
-    extensions = str(Path(session.virtualenv.location) / "extensions")
-    quick = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    quick = install_beside_deepspeed(session, "pytest", "pytest-timeout", "safetensors")
     quiet = ("-o", "faulthandler_timeout=0")
     session.run("python", "-m", "pytest", *quiet, "integration_tests/deepspeed", *session.posargs, env=quick)
+
+
+@nox.session(venv_backend="venv")
+def bench(session: nox.Session) -> None:
+    """The benchmark with every peer, in an environment of its own; not in `tests` (`-- steps --workloads wide`)."""
+    environment = install_beside_deepspeed(session, "fairscale", "matplotlib")
+    if session.posargs:
+        session.run("python", "tools/bench", *session.posargs, env=environment)
+        return
+    for command in ("steps", "instructions", "growth", "optimizer", "page"):
+        session.run("python", "tools/bench", command, env=environment)
 
 
 @nox.session
@@ -209,6 +206,27 @@ def pytest(session: nox.Session, *arguments: str, workers: str = WORKERS) -> Non
 # Our own packages in it
 
 FROM_DIST = ("--no-index", "--find-links", str(DIST), "--no-compile", "--disable-pip-version-check")
+
+
+def install_beside_deepspeed(session: nox.Session, *packages: str) -> dict[str, str]:
+    """Put DeepSpeed, `packages` and our own into the session's environment; returns the variables it runs with."""
+    prepare(session)
+    build_wheels(session)
+    locked = ("--quiet", "--constraint", str(VENV / "constraints.txt"))
+    session.install(*locked, "torch", "numpy", "setuptools", "wheel")
+    # Its setup looks at torch, and would compile for a GPU. It compiles what it needs on CPU when it is first used.
+    session.install(
+        *locked,
+        "--no-build-isolation",
+        "deepspeed",
+        *packages,
+        env={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"},
+    )
+    session.install("--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
+    session.install(*locked, "flatparam")  # what our packages depend on
+    # It compiles an extension at its first start, in a minute or two.
+    extensions = str(Path(session.virtualenv.location) / "extensions")
+    return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
 
 
 def source_root(name: str) -> Path:

@@ -2,8 +2,10 @@
 
 The chain is ``root.0 -> unit 1 -> unit 2 -> root.3``: the root has parameters before and after its two units.
 
-One rule is ours: a unit whose inputs need no gradient is freed when autograd is done, and not with its last gradient,
-because a reentrant recomputation may still want its parameters, and nothing says when the last of these was.
+Three rules are ours. A unit whose inputs need no gradient is freed when autograd is done, not with its last gradient,
+because a reentrant recomputation may still want its parameters, and nothing says when the last of these was. From the
+second step on FULL_SHARD does not free the unit that ends last before the root, whose backward comes first. And on the
+CPU a reduction is over before the next unit gathers and computes, so that its memory is free for them.
 """
 
 from __future__ import annotations
@@ -35,63 +37,76 @@ def schedule(
 
 
 FORWARD = {
-    # Every unit is gathered when it begins and freed when it ends; the root is kept, since its backward comes at once.
+    # Every unit is gathered when it begins and freed when it ends; unit 2 and the root are kept, since their backward
+    # comes at once.
     "FULL_SHARD": """
         unshard (root) use (root)
         unshard 1 use 1 reshard 1
-        unshard 2 use 2 reshard 2
+        unshard 2 use 2
     """,
     # Nothing is freed.
     "SHARD_GRAD_OP": "unshard (root) use (root) unshard 1 use 1 unshard 2 use 2",
 }
+
+# Which unit ends last is known from the step before.
+FIRST_FORWARD = {"FULL_SHARD": FORWARD["FULL_SHARD"] + "reshard 2", "SHARD_GRAD_OP": FORWARD["SHARD_GRAD_OP"]}
 
 FORWARD_AHEAD = {
     # The gather of the next unit begins before this one computes; of the last there is no next.
     "FULL_SHARD": """
         unshard (root) unshard 1 use (root)
         unshard 2 use 1 reshard 1
-        use 2 reshard 2
+        use 2
     """,
     "SHARD_GRAD_OP": "unshard (root) unshard 1 use (root) unshard 2 use 1 use 2",
 }
 
-# A unit is freed before its reduction begins; the reduction is over when the next one needs its turn. The root
-# comes last, with the gradients of both its layers.
+# A unit is freed before its reduction begins; the reduction is over when the backward of the next one begins. The root
+# comes last, with the gradients of both its layers; it has collected one at the very beginning.
 REDUCTIONS = """
     reshard 2 reduce 2
-    reshard 1 finish 2 reduce 1
+    finish 2 reshard 1 reduce 1
     finish 1 reduce (root) reshard (root) finish (root)
 """
 
 BACKWARD = {
     # The gather of the unit before is under way when this one computes.
     ("FULL_SHARD", "BACKWARD_PRE"): """
-        unshard 2                           # when the root's backward begins
-        unshard 1 use 2
+        unshard 1                           # when the backward of unit 2 begins, which was kept
         reshard 2 reduce 2
-        use 1
-        reshard 1 finish 2 reduce 1
+        finish 2 use 1
+        reshard 1 reduce 1
         finish 1 reduce (root) reshard (root) finish (root)
     """,
     # It begins when this one has been freed, and before its reduction begins.
     ("FULL_SHARD", "BACKWARD_POST"): """
-        unshard 2 use 2                     # nothing was freed before that could have announced it
         reshard 2 unshard 1 reduce 2
-        use 1
-        reshard 1 finish 2 reduce 1
+        finish 2 use 1
+        reshard 1 reduce 1
         finish 1 reduce (root) reshard (root) finish (root)
     """,
     ("FULL_SHARD", None): """
-        unshard 2 use 2
         reshard 2 reduce 2
-        unshard 1 use 1
-        reshard 1 finish 2 reduce 1
+        finish 2 unshard 1 use 1
+        reshard 1 reduce 1
         finish 1 reduce (root) reshard (root) finish (root)
     """,
     # Everything is there.
     ("SHARD_GRAD_OP", "BACKWARD_PRE"): REDUCTIONS,
     ("SHARD_GRAD_OP", "BACKWARD_POST"): REDUCTIONS,
     ("SHARD_GRAD_OP", None): REDUCTIONS,
+}
+
+FIRST_BACKWARD = {
+    "FULL_SHARD": """
+        unshard 2                           # when the root's backward begins
+        unshard 1 use 2
+        reshard 2 reduce 2
+        finish 2 use 1
+        reshard 1 reduce 1
+        finish 1 reduce (root) reshard (root) finish (root)
+    """,
+    "SHARD_GRAD_OP": REDUCTIONS,
 }
 
 
@@ -109,9 +124,12 @@ def test_a_step(strategy: str, order: str | None, ahead: bool) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_the_first_step_cannot_look_ahead(strategy: str) -> None:
-    """forward_prefetch changes nothing in the first step, whose order nobody knows; backward prefetching works in it."""
+    """In the first step nobody knows the order: no unit is gathered ahead in forward, and none kept for its backward.
+
+    Backward prefetching works in it, after the root's backward too.
+    """
     setting = Setting(strategy, forward_prefetch=True)
-    expected = {"forward": lines(FORWARD[strategy]), "backward": lines(BACKWARD[strategy, "BACKWARD_PRE"])}
+    expected = {"forward": lines(FIRST_FORWARD[strategy]), "backward": lines(FIRST_BACKWARD[strategy])}
     assert schedule(CHAIN, setting, step=0) == expected
 
 
@@ -128,8 +146,7 @@ def test_exposure_has_no_say(strategy: str, ahead: bool) -> None:
 def test_no_sync_full_shard() -> None:
     """FULL_SHARD frees every unit after its unsynchronised backward, and reduces nothing until the synchronised one."""
     quiet = """
-        unshard 2
-        unshard 1 use 2 reshard 2
+        unshard 1 reshard 2
         use 1 reshard 1
         reshard (root)
     """
@@ -154,6 +171,8 @@ def test_no_sync_shard_grad_op() -> None:
 def test_nested_units() -> None:
     """An inner unit is gathered while the outer ones are held, and freed first; in the backward pass likewise.
 
+    The outer one ends last before the root, so it is kept in between.
+
     The root's layer comes after its units, so its gradients are the first. Still, its reduction waits for its turn, which
     is the last on every rank: another rank may have used parameters of the root before its units, too.
     """
@@ -163,11 +182,10 @@ def test_nested_units() -> None:
         unshard {outer} use {outer}
         unshard {middle} use {middle}
         unshard {inner} use {inner}
-        reshard {inner} reshard {middle} reshard {outer}
+        reshard {inner} reshard {middle}
     """
     backward = f"""
-        unshard {outer}                     # ahead of need, when the root's backward begins
-        unshard {middle} use {outer}
+        unshard {middle}                    # ahead of need, when the backward of the outer one begins
         unshard {inner} use {middle}
         use {inner}
         reshard {inner} reduce {inner}
@@ -183,14 +201,13 @@ CHECKPOINTED = """
     unshard (root) use (root)
     unshard blocks.0 use blocks.0 reshard blocks.0
     unshard blocks.1 use blocks.1 reshard blocks.1
-    unshard blocks.2 use blocks.2 reshard blocks.2
+    unshard blocks.2 use blocks.2
 """
 
 RECOMPUTED = """
-    unshard blocks.2
-    unshard blocks.1 use blocks.2 reshard blocks.2 reduce blocks.2
-    unshard blocks.0 use blocks.1 reshard blocks.1 finish blocks.2 reduce blocks.1
-    use blocks.0 reshard blocks.0 finish blocks.1 reduce blocks.0
+    unshard blocks.1 reshard blocks.2 reduce blocks.2
+    finish blocks.2 unshard blocks.0 use blocks.1 reshard blocks.1 reduce blocks.1
+    finish blocks.1 use blocks.0 reshard blocks.0 reduce blocks.0
     finish blocks.0 reduce (root) reshard (root) finish (root)
 """
 
@@ -203,17 +220,21 @@ def test_checkpointing(name: str) -> None:
 
 
 def test_reentrant_checkpointing_around_a_unit() -> None:
-    """A reentrant recomputation is the unit's own forward call, so its prefetch comes when *its* backward begins."""
+    """A reentrant recomputation is the unit's own forward call, so its prefetch comes when *its* backward begins.
+
+    The unit's first call runs without recording, so it does not keep the last unit's parameters either.
+    """
     recomputed = """
         unshard blocks.2                    # when the root's backward begins
         use blocks.2                        # recomputed
         unshard blocks.1 reshard blocks.2 reduce blocks.2
         use blocks.1
-        unshard blocks.0 reshard blocks.1 finish blocks.2 reduce blocks.1
-        use blocks.0 reshard blocks.0 finish blocks.1 reduce blocks.0
+        finish blocks.2 unshard blocks.0 reshard blocks.1 reduce blocks.1
+        use blocks.0
+        finish blocks.1 reshard blocks.0 reduce blocks.0
         finish blocks.0 reduce (root) reshard (root) finish (root)
     """
-    expected = {"forward": lines(CHECKPOINTED), "backward": lines(recomputed)}
+    expected = {"forward": lines(CHECKPOINTED + "reshard blocks.2"), "backward": lines(recomputed)}
     assert schedule(named("reentrant-around-unit"), Setting("FULL_SHARD")) == expected
 
 
@@ -235,17 +256,17 @@ def test_evaluation(strategy: str) -> None:
 def test_a_unit_called_twice() -> None:
     """Each call gathers and frees; the backward of both calls is one stretch, with the unit between them inside it.
 
-    ``between`` began after ``block`` first did, so its reduction comes first.
+    ``between`` began after ``block`` first did, so its reduction comes first. The second call of ``block`` ends last, so
+    it keeps the parameters for both.
     """
     forward = """
         unshard (root) use (root)
         unshard block use block reshard block
         unshard between use between reshard between
-        unshard block use block reshard block
+        unshard block use block
     """
     backward = """
-        unshard block
-        unshard between use block           # the second call's backward
+        unshard between                     # when the second call's backward begins
         use between reshard between reduce between
         reshard block finish between reduce block
         finish block reduce (root) reshard (root) finish (root)
@@ -262,11 +283,10 @@ def with_gradient_of_inputs(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def test_a_root_whose_input_needs_a_gradient() -> None:
-    """Then the root is freed with the gradient of its input, and before its reduction, as any other unit."""
+    """Then the root collects and is freed with its input's gradient, and before its reduction, as any other unit."""
     backward = """
-        unshard 2
-        unshard 1 use 2 reshard 2 reduce 2
-        use 1 reshard 1 finish 2 reduce 1
+        unshard 1 reshard 2 reduce 2
+        finish 2 use 1 reshard 1 reduce 1
         reshard (root) finish 1 reduce (root) finish (root)
     """
     case = attrs.evolve(CHAIN, loss=with_gradient_of_inputs)

@@ -1,7 +1,8 @@
 """How many bytes a rank sends in a step: exactly what a formula says.
 
 With ``W`` ranks, each gather and each reduction of ``N`` bytes sends ``N (W - 1) / W``. ``F[k]`` are the bytes of unit
-``k``'s full parameters, ``G[k]`` those of its trainable ones; unit 0 is the root.
+``k``'s full parameters, ``G[k]`` those of its trainable ones; unit 0 is the root. ``L`` are those of the unit that ends
+last before the root, which FULL_SHARD keeps for its backward.
 """
 
 from __future__ import annotations
@@ -52,6 +53,19 @@ def part_of(world_size: int, sizes: Sequence[int]) -> int:
 FINGERPRINT = 16
 """Bytes that the ranks compare beside a byte for each trained parameter: what they did, and its complement."""
 
+LAST = {
+    "nested": 1,  # the outer one, in which the others are
+    "reentrant-around-unit": None,  # it runs without recording, to be gathered again for its recomputation
+}
+"""The unit that is kept, where it is not the one that comes last in the model."""
+
+
+def kept(name: str, F: Sequence[int]) -> int:
+    """``L``."""
+    last = LAST.get(name, -1)
+    return 0 if last is None else F[last]
+
+
 NAMES = (
     "plain",
     "frozen",
@@ -67,13 +81,18 @@ NAMES = (
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("prefetch", [(False, None), (True, "BACKWARD_PRE"), (True, "BACKWARD_POST")])
 def test_a_step_of_full_shard(name: str, ranks: int, prefetch: tuple[bool, str | None]) -> None:
-    """FULL_SHARD gathers every unit but the root twice, and reduces what is trained once, however it prefetches."""
+    """FULL_SHARD gathers every unit twice but the root and the last, and reduces what is trained once.
+
+    However it prefetches.
+    """
     setting = Setting("FULL_SHARD", True, "sgd", *prefetch)
     for F, G, found in run_threads(ranks, sent, name, setting, one_step):
         flags = found["backward"].pop("all_reduce")
+        again = part_of(ranks, [*F[1:], -kept(name, F)])
+        gathers = {"all_gather": again} if again else {}
         assert found == {
             "forward": {"all_gather": part_of(ranks, F)},
-            "backward": {"all_gather": part_of(ranks, F[1:]), "reduce_scatter": part_of(ranks, G)},
+            "backward": {**gathers, "reduce_scatter": part_of(ranks, G)},
         }
         trained = sum(p.requires_grad for p in named(name).build().parameters())
         assert flags == math.ceil(2 * (trained + FINGERPRINT) * (ranks - 1) / ranks)
@@ -105,7 +124,7 @@ def test_no_sync() -> None:
     for F, G, found in run_threads(2, sent, "nested", Setting("FULL_SHARD"), accumulate):
         del found["backward"]["all_reduce"]
         gathers = {"all_gather": part_of(2, F)}
-        again = {"all_gather": part_of(2, F[1:])}
+        again = {"all_gather": part_of(2, [*F[1:], -kept("nested", F)])}
         assert found == {
             "quiet forward": gathers,
             "quiet backward": again,

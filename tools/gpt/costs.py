@@ -54,7 +54,8 @@ class Costs:
             return 0
         blocks = self.shape.layers * self.shape.block_numel
         if self.strategy == "full_shard":
-            return self.accumulate * (2 * blocks + self.shape.root_numel)
+            # The last block of the forward pass, known from the second step on, is not gathered again.
+            return self.accumulate * (2 * blocks - self.shape.block_numel + self.shape.root_numel)
         return (1 if self.no_sync else self.accumulate) * self.shape.numel
 
     @property

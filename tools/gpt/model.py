@@ -45,6 +45,7 @@ class Block(nn.Module):
 
     def _attend(self, qkv: Tensor, turns: Tensor) -> Tensor:
         rows, length, _ = qkv.shape
+        turns = turns.to(qkv.dtype)
         q, k, v = qkv.view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(_turned(q, turns), _turned(k, turns), v, is_causal=True)
         return y.transpose(1, 2).reshape(rows, length, -1)

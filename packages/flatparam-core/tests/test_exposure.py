@@ -110,7 +110,10 @@ def test_original_exposure_lists_the_original_objects() -> None:
     after = list(module.named_parameters())
     assert [name for name, _ in after] == [name for name, _ in before]
     assert all(now is then for (_, now), (_, then) in zip(after, before, strict=True))
-    assert all(now is then for now, (_, then) in zip(handle.exposure.parameters(), before, strict=True))
+    by_name = dict(before)
+    held = zip(handle.layout.fqns, handle.exposure.parameters(), strict=True)
+    assert all(now is by_name[fqn] for fqn, now in held)
+    assert set(handle.layout.fqns) == set(by_name)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_runtime import EventLog, observe, units_in
@@ -320,19 +322,43 @@ def test_gradients_add_up_over_steps(ranks: int, use_orig_params: bool) -> None:
         check_same(found, expected)
 
 
-def test_gradients_are_collected_one_unit_at_a_time() -> None:
-    """While one unit's gradients are reduced the next ones are collected: two flat gradient buffers at most, ever."""
-    module = sharded(lambda: Chain(5), SingleCollectives(), units=[f"blocks.{i}" for i in range(5)])
-    most = 0
+class Buffers(TorchDispatchMode):
+    """After each operation: the units that have full parameters, and those that have a flat gradient."""
 
-    class Counting:
-        def on_event(self, event: object) -> None:
-            nonlocal most
-            held = [
-                handle.gradients.buffer.is_allocated for unit in units_in(module) for handle in unit.handles
-            ]
-            most = max(most, sum(held))
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.handles = [(unit, handle) for unit in units_in(module) for handle in unit.handles]
+        self.seen: list[tuple[set[str], set[str]]] = []
 
-    with observe(module, Counting()):
-        module(batch()).sum().backward()
-    assert most == 2
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        full = {unit.name for unit, handle in self.handles if handle.buffer.is_allocated}
+        gradients = {unit.name for unit, handle in self.handles if handle.gradients.buffer.is_allocated}
+        self.seen.append((full, gradients))
+        return result
+
+
+@pytest.mark.parametrize(("overlaps", "most"), [(True, 2), (False, 1), (None, 1)])
+def test_gradients_are_collected_one_unit_at_a_time(overlaps: bool | None, most: int) -> None:
+    """Beside the flat gradient that is collected at most one is reduced, and none where they do not overlap.
+
+    `None` means that they overlap on an accelerator only, so not here.
+    """
+    names = [f"blocks.{number}" for number in range(5)]
+    module = sharded(lambda: Chain(5), SingleCollectives(), units=names, overlaps_reductions=overlaps)
+    with Buffers(module) as buffers:
+        loss(module, 0).backward()
+    assert set.union(*(gradients for _, gradients in buffers.seen)) == {*names}
+    assert max(len(gradients) for _, gradients in buffers.seen) == most
+
+
+def test_gradients_take_the_place_of_the_parameters() -> None:
+    """A unit with an input that gets a gradient collects its own only when its full parameters are freed."""
+    names = [f"blocks.{number}" for number in range(5)]
+    module = sharded(lambda: Chain(5), SingleCollectives(), units=names)
+    with Buffers(module) as buffers:
+        loss(module, 0).backward()
+    assert set.union(*(full for full, _ in buffers.seen)) == {*names}
+    assert {name for full, gradients in buffers.seen for name in full & gradients} == {"blocks.0"}

@@ -292,9 +292,14 @@ def test_shown_values_stand_under_the_names(use_orig_params: bool) -> None:
     unit = unit_of(module)
     assert unit is not None
     before = list(module.parameters())
-    mine = [nn.Parameter(torch.zeros(1)), None, nn.Parameter(torch.ones(2))]
+    given = {
+        "up.weight": nn.Parameter(torch.zeros(1)),
+        "up.bias": None,
+        "down.weight": nn.Parameter(torch.ones(2)),
+    }
+    mine = [given[fqn.removeprefix("blocks.0.")] for fqn in unit.handles[0].layout.fqns]
     with inspecting(unit), shown(unit, [mine]):
-        assert [p for p in mine if p is not None] == list(module.parameters())
+        assert [p for p in given.values() if p is not None] == list(module.parameters())
         assert module.blocks[0].up.bias is None
     assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
 

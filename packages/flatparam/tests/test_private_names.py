@@ -85,9 +85,9 @@ def test_how_far_ahead_units_are_gathered(depth: int, ahead: int) -> None:
             model(torch.ones(1, 2)).sum().backward()
         lines = log.lines()
         before_first_use = [line for line in lines[: lines.index("use 0")] if line.startswith("unshard")]
-        backward = lines[lines.index("use 3", lines.index("use 3")) :]
-        last = backward[: backward.index("use 3", 1)]
-        return len(before_first_use) - 1, sum(line.startswith("unshard") for line in last) - 1
+        backward = lines[lines.index("use 3") + 1 :]  # unit 3 is kept for its backward
+        last = backward[: backward.index("reshard 3")]
+        return len(before_first_use) - 1, sum(line.startswith("unshard") for line in last)
 
     for forward, backward in run_threads(2, rank):
         assert (forward, backward) == (ahead, ahead)

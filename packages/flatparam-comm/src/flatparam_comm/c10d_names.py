@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "as_carried",
     "barrier",
     "broadcast",
+    "cpu_backend",
     "default_group",
     "exchange",
     "has_cpu_backend",
@@ -85,6 +87,23 @@ def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGro
     """Start a reduce-scatter; returns its `Work`."""
     call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
     return call(output, full, op=_c10d_op(op), group=group, async_op=True)
+
+
+def all_to_all(output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: list[int] | None = None) -> Any:
+    """Start to send slice `r` of `full` to each rank `r`, and to receive theirs in `output`; returns its `Work`.
+
+    The slices are equal, or of `sizes` in both directions.
+    """
+    call = _first_of("all_to_all_single")
+    return call(output, full, sizes, sizes, group=group, async_op=True)
+
+
+def cpu_backend(group: ProcessGroup) -> str:
+    """What moves CPU tensors in the group, in lower case; empty where nothing does."""
+    try:
+        return str(group._get_backend(torch.device("cpu")).name()).lower()
+    except RuntimeError:
+        return ""
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
+from flatparam_comm.pending import ContinuedPending
 
 if dist.is_available() and not dist.is_initialized():
     # The default argument of its functions is the default group of the moment when it is imported. torch.optim imports
@@ -42,7 +45,7 @@ class ProcessGroupCollectives:
     that lives on until the interpreter exits can abort the process there.
     """
 
-    __slots__ = ("_hash", "_reference", "_sites")
+    __slots__ = ("_hash", "_is_gloo", "_reference", "_sites")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -61,6 +64,7 @@ class ProcessGroupCollectives:
             )
         self._reference: weakref.ReferenceType[ProcessGroup] = weakref.ref(found)
         self._hash = hash(found)
+        self._is_gloo = c10d.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], Site] = {}
 
     def __repr__(self) -> str:
@@ -115,8 +119,29 @@ class ProcessGroupCollectives:
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         carried, carried_full = c10d.plain(output), c10d.plain(full)
+        if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
+            return self._exchange_and_add(site, carried, carried_full)
         work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group))
         return _WorkPending(site, work, (output, full))
+
+    def _exchange_and_add(self, site: Site, output: Tensor, full: Tensor) -> Pending:
+        """A reduce-scatter by an all-to-all and a local sum, in rank order.
+
+        gloo's own reduce-scatter is an all-reduce of a copy: it sends twice the bytes, and takes three times as long.
+        """
+        parts = full.view(site.size, -1)
+        if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
+            sizes = [0, 0]
+            sizes[1 - site.rank] = output.numel()  # only what the other one needs, and straight to its place
+            work = _guarded(
+                site, lambda: c10d.all_to_all(output, parts[1 - site.rank], self.group, sizes=sizes)
+            )
+            add = functools.partial(_add, output, (output, parts[site.rank]))
+            return ContinuedPending(_WorkPending(site, work, (output, full)), add)
+        received = torch.empty_like(full)
+        work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group))
+        add = functools.partial(_add, output, received.view(site.size, -1).unbind())
+        return ContinuedPending(_WorkPending(site, work, (received, full)), add)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
@@ -186,6 +211,16 @@ class _WorkPending:
     def done(self) -> bool:
         """See `Pending.done`."""
         return self.work is None or bool(self.work.is_completed())
+
+
+def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
+    """Fill `output` with the sum of `parts`, which are added up from the first to the last."""
+    if len(parts) == 1:
+        output.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
 
 
 def _guarded(site: Site, call: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.names import FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.original_exposure import OriginalExposure
 from flatparam_core.owners import owner_of
+from flatparam_core.pool import BufferPool
 from flatparam_core.precision import Precision
 from flatparam_core.replan import Move, Place, replan
 from flatparam_core.residency import Residency
@@ -30,6 +31,7 @@ __all__ = [
     "ORIGINAL_ALIGNMENT_NBYTES",
     "PRESENTER",
     "BoundParameter",
+    "BufferPool",
     "Exposure",
     "FlatBuffer",
     "FlatExposure",

@@ -118,22 +118,24 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 @final
-@attrs.frozen
+@attrs.frozen(eq=False)
 class ShardMemory:
     """Where a shard is, and how often it was somewhere else before."""
 
     address: int
     device: torch.device
+    values: torch.Tensor
+    """The shard, detached."""
     moves: int = 0
 
     @classmethod
     def of(cls, shard: torch.Tensor) -> Self:
         """Where `shard` is."""
-        return cls(shard.data_ptr(), shard.device)
+        return cls(shard.data_ptr(), shard.device, shard.detach())
 
     def moved_to(self, shard: torch.Tensor) -> ShardMemory:
         """Where it is now."""
-        return ShardMemory(shard.data_ptr(), shard.device, self.moves + 1)
+        return ShardMemory(shard.data_ptr(), shard.device, shard.detach(), self.moves + 1)
 
 
 def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:

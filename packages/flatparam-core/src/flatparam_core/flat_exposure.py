@@ -141,17 +141,15 @@ class FlatExposure:
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
-        self._sites.put(tensors)
-        for module, name in zip(self._sites.modules(), self._sites.names(), strict=True):
+        for module, name in self._sites.put(tensors):
             module.__dict__.pop(name, None)
 
     def show_shard(self) -> None:
         """See `Exposure.show_shard`."""
         # The registered entry becomes None, which parameters() passes over and which keeps its place in the order; the
         # plain view in the instance dict is what the attribute then reads: right dtype and device, and safe to touch.
-        sites = self._sites
-        sites.put((None,) * len(self._views))
-        for module, name, view in zip(sites.modules(), sites.names(), sites.spread(self._views), strict=True):
+        places = self._sites.put((None,) * len(self._views))
+        for (module, name), view in zip(places, self._sites.at_attributes(self._views), strict=True):
             module.__dict__[name] = view
 
     def list_flat_parameter(self, listed: bool) -> None:

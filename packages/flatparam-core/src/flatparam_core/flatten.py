@@ -60,6 +60,8 @@ class Flattening:
     ) -> Self:
         """Plan the flat parameters of `bound`, which may be on the meta device, and allocate the shards, all zero.
 
+        With `use_orig_params` those of two or more dimensions come first, then the others, each in the order given.
+
         Args:
             device: where full parameters live; by default where the parameters are.
             storage_device: where the shards live, by default on `device`; CPU memory beside an accelerator is pinned.
@@ -69,8 +71,13 @@ class Flattening:
         """
         _check_unclaimed(bound)
         home = device or _common_device(bound)
+        specs = [b.spec for b in bound]
+        if (
+            use_orig_params
+        ):  # parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md
+            specs.sort(key=lambda spec: len(spec.shape) < 2)
         layouts = plan_layouts(
-            [b.spec for b in bound],
+            specs,
             world_size=world_size,
             alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES if use_orig_params else 0,
         )

@@ -27,13 +27,12 @@ class FullForm:
     buffer: FlatBuffer
     leaves: tuple[nn.Parameter, ...] = ()
     """Empty until the buffer was filled for the first time."""
-    _offsets: tuple[int, ...] = ()
-    """Where each leaf lies in the buffer, in bytes; -1 for one without elements."""
+    _solid: dict[int, nn.Parameter] = attrs.field(factory=dict)
+    """The leaves that have elements, by index."""
+    _offsets: list[int] = attrs.field(factory=list)
+    """Where each of them lies in the buffer, in bytes."""
     watch: object | None = None
     """A runtime's own note about the leaves, from when its hooks are on them."""
-    _start: int = -1
-    _addresses: list[int] = attrs.field(factory=list)
-    """Where each leaf lies while the buffer begins at `_start`; 0 for one without elements."""
 
     @classmethod
     def create(
@@ -59,7 +58,8 @@ class FullForm:
                 leaves.append(leaf)
         self.leaves = tuple(leaves)
         start = self.buffer.tensor.data_ptr()
-        self._offsets = tuple(leaf.data_ptr() - start if leaf.numel() else -1 for leaf in leaves)
+        self._solid = {index: leaf for index, leaf in enumerate(leaves) if leaf.numel()}
+        self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]
 
     def reclaim(self, *, keep: bool = False) -> list[int]:
         """Make views of the buffer, which is there, again of the leaves that somebody gave other memory (`.data =`).
@@ -71,12 +71,10 @@ class FullForm:
             The indices of these leaves.
         """
         start = self.buffer.tensor.data_ptr()
-        if start != self._start:
-            self._start, self._addresses = start, [start + at if at >= 0 else 0 for at in self._offsets]
-        found = list(map(torch.Tensor.data_ptr, self.leaves))
-        if found == self._addresses:
+        if [*map(torch.Tensor.data_ptr, self._solid.values())] == [*map(start.__add__, self._offsets)]:
             return []
-        moved = [i for i, (a, b) in enumerate(zip(found, self._addresses, strict=True)) if a != b]
+        places = zip(self._solid.items(), self._offsets, strict=True)
+        moved = [index for (index, leaf), offset in places if leaf.data_ptr() != start + offset]
         for index in moved:
             leaf, view = self.leaves[index], self.buffer.view(index)
             if keep:

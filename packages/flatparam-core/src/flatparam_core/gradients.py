@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import attrs
 import torch
@@ -22,6 +23,39 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.promote_types(wide, narrow) == wide
 
 
+SMALL_NBYTES: Final = 2**16
+"""Up to here a gradient costs more to handle than to copy."""
+
+
+@final
+@attrs.frozen(eq=False)
+class _Batch:
+    """Gradients that arrive together, by their places among them: small ones, and others."""
+
+    small: list[int]
+    large: list[int]
+    stretches: list[torch.Tensor]
+    """The slots of the small ones as few views: neighbours are one, with the padding between them."""
+
+    @classmethod
+    def of(cls, buffer: FlatBuffer, indices: Sequence[int]) -> Self:
+        small, large = [], []
+        bounds: list[list[int]] = []
+        previous = -2
+        for at, index in enumerate(indices):
+            span = buffer.layout.slots[index].span
+            if span.numel * buffer.tensor.itemsize > SMALL_NBYTES:
+                large.append(at)
+                continue
+            small.append(at)
+            if index == previous + 1:
+                bounds[-1][1] = span.stop
+            else:
+                bounds.append([span.start, span.stop])
+            previous = index
+        return cls(small, large, [buffer.tensor[start:stop] for start, stop in bounds])
+
+
 @final
 @attrs.define(eq=False)
 class GradientLedger:
@@ -35,7 +69,7 @@ class GradientLedger:
     deposited: bytearray
     """One byte per parameter: 1 where a gradient has arrived since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
-    _known_stretches: dict[tuple[int, ...], list[torch.Tensor]] = attrs.field(factory=dict)
+    _batches: dict[tuple[int, ...], _Batch] = attrs.field(factory=dict)
 
     @classmethod
     def create(
@@ -80,35 +114,29 @@ class GradientLedger:
     def deposit_all(
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> None:
-        """`deposit` each of `gradients` at its index, in two calls for all of them; for many small ones."""
+        """`deposit` each of `gradients` at its index; the small ones among them in a few calls for all."""
         dtype = self.buffer.tensor.dtype
         is_second = any(map(self.deposited.__getitem__, indices))  # backward pass before the reduction
-        if is_second or not all(_holds(dtype, given) for given in {g.dtype for g in gradients}):
-            for index, gradient in zip(indices, gradients, strict=True):
-                self.deposit(index, gradient, divisor=divisor)
-            return
-        self.open()
-        slots = [self._slots[index] for index in indices]
-        with torch.no_grad():
-            torch._foreach_copy_(slots, list(gradients))
-            if divisor != 1.0:
-                for stretch in self._stretches(tuple(indices)):
+        one_by_one: Sequence[int] = range(len(indices))
+        if not is_second and all(_holds(dtype, given) for given in {g.dtype for g in gradients}):
+            self.open()
+            batch = self._batch(tuple(indices))
+            one_by_one = batch.large
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [self._slots[indices[at]] for at in batch.small], [gradients[at] for at in batch.small]
+                )
+                for stretch in batch.stretches if divisor != 1.0 else ():
                     stretch.div_(divisor)
-        for index in indices:
-            self.deposited[index] = 1
+            for at in batch.small:
+                self.deposited[indices[at]] = 1
+        for at in one_by_one:
+            self.deposit(indices[at], gradients[at], divisor=divisor)
 
-    def _stretches(self, indices: tuple[int, ...]) -> list[torch.Tensor]:
-        """The slots of `indices` as few views: neighbours are one, with the padding between them."""
-        if indices not in self._known_stretches:
-            slots = self.buffer.layout.slots
-            bounds: list[list[int]] = []
-            for before, index in zip((-2, *indices), indices, strict=False):
-                if index == before + 1:
-                    bounds[-1][1] = slots[index].span.stop
-                else:
-                    bounds.append([slots[index].span.start, slots[index].span.stop])
-            self._known_stretches[indices] = [self.buffer.tensor[start:stop] for start, stop in bounds]
-        return self._known_stretches[indices]
+    def _batch(self, indices: tuple[int, ...]) -> _Batch:
+        if indices not in self._batches:
+            self._batches[indices] = _Batch.of(self.buffer, indices)
+        return self._batches[indices]
 
     def open(self) -> None:
         """Allocate the buffer where it is not."""

@@ -280,14 +280,14 @@ class FlatParamHandle:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
             take_over: look whether the user has given a parameter other data, or put another in its place.
         """
-        RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
+        unsharding = RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
         if take_over:
             self._take_over()
-        self._move(Residency.UNSHARDING)
+        self.residency = unsharding
         self.form = self._form(self._compute_dtype(full_precision))
         self.buffer.allocate()
-        full, shard = self.buffer.tensor, self.flat_param.detach()
+        full, shard = self.buffer.tensor, self._home.values
         if full.dtype == shard.dtype and not self.is_offloaded:
             return full, shard
         own = self.buffer.shard(self.rank)
@@ -296,6 +296,9 @@ class FlatParamHandle:
 
     def _take_over(self) -> None:
         taken = self.exposure.take_over()
+        if not taken:
+            self.taken_over = ()
+            return
         self.taken_over = tuple(self.layout.fqns[index] for index in taken)
         for index, old in taken.items():
             clear_owner(old)
@@ -311,7 +314,7 @@ class FlatParamHandle:
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
-        RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
+        unsharded = RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         wanted = self.exposure.requires_grad()
         if not self.leaves:
             self.form.make_leaves(self._attributes, wanted)
@@ -324,7 +327,7 @@ class FlatParamHandle:
             [self.present(*each) for each in enumerate(self.leaves)] if self._has_presenters else self.leaves
         )
         self.exposure.show(presented)
-        self._move(Residency.UNSHARDED)  # last: where showing is refused, the buffer can still be given back
+        self.residency = unsharded  # last: where showing is refused, the buffer can still be given back
 
     def has_presenter(self, index: int) -> bool:
         """Whether the module shows something made of the full parameter `index`, as for a `DTensor`."""
@@ -421,19 +424,19 @@ class FlatParamHandle:
             self.gradients.deposit(index, leaf.grad, divisor=divisor)
             leaf.grad = None
 
-    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> bool:
-        """`deposit` all of `indices`, in a few calls for all; false, and nothing is moved, where a gradient is missing.
-
-        A runtime that waits for many small gradients need not take notice of each one.
-        """
-        leaves = self.leaves if len(indices) == len(self.leaves) else [self.leaves[i] for i in indices]
+    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
+        """`deposit` each of `indices`, small ones in a few calls for all."""
+        leaves = [self.leaves[index] for index in indices]
         gradients = list(map(_GRAD, leaves))
-        if any(map(operator.is_, gradients, itertools.repeat(None))):
-            return False
-        self.gradients.deposit_all(indices, gradients, divisor=divisor)
+        is_there = [gradient is not None for gradient in gradients]
+        if not all(is_there):
+            indices, leaves, gradients = (
+                list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients)
+            )
+        if gradients:
+            self.gradients.deposit_all(indices, gradients, divisor=divisor)
         for leaf in leaves:
             leaf.grad = None
-        return True
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Say what to reduce-scatter: `(output, input)`.
@@ -471,6 +474,8 @@ class FlatParamHandle:
     def for_grad(self, reduced: torch.Tensor) -> torch.Tensor:
         """`reduced` in the dtype of `.grad` and on the shard's device; on an accelerator the copy is only queued."""
         dtype = self.precision.grad(self.layout.dtype)
+        if reduced.dtype == dtype and not self.is_offloaded:
+            return reduced
         return reduced.to(self.flat_param.device, dtype, non_blocking=True)
 
     def accumulate(self, gradient: torch.Tensor, arrived: Sequence[int]) -> None:

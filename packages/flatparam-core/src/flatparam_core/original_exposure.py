@@ -89,7 +89,7 @@ class OriginalExposure:
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.take_over`."""
         originals = self._originals
-        registered = map(operator.is_, self._sites.registered(), self._sites.spread(originals))
+        registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(originals))
         if all(registered) and list(map(torch.Tensor.data_ptr, originals)) == self._addresses:
             return {}
         given: dict[int, nn.Parameter] = {}

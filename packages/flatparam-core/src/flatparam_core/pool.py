@@ -20,7 +20,8 @@ class BufferPool:
     The C allocator gives large blocks back to the system, which clears their pages again at the next allocation: that
     takes as long as copying them. On an accelerator torch's own allocator does this already.
 
-    Invariant: `in_use + kept <= peak`, so there is never more memory than without the pool at its worst moment.
+    One block of each size is kept, since what is freed makes place for what is allocated next. Invariant: `in_use + kept
+    <= peak`, so there is never more memory than without the pool at its worst moment.
     """
 
     in_use: int = 0
@@ -28,7 +29,13 @@ class BufferPool:
     kept: int = 0
     """Bytes that wait for another buffer."""
     peak: int = 0
-    """The most bytes in use at once since the pool was last cleared."""
+    """The most bytes in use at once since the pool was last cleared or trimmed."""
+    peak_of_pass: int = 0
+    """The most bytes in use at once between the last two times that the pool was cleared."""
+    _peak_before: int = 0
+    """The most bytes in use since it was cleared, up to when it was trimmed."""
+    keeps: bool = True
+    """Whether memory that is freed is kept."""
     hits: int = 0
     """How many buffers were given memory that was kept."""
     _blocks: dict[int, list[torch.UntypedStorage]] = attrs.field(factory=dict)
@@ -57,7 +64,7 @@ class BufferPool:
         """Take the bytes of `storage` back, which were allocated here."""
         nbytes = storage.nbytes()
         self.in_use -= nbytes
-        if not _CAN_SWAP:
+        if not (_CAN_SWAP and self.keeps) or self._blocks.get(nbytes):
             storage.resize_(0)
             return
         block = self._spare.pop() if self._spare else torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
@@ -65,7 +72,13 @@ class BufferPool:
         self._blocks.setdefault(nbytes, []).append(block)
         self.kept += nbytes
 
-    def clear(self) -> None:
-        """Give everything that is kept back to the system, for the time between two passes."""
+    def trim(self) -> None:
+        """Give what is kept back to the system: less will be in use from now on."""
+        self._peak_before = max(self._peak_before, self.peak)
         self._blocks.clear()
         self.kept, self.peak = 0, self.in_use
+
+    def clear(self) -> None:
+        """`trim`, between two passes."""
+        self.trim()
+        self._peak_before, self.peak_of_pass = 0, self._peak_before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import attrs
@@ -63,57 +63,56 @@ class Sites:
     def __setstate__(self, state: tuple[list[tuple[ParamInfo, ...]], list[torch.Tensor | None]]) -> None:
         type(self).__init__(self, *state)
 
-    @property
     def _attributes(self) -> _Attributes:
         if self._row is None:
             self._row = _Attributes.of(self.infos)
         return self._row
 
-    def modules(self) -> list[nn.Module]:
-        """For each attribute, in the order of `infos`, its module.
-
-        Raises:
-            FlatParamError: where one is gone.
-        """
-        modules = [reference() for reference in self._attributes.owners]
+    def _modules(self) -> list[nn.Module]:
+        modules = [reference() for reference in self._attributes().owners]
         if None in modules:
             return [info.module for infos in self.infos for info in infos]
         return modules  # type: ignore[return-value]  # there is no None
 
-    def names(self) -> list[str]:
-        """For each attribute, its name."""
-        return self._attributes.names
-
-    def spread(self, values: Sequence[T]) -> Sequence[T]:
+    def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, which of `values`, one per parameter, is its own."""
-        indices = self._attributes.indices
+        indices = self._attributes().indices
         return values if len(indices) == len(values) else [values[index] for index in indices]
 
     def registered(self) -> list[nn.Parameter | None]:
-        """For each attribute, what is registered there now."""
-        registries = [module._parameters for module in self.modules()]
-        return list(map(dict.get, registries, self.names()))
+        """For each attribute, what is registered there now.
 
-    def put(self, values: Sequence[torch.Tensor | None]) -> None:
+        Raises:
+            FlatParamError: where a module is gone.
+        """
+        registries = [module._parameters for module in self._modules()]
+        return list(map(dict.get, registries, self._attributes().names))
+
+    def put(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[nn.Module, str]]:
         """Register each value under all the names of its parameter.
+
+        Returns:
+            For each attribute, its module and its name.
 
         Raises:
             FlatParamError: where somebody else has put another parameter there since, naming it.
         """
-        names = self.names()
-        registries = [module._parameters for module in self.modules()]
-        found = map(dict.get, registries, names)
-        if not all(map(operator.is_, found, self.spread(self.shown))):  # all of them, before anything changes
+        row = self._attributes()
+        modules = self._modules()
+        registries = [module._parameters for module in modules]
+        found = map(dict.get, registries, row.names)
+        if not all(map(operator.is_, found, self.at_attributes(self.shown))):  # before anything changes
             raise self._first_replaced()
-        for registry, name, value in zip(registries, names, self.spread(values), strict=True):
+        for registry, name, value in zip(registries, row.names, self.at_attributes(values), strict=True):
             registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
-        for info, index in self._attributes.assigned:
+        for info, index in row.assigned:
             setattr(info.module, info.param_name, values[index])
         self.shown = list(values)
+        return zip(modules, row.names, strict=True)
 
     def _first_replaced(self) -> FlatParamError:
         flat = [info for infos in self.infos for info in infos]
-        both = zip(flat, self.registered(), self.spread(self.shown), strict=True)
+        both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)
         return replaced(next(info for info, found, before in both if found is not before))
 
     def add(self, index: int, infos: Sequence[ParamInfo]) -> None:

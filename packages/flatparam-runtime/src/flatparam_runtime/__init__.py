@@ -22,6 +22,7 @@ from flatparam_runtime.clip import clip_grad_norm_
 from flatparam_runtime.comm_hooks import CommHooks, HookStage
 from flatparam_runtime.compiling import untraced
 from flatparam_runtime.events import Event, EventKind, EventLog, Instrument
+from flatparam_runtime.flat_steps import set_flat_steps, tensors_stepped
 from flatparam_runtime.hooks import register_forward_method
 from flatparam_runtime.inspection import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.phases import Phase
@@ -88,9 +89,11 @@ __all__ = [
     "register_forward_method",
     "resolve_topology",
     "revive_units",
+    "set_flat_steps",
     "shard_module",
     "shown",
     "summon_full_params",
+    "tensors_stepped",
     "tree_of",
     "unit_of",
     "units_in",

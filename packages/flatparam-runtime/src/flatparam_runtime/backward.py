@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -87,6 +88,8 @@ class BackwardPass:
     ready: list[Unit] = attrs.field(factory=list)
     """Complete, and waiting for their turn to be reduced."""
     reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    to_enter: set[Unit] = attrs.field(init=False)
+    """Of the expected, those that no gradient has reached yet, whose full parameters may still have to be gathered."""
     unsettled: list[Reduced] = attrs.field(factory=list)
     """Reduced gradients of which this rank cannot tell alone which parameters got any."""
     reduced: bool = False
@@ -95,6 +98,10 @@ class BackwardPass:
     run: int = attrs.field(factory=torch._C._current_graph_task_id)
     """The autograd run that the pass began in."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
+
+    @to_enter.default
+    def _everything_expected(self) -> set[Unit]:
+        return {*self.expected}
 
     @classmethod
     def begin(
@@ -140,7 +147,10 @@ class BackwardPass:
             _check_unchanged(unit, call)
             state = state or self._activate(unit)
             self.entered.add(unit)
+            if not unit.overlaps_reductions:
+                self._make_room()
             unit.begin_unshard(full_precision=call.full_precision)
+            self._note_entered(unit)
             for lender in unit.lenders:
                 is_ours = (
                     lender.fingerprint is self.fingerprint
@@ -155,6 +165,11 @@ class BackwardPass:
         # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last;
         # and in the graph of a gradient nothing says which of its nodes reads them last.
         state.keeps_parameters = state.keeps_parameters or again or not call.inputs
+
+    def _note_entered(self, unit: Unit) -> None:
+        self.to_enter.discard(unit)
+        if not self.to_enter and unit.handles and unit.handles[0].pool is not None:
+            unit.handles[0].pool.trim()  # nothing more is gathered, so what is freed is not needed again
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
         """Whether nothing waits for `unit` but the end of the pass.
@@ -185,35 +200,26 @@ class BackwardPass:
     def _complete_if_done(self, unit: Unit, state: UnitBackward) -> None:
         if state.leaves or state.inputs or torch._C._current_graph_task_id() != state.run:
             return
-        before, _ = unit.divisors
-        taken = [
-            handle.deposit_all(watch.unhooked, divisor=before)
-            for handle in unit.handles
-            if (watch := watch_of(handle)) is not None and watch.unhooked and handle.exposure.is_trainable
-        ]
-        if not all(taken):
-            self._hook_the_rest(unit, state)
-            if state.leaves:
-                return
-            self._take_the_rest(unit)
-        self._complete(unit)
+        self._hook_the_rest(unit, state)
+        if not state.leaves:
+            self._complete(unit)
 
     def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
         """Wait for each gradient that is still to come, and from now on for those leaves in every pass."""
         for number, handle in enumerate(unit.handles):
             watch = watch_of(handle)
-            if watch is not None and watch.unhooked:
-                missing = [i for i in watch.unhooked if watch.leaves[i].grad is None and watch.will_arrive(i)]
+            missing = () if watch is None or not handle.exposure.is_trainable else watch.missing()
+            if watch is not None and missing:
                 watch.hook(missing)
                 state.leaves.update((number, index) for index in missing)
 
-    def _take_the_rest(self, unit: Unit) -> None:
-        """Collect the gradients that nobody told of."""
+    def _collect(self, unit: Unit) -> None:
+        """Take the gradients that have no hook of their own."""
         before, _ = unit.divisors
         for handle in unit.handles:
             watch = watch_of(handle)
-            for index in () if watch is None else watch.unhooked:
-                handle.deposit(index, divisor=before)
+            if watch is not None and watch.unhooked and handle.exposure.is_trainable:
+                handle.deposit_all(watch.unhooked, divisor=before)
 
     def _activate(self, unit: Unit) -> UnitBackward:
         self.settle_until(unit)
@@ -261,6 +267,7 @@ class BackwardPass:
         for lender in unit.lenders:
             if lender not in self.active:
                 self._free(lender)
+        self._collect(unit)  # only now: their buffer may take the place of the full parameters
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
             unit.unsynced.update(unit.trainable)
@@ -283,13 +290,15 @@ class BackwardPass:
             unit = self.ready.pop()
             if not all_of_them:
                 self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
-            if unit.sync_gradients and unit.to_reduce:
+            if unit.sync_gradients:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        self._make_room()
-        self.reducing.append(unit.begin_reduce(unit.to_reduce))
-        self.reduced = True
+        handles = unit.to_reduce
+        if handles:
+            self._make_room()
+            self.reducing.append(unit.begin_reduce(handles))
+            self.reduced = True
 
     @profiled("rate_limiter")
     def _make_room(self) -> None:
@@ -304,8 +313,8 @@ class BackwardPass:
     def _settle(self, reduction: Reduction) -> None:
         for reduced in reduction.settle():
             handle, arrived = reduced.handle, reduced.arrived
-            known = self.given.get(handle, bytes(len(arrived)))
-            self.given[handle] = bytes(a | b for a, b in zip(known, arrived, strict=True))
+            before = self.given.get(handle)
+            self.given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
             if all(arrived):
                 _give(handle, reduced.gradient, arrived)
             else:
@@ -324,7 +333,6 @@ class BackwardPass:
             if unit not in self.active and _has_gradients_left(unit):
                 self._activate(unit)  # nothing told of it before: its outputs hide their tensors
         for unit in list(self.active):
-            self._take_the_rest(unit)
             self._complete(unit)
         for unit in self.units:
             if unit.sync_gradients or unit.plan.free_after_unsynced_backward:

@@ -99,7 +99,7 @@ def leave_forward(
         keeps = in_backward() or (
             not failed and _keeps_full_parameters(tree.forward, unit, call, recorded, watched)
         )
-        if not keeps:
+        if not keeps and not (recorded and _is_first_of_backward(tree, unit)):
             unit.reshard()
     if tree.forward is not None and not in_backward():
         tree.forward.ended.append(unit)
@@ -120,6 +120,14 @@ def _keeps_full_parameters(
     if not watched and (unit.trainable or call.inputs):
         return True  # the outputs hide their tensors: nothing would gather the parameters again for their backward
     return call.is_top or not unit.plan.free_after_forward
+
+
+def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
+    """Whether all but the outermost unit have ended, if this pass goes as the one before: backward begins with it."""
+    if not unit.plan.keeps_last or tree.forward is None or in_backward():
+        return False
+    # Only their number counts: ranks that run different units must still make the same collectives, to be told so.
+    return len(tree.forward.ended) == tree.calls_before - 2
 
 
 def _drop_unused_prefetches(tree: UnitTree) -> None:

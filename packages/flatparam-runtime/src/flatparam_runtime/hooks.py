@@ -153,7 +153,7 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
     for tensor in tensors_in(inputs):
         if tensor.requires_grad:
             token = object()
-            call.inputs[token] = get_gradient_edge(tensor).node
+            call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node
             # The hook holds only the token: the node owns its hooks, so a hook that held the node would never be freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]

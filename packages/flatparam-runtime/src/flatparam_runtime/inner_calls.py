@@ -20,7 +20,7 @@ __all__ = ["InnerCall", "InnerCalls"]
 class InnerCall:
     """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
 
-    __slots__ = ("_module", "covered", "name", "own", "run", "unit", "uses_parameters")
+    __slots__ = ("covered", "name", "own", "reference", "run", "unit", "uses_parameters")
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class InnerCall:
             uses_parameters: whether the module, or one in it, has parameters of the unit.
         """
         self.unit = unit
-        self._module = weakref.ref(module)
+        self.reference = weakref.ref(module)
         self.name = name
         self.run = run
         self.uses_parameters = uses_parameters
@@ -55,7 +55,7 @@ class InnerCall:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.unit, module, self.name, self.run, self.uses_parameters, self.own, self.covered = state
-        self._module = weakref.ref(module)
+        self.reference = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
@@ -64,7 +64,7 @@ class InnerCall:
     @property
     def module(self) -> nn.Module:
         """The module that is called, and so alive."""
-        module = self._module()
+        module = self.reference()
         assert module is not None, "its own attribute is called"
         return module
 
@@ -78,7 +78,7 @@ class InnerCall:
 
     def put(self) -> None:
         """Stand in the method's place; what somebody has put over this stays, and calls this if it wants to."""
-        module = self._module()
+        module = self.reference()
         if module is None:
             return
         there = module.__dict__.get(self.name)
@@ -88,7 +88,7 @@ class InnerCall:
 
     def lift(self) -> None:
         """Put back what was there, unless somebody has put something over this."""
-        module = self._module()
+        module = self.reference()
         if module is None:
             return
         there = module.__dict__.get(self.name)
@@ -120,10 +120,21 @@ class InnerCalls:
 
     def put(self) -> None:
         """The unit is not called any more."""
-        for call in self.calls:
-            call.put()
+        for call, place in self._places():
+            if place.get(call.name) is call.own is call.covered is None:  # as nearly always, in few steps
+                place[call.name] = call
+            else:
+                call.put()
 
     def lift(self) -> None:
         """The unit is called, and calls what is inside: nothing stands in between then, also for a compiler."""
-        for call in self.calls:
-            call.lift()
+        for call, place in self._places():
+            if place.get(call.name) is call and call.own is None:
+                del place[call.name]
+            else:
+                call.lift()
+
+    def _places(self) -> list[tuple[InnerCall, dict[str, Any]]]:
+        modules = [call.reference() for call in self.calls]
+        both = zip(self.calls, modules, strict=True)
+        return [(call, module.__dict__) for call, module in both if module is not None]

@@ -72,10 +72,15 @@ class UnitPlan:
     Attributes:
         topology: the ranks over which parameters are sharded, and those that hold copies.
         free_after_forward: free the full parameters between the forward and the backward pass.
+        keeps_last: but not those of the unit that ends last, as in the pass before: backward needs them first, so they
+            would be gathered twice in a row.
         free_after_unsynced_backward: free them after a backward pass inside `no_sync` too.
         full_precision_in_eval: compute in the parameters' own dtype while the module is in `eval()`.
         storage_device: where the shards live between steps; `None`: where the full parameters do.
         notices_replacement: look, at each gather, whether the user has given a parameter other data.
+        overlaps_reductions: compute the gradients of a unit while those of the unit before are reduced, which takes the
+            memory of one unit's gradients more; `None`: on an accelerator only, since on the CPU the same cores add,
+            copy and compute.
         broadcast_buffers: start each training forward of the root from rank 0's buffers.
     """
 
@@ -90,4 +95,6 @@ class UnitPlan:
     storage_device: torch.device | None = None
     notices_replacement: bool = True
     broadcast_buffers: bool = False
+    keeps_last: bool = False
+    overlaps_reductions: bool | None = True
     use_orig_params: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
 from flatparam_runtime.buffers import UnitBuffers
 from flatparam_runtime.events import Instrument
+from flatparam_runtime.flat_steps import notice_optimizers
 from flatparam_runtime.hooks import attach
 from flatparam_runtime.initial_weights import InitialWeights
 from flatparam_runtime.plan import UnitPlan
@@ -83,6 +84,8 @@ def shard_module(
     modules = [module, *(child for child in inside(module) if child not in ignored)]
     names_of = {child: name for name, child in module.named_modules()}
     unit = Unit(type(module).__name__, plan, handles, weakref.ref(module))
+    if plan.use_orig_params:
+        notice_optimizers()
     unit.initial_weights, unit.initial_stamp = weights, unit.stamp()
     unit.buffers = UnitBuffers.of((names_of[child], child) for child in modules)
     register_unit(module, unit)

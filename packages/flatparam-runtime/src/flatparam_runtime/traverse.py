@@ -21,6 +21,9 @@ def tensors_in(value: object, opaque: list[object] | None = None) -> Iterator[Te
     Args:
         opaque: gets what may hold a tensor and cannot be looked into: functions, iterators and objects that are called.
     """
+    if isinstance(value, Tensor):
+        yield value
+        return
     seen: set[int] = set()
     stack = [value]
     while stack:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_comm import FlatParamError, FlatParamHandle, clean_fqn
+from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, clean_fqn
 from flatparam_runtime.agreement import agree_on_deed, agree_on_inference, agree_on_units
 from flatparam_runtime.backward import BackwardPass
 from flatparam_runtime.buffers import broadcast_buffers
@@ -92,10 +92,14 @@ class UnitTree:
     forward: ForwardPass | None = None
     last_forward: ForwardPass | None = None
     """The pass before: what prefetching expects to happen again."""
+    calls_before: int = 0
+    """How many calls of units ended in the last forward pass that autograd recorded."""
     keeps_unsharded: bool = False
     """Whether parameters that are unsharded between passes may be used as they are: after an unsynced backward pass."""
     fingerprint: Fingerprint = attrs.field(factory=Fingerprint)
     """Of the collectives of all units."""
+    pool: BufferPool = attrs.field(factory=lambda: BufferPool(keeps=False))
+    """Memory of the full parameters and unsharded gradients of all units, during a pass."""
     _backward: BackwardPass | None = None
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
@@ -118,6 +122,8 @@ class UnitTree:
         for number, unit in enumerate(units):
             unit.number, unit.fingerprint = number, tree.fingerprint
             unit.module.__dict__[_TREE] = tree
+            for handle in unit.handles:
+                handle.use_pool(tree.pool)
         return tree
 
     @property
@@ -131,6 +137,7 @@ class UnitTree:
         """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
         current = self.backward
         if current is None:
+            self.pool.keeps = True
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.end_backward
             )
@@ -139,6 +146,7 @@ class UnitTree:
     def end_backward(self, synced: bool) -> None:
         """Forget the backward pass, which has finished."""
         self._backward = None
+        self._end_pooling()
         self.keeps_unsharded = not synced
         if synced:
             self.fingerprint.before_each = (
@@ -177,6 +185,7 @@ class UnitTree:
             unit.cast_buffers()
         if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
             broadcast_buffers(self.units)
+        self.pool.keeps = True
         self.forward = ForwardPass(recorded=torch.is_grad_enabled())
 
     def end_forward(self) -> None:
@@ -186,8 +195,16 @@ class UnitTree:
             DivergenceError: where no backward follows, which would compare, and the ranks have run different units.
         """
         self.last_forward, self.forward = self.forward, None
+        if self.last_forward is not None and self.last_forward.recorded:
+            self.calls_before = len(self.last_forward.ended)
+        elif self.last_forward is not None:
+            self._end_pooling()  # no backward pass follows
         if self.last_forward is not None and not self.last_forward.recorded and not self.fingerprint.is_empty:
             agree_on_inference(self.units, self.fingerprint)
+
+    def _end_pooling(self) -> None:
+        self.pool.keeps = False
+        self.pool.clear()
 
     def _differentiated(self) -> ForwardPass:
         return self.forward or self.last_forward or ForwardPass()
@@ -208,6 +225,7 @@ class UnitTree:
         for unit in self.units:
             if unit.phase is not Phase.INSPECTING:
                 unit.reset(drop_gradients=dead is not None)
+        self._end_pooling()
         self.keeps_unsharded = False
 
 

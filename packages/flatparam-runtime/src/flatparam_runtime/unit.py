@@ -187,7 +187,10 @@ class Unit:
 
     def stamp(self) -> int:
         """A number that is another one after every in-place change of the unit's parameters."""
-        return sum(handle.stamp() for handle in self.handles)
+        stamp = 0
+        for handle in self.handles:
+            stamp += handle.stamp()
+        return stamp
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
@@ -200,8 +203,16 @@ class Unit:
         return any(handle.exposure.is_trainable for handle in self.handles)
 
     @property
+    def overlaps_reductions(self) -> bool:
+        """Whether gradients of this unit are computed while those of the unit before are reduced."""
+        overlaps = self.plan.overlaps_reductions
+        return self.device.type != "cpu" if overlaps is None else overlaps
+
+    @property
     def to_reduce(self) -> tuple[FlatParamHandle, ...]:
         """The flat parameters that the next reduction takes: those trained now, or since the last one."""
+        if not self.unsynced:
+            return self.trainable
         trained = {*self.trainable, *self.unsynced}
         return tuple(handle for handle in self.handles if handle in trained)
 
@@ -328,7 +339,12 @@ class Unit:
 
         Nothing either while a context keeps them.
         """
-        if self.pins or all(handle.residency is Residency.SHARDED for handle in self.handles):
+        for handle in self.handles:
+            if handle.residency is not Residency.SHARDED:
+                break
+        else:
+            return
+        if self.pins:
             return
         self._wait_for_gathers()  # the buffer must not go while bytes are being written to it
         for handle in self.handles:
@@ -350,6 +366,8 @@ class Unit:
             handle.exposure.list_flat_parameter(True)
 
     def _wait_for_gathers(self) -> None:
+        if not self._gathers:
+            return
         gathers, self._gathers = self._gathers, []
         errors = []
         for pending in gathers:

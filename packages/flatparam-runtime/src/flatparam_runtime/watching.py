@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -15,11 +17,7 @@ from flatparam_comm import FlatParamHandle
 
 __all__ = ["LeafWatch", "watch_of", "will_run"]
 
-SMALL_NBYTES: Final = 2**16
-"""A gradient of at most this many bytes may wait for the others of its unit, to be copied with them."""
-
-SMALL_NBYTES_OF_ALL: Final = 2**22
-"""That many bytes of small gradients wait at most in one flat parameter; what is more is copied one by one."""
+_GRAD: Final = operator.attrgetter("grad")
 
 
 @final
@@ -27,9 +25,9 @@ SMALL_NBYTES_OF_ALL: Final = 2**22
 class LeafWatch:
     """How a pass learns of the gradients of one form of a flat parameter.
 
-    A hook costs more than the copy of a small gradient. So small leaves have none at first: when the gradients of the
-    unit's inputs are there, so are theirs, and one call copies them all. Where that cannot be counted on, because the
-    unit has no such inputs, hides its outputs, or a gradient was missing then, they get one too.
+    A leaf has no hook at first: when the gradients of the unit's inputs are there, so are those of its leaves, and all
+    are collected at once. Where that cannot be counted on, because the unit has no such inputs, hides its outputs, or a
+    gradient was missing then, leaves get a hook, for ever.
     """
 
     leaves: tuple[Tensor, ...]
@@ -47,14 +45,7 @@ class LeafWatch:
         leaves = handle.leaves
         nodes = [_accumulation(leaf) for leaf in leaves]
         trained = [index for index, node in enumerate(nodes) if node is not None]
-        watch = cls(leaves, nodes, trained, [], arrived)
-        small, room = set(), SMALL_NBYTES_OF_ALL
-        for index in sorted(trained, key=lambda i: leaves[i].nbytes):
-            room -= leaves[index].nbytes
-            if leaves[index].nbytes <= SMALL_NBYTES and room >= 0:
-                small.add(index)
-        watch.hook([index for index in trained if index not in small])
-        return watch
+        return cls(leaves, nodes, trained, [], arrived)
 
     def hook(self, indices: Collection[int]) -> None:
         """Be told of the gradients of the leaves `indices`, from now on."""
@@ -66,6 +57,14 @@ class LeafWatch:
             leaf.requires_grad_(wanted)
         self.hooked = sorted({*self.hooked, *indices})
         self.unhooked = [index for index in self.unhooked if index not in indices]
+
+    def missing(self) -> list[int]:
+        """The leaves without a hook whose gradient the backward pass under way has still to compute."""
+        if not any(map(operator.is_, map(_GRAD, self.leaves), itertools.repeat(None))):
+            return []
+        return [
+            index for index in self.unhooked if self.leaves[index].grad is None and self.will_arrive(index)
+        ]
 
     def will_arrive(self, index: int) -> bool:
         """Whether the backward pass under way computes the gradient of leaf `index`, or has."""

@@ -149,6 +149,8 @@ def resolve(module: nn.Module, arguments: Arguments) -> Resolved:
     plan = UnitPlan(
         topology,
         free_after_forward=_FREES_EARLY[strategy],
+        keeps_last=True,
+        overlaps_reductions=None,
         free_after_unsynced_backward=_FREES_EARLY[strategy],
         prefetch=resolve_prefetch(arguments.forward_prefetch, arguments.backward_prefetch),
         precision=precision,

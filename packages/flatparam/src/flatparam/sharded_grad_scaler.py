@@ -167,7 +167,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             if here is None and dist.is_available() and dist.is_initialized():
                 here = ProcessGroupCollectives()
             return [] if here is None else [here]
-        topologies = [resolve_topology(one) for one in (given if isinstance(given, Sequence) else [given])]
+        several: Any = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+        topologies = [resolve_topology(one) for one in several]
         return [
             group
             for topology in topologies

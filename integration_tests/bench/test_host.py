@@ -1,0 +1,56 @@
+"""The benchmark of what a unit costs the host: a world of one rank and others that are not there."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from bench.absent import CONTENDERS, world
+from bench.counts import Operators, calls_of
+from bench.growth import optimizer_steps
+from bench.instructions import measure
+from bench.training import Setting
+from bench.workloads import stack
+
+from flatparam_comm import Collectives
+from flatparam_comm.testing import run_processes
+
+pytestmark = pytest.mark.processes
+
+OURS = [name for name in CONTENDERS if name.startswith("flatparam")]
+
+
+def counts(group: Collectives, name: str) -> list[tuple[int, int, int]]:
+    """Operators, collectives and calls of a step, in a world of 8 and in one of 512."""
+    found = []
+    for size in (8, 8, 512):
+        with world(size) as ranks:
+            training = CONTENDERS[name](Setting(stack(3, width=5, depth=1), False, ranks))
+            training.step()
+            with Operators(ranks) as operators:
+                training.step()
+            found.append((operators.others, operators.collectives, calls_of(training.step)))
+            del training
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_does_not_grow_with_the_world(name: str) -> None:
+    """Operators, collectives and calls are as many in a world of 512 as in one of 8; both pad every unit."""
+    ((of_8, of_512),) = run_processes(1, counts, name)
+    assert of_8 == of_512
+
+
+def test_optimizers_take_part() -> None:
+    """Each contender of the optimizer's table is stepped."""
+    (found,) = run_processes(1, optimizer_steps, 8)
+    assert {"plain", "one flat tensor", "flatparam, original", "torch FSDP2"} <= set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
+def test_instructions_are_counted() -> None:
+    """A unit costs instructions over the plain model, and more with more parameters."""
+    found = measure(8, [4, 8], ["flatparam"])["flatparam"]
+    assert 0 < found["4"]["pass"] < found["8"]["pass"]

@@ -1,0 +1,36 @@
+"""docs/performance.md is what the benchmark makes of its results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from bench.main import RESULTS, main
+from bench.page import write
+
+PAGE = RESULTS.with_suffix(".md")
+
+
+def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+    """Nothing between the markers is edited by hand."""
+    copy = tmp_path / PAGE.name
+    shutil.copy(PAGE, copy)
+    write(json.loads(RESULTS.read_text()), copy)
+    assert copy.read_text() == PAGE.read_text()
+
+
+def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
+    """A section of results that has no place is an error that names the markers."""
+    page = tmp_path / "page.md"
+    page.write_text("nothing")
+    with pytest.raises(LookupError, match="begin steps"):
+        write({"steps": {}}, page)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line lists its commands."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "instructions" in capsys.readouterr().out

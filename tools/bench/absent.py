@@ -1,0 +1,79 @@
+"""A world of one real rank and others that are not there: what a step costs the host when collectives are free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from flatparam_comm import (
+    Collectives,
+    ForwardingCollectives,
+    ProcessGroupCollectives,
+    SilentCollectives,
+    SingleCollectives,
+)
+
+from .contenders import fsdp1, fsdp2, ours
+from .training import Setting, Training, floor
+
+PLAIN: Final = "plain"
+
+
+class _FirstOf(ForwardingCollectives):
+    """Rank 0 of `size`; every other rank says what this one says."""
+
+    def __init__(self, size: int) -> None:
+        """Say that there are `size` ranks."""
+        super().__init__(SingleCollectives())
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """How many ranks there would be."""
+        return self._size
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """The same value from everybody."""
+        return [value] * self._size
+
+    def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
+        """Fewer ranks."""
+        return _FirstOf(len(ranks)) if 0 in ranks else None
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        raise AssertionError("subgroup does not decorate")
+
+
+@contextmanager
+def world(size: int) -> Iterator[Collectives]:
+    """torch's default process group is one that does nothing, of `size` ranks; the same as `Collectives`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield ProcessGroupCollectives()
+    finally:
+        dist.destroy_process_group()
+
+
+def _ours_without_c10d(setting: Setting, **arguments: Any) -> Training:
+    silent = SilentCollectives(_FirstOf(setting.group.size))
+    return ours(Setting(setting.workload, setting.bf16, silent), **arguments)
+
+
+CONTENDERS: Final[dict[str, Callable[[Setting], Training]]] = {
+    PLAIN: floor,
+    "flatparam": ours,
+    "flatparam, original": partial(ours, use_orig_params=True),
+    "flatparam without c10d": _ours_without_c10d,
+    "flatparam without c10d, original": partial(_ours_without_c10d, use_orig_params=True),
+    "torch FSDP1": fsdp1,
+    "torch FSDP1, original": partial(fsdp1, use_orig_params=True),
+    "torch FSDP2": fsdp2,
+}

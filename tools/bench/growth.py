@@ -1,0 +1,120 @@
+"""How costs grow with the number of units and of parameters; and the step of an optimizer over many parameters.
+
+On one rank whose collectives do nothing. Seconds are of CPU time, the least of some repetitions: the work is the same
+each time, and other programs only add to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives
+
+from .absent import CONTENDERS, PLAIN, world
+from .counts import calls_of
+from .training import Setting, Training
+from .workloads import stack
+
+NAMES: Final = tuple(name for name in CONTENDERS if "without" not in name)
+WORLD_SIZE: Final = 8
+OPTIMIZER_ROUNDS: Final = 30
+
+
+def grow(
+    group: Collectives, shapes: Sequence[tuple[int, int]], repetitions: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """For each (units, parameters in one) and contender: seconds of `build` and `pass`, `calls` in a pass."""
+    warnings.simplefilter("ignore")
+    with world(WORLD_SIZE) as ranks:
+        return {
+            f"{units}x{parameters}": {
+                name: _costs(partial(CONTENDERS[name], _setting(ranks, units, parameters)), repetitions)
+                for name in NAMES
+            }
+            for units, parameters in shapes
+        }
+
+
+def _setting(group: Collectives, units: int, parameters: int) -> Setting:
+    return Setting(stack(units, width=4, depth=parameters // 2), False, group)
+
+
+def _costs(build: Callable[[], Training], repetitions: int) -> dict[str, float]:
+    builds, passes = [], []
+    for _ in range(repetitions):
+        gc.collect()
+        seconds, training = _cpu_seconds(build)
+        builds.append(seconds)
+    training.step()
+    for _ in range(repetitions + 1):
+        passes.append(_cpu_seconds(partial(_pass, training))[0])
+    return {"build": min(builds), "pass": min(passes), "calls": calls_of(partial(_pass, training))}
+
+
+def _pass(training: Training) -> None:
+    training.backward(training.forward())
+    training.optimizer.zero_grad()
+
+
+def _cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = action()
+    return time.process_time() - start, result
+
+
+def optimizer_steps(group: Collectives, parameters: int) -> dict[str, list[float]]:
+    """Milliseconds of AdamW's step over one unit with so many parameters, half of which do not decay: quartiles."""
+    warnings.simplefilter("ignore")
+    with world(2) as ranks:
+        steps = {name: _stepping(CONTENDERS[name](_setting(ranks, 1, parameters))) for name in _ORIGINALS}
+        steps["one flat tensor"] = _flat_step(_setting(ranks, 1, parameters))
+        samples: Mapping[str, list[float]] = {name: [] for name in steps}
+        for _ in range(OPTIMIZER_ROUNDS):
+            for name, step in steps.items():
+                samples[name].append(1e3 * _cpu_seconds(step)[0])
+    return {name: statistics.quantiles(values, n=4) for name, values in samples.items()}
+
+
+_ORIGINALS: Final = (PLAIN, "flatparam, original", "torch FSDP1, original", "torch FSDP2")
+
+
+def _stepping(training: Training) -> Callable[[], Any]:
+    """The step of a new optimizer over the training's parameters in two groups, once there are gradients."""
+    optimizer = _decaying_by_kind(training.model)
+    training.backward(training.forward())
+    optimizer.step()
+    return optimizer.step
+
+
+def _decaying_by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    weights = [parameter for name, parameter in named if name.endswith("weight")]
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    return _in_two_groups(weights, biases)
+
+
+def _in_two_groups(decaying: Sequence[Tensor], others: Sequence[Tensor]) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def _flat_step(setting: Setting) -> Callable[[], Any]:
+    """The same over as many elements in one tensor for each group."""
+    kinds: dict[bool, int] = {True: 0, False: 0}
+    for parameter in setting.workload.seeded().parameters():
+        kinds[parameter.ndim > 1] += parameter.numel()
+    flats: list[Tensor] = [torch.zeros(-(-numel // setting.group.size)) for numel in kinds.values()]
+    for flat in flats:
+        flat.grad = torch.ones_like(flat)
+    optimizer = _in_two_groups(flats[:1], flats[1:])
+    optimizer.step()
+    return optimizer.step

@@ -1,0 +1,113 @@
+"""docs/performance.md from the results: the text between two markers is replaced, and pictures are drawn beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from .absent import PLAIN
+from .figures import Row, cells
+
+SECTIONS: Final = ("steps", "instructions", "world size", "growth", "optimizer")
+
+
+def write(results: Mapping[str, Any], page: Path) -> list[str]:
+    """Fill the page's sections of which there are results; returns what was done, a sentence for each."""
+    text = page.read_text(encoding="utf-8")
+    for section in SECTIONS:
+        if section in results:
+            begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
+            body = "\n\n".join(_RENDER[section](results[section]))
+            pattern = re.escape(begin) + ".*?" + re.escape(end)
+            text, found = re.subn(pattern, lambda _: f"{begin}\n\n{body}\n\n{end}", text, flags=re.DOTALL)  # noqa: B023
+            if not found:
+                raise LookupError(f"expected the markers {begin} and {end} in {page}, found none")
+    page.write_text(text, encoding="utf-8")
+    from .plots import draw
+
+    return [f"wrote {page}", *draw(results, page.parent)]
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    head, *rest = (f"| {' | '.join(line)} |" for line in lines)
+    rule = "| --- |" + " ---: |" * (len(lines[0]) - 1)
+    return "\n".join([head, rule, *rest])
+
+
+def _provenance(entry: Mapping[str, Any]) -> str:
+    machine = entry["machine"]
+    load = f", load average {entry['load']:.1f} when it ended" if "load" in entry else ""
+    return f"{machine['date']}, {machine['cpus']} CPUs, torch {machine['torch']}, Python {machine['python']}{load}."
+
+
+def _steps(section: Mapping[str, Any]) -> Iterator[str]:
+    yield "![step and CPU time over the sharded floor](performance-steps.svg)"
+    for title, entry in section.items():
+        rows: Mapping[str, Row] = entry["rows"]
+        first = next(iter(rows.values()))
+        yield f"### {title}"
+        yield (
+            f"{entry['what']}. {first['rounds']} rounds; the floor takes {1e3 * first['step']:.0f} ms. "
+            + _provenance(entry)
+        )
+        yield _table(cells(rows))
+
+
+def _instructions(section: Mapping[str, Any]) -> Iterator[str]:
+    for title, entry in section.items():
+        rows = entry["rows"]
+        counts = list(next(iter(rows.values())))
+        heads = [f"{part}, {count} parameters" for count in counts for part in ("pass", "update", "build")]
+        lines = [["millions of instructions per unit, over the plain model", *heads]]
+        for name, by in rows.items():
+            figures = (by[count][part] / 1e6 for count in counts for part in ("pass", "update", "build"))
+            lines.append([name, *(f"{figure:.2f}" for figure in figures)])
+        yield f"{title}. {_provenance(entry)}"
+        yield _table(lines)
+
+
+def _world_size(section: Mapping[str, Any]) -> Iterator[str]:
+    sizes = list(section)
+    names = list(section[sizes[0]]["rows"])
+    for part in ("pass", "build"):
+        lines = [[f"{part}: millions of instructions per unit of 4, over the plain model", *sizes]]
+        for name in names:
+            lines.append([name, *(f"{section[size]['rows'][name]['4'][part] / 1e6:.2f}" for size in sizes)])
+        yield _table(lines)
+    yield _provenance(section[sizes[-1]])
+
+
+def _growth(section: Mapping[str, Any]) -> Iterator[str]:
+    yield "![construction and passes](performance-growth.svg)"
+    for title, entry in section.items():
+        rows = entry["rows"]
+        names = list(next(iter(rows.values())))
+        yield f"### {title}"
+        for part, unit, scale in (("build", "s", 1.0), ("pass", "ms", 1e3), ("calls", "thousands", 1e-3)):
+            lines = [[f"{part}, {unit}", *rows]]
+            for name in names:
+                lines.append([name, *(f"{scale * by[name][part]:.3g}" for by in rows.values())])
+            yield _table(lines)
+        yield _provenance(entry)
+
+
+def _optimizer(section: Mapping[str, Any]) -> Iterator[str]:
+    for title, entry in section.items():
+        rows = entry["rows"]
+        plain = rows[PLAIN][1]
+        lines = [["", "ms (quartiles)", "x plain"]]
+        for name, (low, middle, high) in rows.items():
+            lines.append([name, f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{middle / plain:.3f}"])
+        yield f"{title}. {_provenance(entry)}"
+        yield _table(lines)
+
+
+_RENDER: Final = {
+    "steps": _steps,
+    "instructions": _instructions,
+    "world size": _world_size,
+    "growth": _growth,
+    "optimizer": _optimizer,
+}
