@@ -183,7 +183,13 @@ class FlatLayout:
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """The fragments of every parameter on `rank`, in slot order, empty ones included."""
-        return (self.fragment(index, rank) for index in range(len(self.slots)))
+        if rank not in self._fragments:
+            self._fragments[rank] = tuple(self.fragment(index, rank) for index in range(len(self.slots)))
+        return iter(self._fragments[rank])
+
+    @cached_property
+    def _fragments(self) -> dict[int, tuple[Fragment, ...]]:
+        return {}
 
 
 def plan_layouts(

@@ -64,8 +64,10 @@ def attach(unit: Unit) -> None:
 def _is_shell(module: nn.Module) -> bool:
     """Whether it is nothing but something around one unit, so that calling it is calling that unit."""
     while unit_of(module) is None:
+        if module._parameters or module._buffers or not module._modules:
+            return False
         children = list(module.children())
-        if len(children) != 1 or module._parameters or module._buffers:
+        if len(children) != 1:
             return False
         (module,) = children
     return True

@@ -70,12 +70,12 @@ def revive_units(module: nn.Module) -> None:
 def inside(module: nn.Module) -> Iterator[nn.Module]:
     """The modules below `module` that no unit below it has, each once, depth first."""
     seen = {module}
-    stack = list(reversed(list(module.children())))
+    stack = [*reversed(module._modules.values())]
     while stack:
         child = stack.pop()
-        if child not in seen and unit_of(child) is None:
+        if child is not None and child not in seen and unit_of(child) is None:
             seen.add(child)
-            stack.extend(reversed(list(child.children())))
+            stack.extend(reversed(child._modules.values()))
             yield child
 
 
