@@ -20,8 +20,8 @@ class BufferPool:
     The C allocator gives large blocks back to the system, which clears their pages again at the next allocation: that
     takes as long as copying them. On an accelerator torch's own allocator does this already.
 
-    One block of each size is kept, since what is freed makes place for what is allocated next. Invariant: `in_use + kept
-    <= peak`, so there is never more memory than without the pool at its worst moment.
+    One block of each size is kept, since what is freed makes place for what is allocated next. Invariant:
+    `in_use + kept <= peak`, so there is never more memory than without the pool at its worst moment.
     """
 
     in_use: int = 0
