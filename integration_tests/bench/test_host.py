@@ -7,7 +7,7 @@ import shutil
 import pytest
 from bench.absent import CONTENDERS, world
 from bench.counts import Operators, calls_of
-from bench.growth import optimizer_steps
+from bench.growth import optimizer_steps, prepared
 from bench.instructions import measure
 from bench.training import Setting
 from bench.workloads import stack
@@ -39,6 +39,20 @@ def test_a_step_does_not_grow_with_the_world(name: str) -> None:
     """Operators, collectives and calls are as many in a world of 512 as in one of 8; both pad every unit."""
     ((of_8, of_512),) = run_processes(1, counts, name)
     assert of_8 == of_512
+
+
+def built(group: Collectives, name: str) -> list[int]:
+    """Calls of the construction of 4, 8 and 12 units."""
+    with world(8) as ranks:
+        settings = [Setting(stack(units, width=5, depth=2), False, ranks) for units in (4, 4, 8, 12)]
+        return [calls_of(prepared(CONTENDERS[name], setting)) for setting in settings][1:]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_construction_is_linear(name: str) -> None:
+    """Four units more cost as many calls whether there are four already, or eight."""
+    ((of_4, of_8, of_12),) = run_processes(1, built, name)
+    assert of_8 - of_4 == of_12 - of_8 > 0
 
 
 def test_optimizers_take_part() -> None:

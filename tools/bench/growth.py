@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
@@ -32,12 +33,15 @@ OPTIMIZER_ROUNDS: Final = 30
 def grow(
     group: Collectives, shapes: Sequence[tuple[int, int]], repetitions: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """For each (units, parameters in one) and contender: seconds of `build` and `pass`, `calls` in a pass."""
+    """For each (units, parameters in one) and contender: seconds of `build` and `pass`, `calls` in each.
+
+    `build` begins when the model is there.
+    """
     warnings.simplefilter("ignore")
     with world(WORLD_SIZE) as ranks:
         return {
             f"{units}x{parameters}": {
-                name: _costs(partial(CONTENDERS[name], _setting(ranks, units, parameters)), repetitions)
+                name: _costs(CONTENDERS[name], _setting(ranks, units, parameters), repetitions)
                 for name in NAMES
             }
             for units, parameters in shapes
@@ -48,16 +52,28 @@ def _setting(group: Collectives, units: int, parameters: int) -> Setting:
     return Setting(stack(units, width=4, depth=parameters // 2), False, group)
 
 
-def _costs(build: Callable[[], Training], repetitions: int) -> dict[str, float]:
+def _costs(contender: Callable[[Setting], Training], setting: Setting, repetitions: int) -> dict[str, float]:
     builds, passes = [], []
     for _ in range(repetitions):
-        gc.collect()
-        seconds, training = _cpu_seconds(build)
+        training = None  # the one before goes first
+        seconds, training = _cpu_seconds(prepared(contender, setting))
         builds.append(seconds)
+    assert training is not None, "there is a repetition"
     training.step()
     for _ in range(repetitions + 1):
         passes.append(_cpu_seconds(partial(_pass, training))[0])
-    return {"build": min(builds), "pass": min(passes), "calls": calls_of(partial(_pass, training))}
+    return {
+        "build": min(builds),
+        "pass": min(passes),
+        "calls": calls_of(partial(_pass, training)),
+        "build calls": calls_of(prepared(contender, setting)),
+    }
+
+
+def prepared(contender: Callable[[Setting], Training], setting: Setting) -> Callable[[], Training]:
+    """The contender's construction, with the model made already."""
+    model = setting.workload.seeded()
+    return partial(contender, evolve(setting, workload=evolve(setting.workload, model=lambda: model)))
 
 
 def _pass(training: Training) -> None:
@@ -66,9 +82,14 @@ def _pass(training: Training) -> None:
 
 
 def _cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Without Python's cyclic collector, as `timeit` measures: it looks at the whole process, whoever's turn it is."""
+    gc.collect()
+    gc.disable()
     start = time.process_time()
     result = action()
-    return time.process_time() - start, result
+    seconds = time.process_time() - start
+    gc.enable()
+    return seconds, result
 
 
 def optimizer_steps(group: Collectives, parameters: int) -> dict[str, list[float]]:

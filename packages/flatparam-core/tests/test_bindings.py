@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam_core import FlatParamError, ParamInfo, clean_fqn, discover
+from flatparam_core import FlatParamError, ParamInfo, clean_fqn, discover, each_module
 
 
 def found(root: nn.Module, **options: object) -> list[str]:
@@ -85,6 +85,23 @@ def test_a_binding_holds_its_module_weakly() -> None:
     assert info.fqn == "block.0.weight"
     with pytest.raises(FlatParamError, match=r"'block\.0' that held 'weight'"):
         _ = info.module
+
+
+def test_each_module_in_torchs_order() -> None:
+    """Modules come once, in the order of `modules()`, also where they are shared, missing or contain themselves."""
+    shared = nn.Linear(1, 1)
+    root = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.Tanh(), shared))
+    root.register_module("nobody", None)
+    root[1].add_module("above", root)
+    assert list(each_module(root)) == list(root.modules())
+
+
+def test_modules_that_are_skipped() -> None:
+    """What is skipped is left out with all below it, unless another path leads there; the root is never skipped."""
+    shared = nn.Linear(1, 1)
+    root = nn.Sequential(nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"again": shared}))
+    found = list(each_module(root, lambda module: isinstance(module, nn.Sequential)))
+    assert found == [root, root[1], shared]
 
 
 def test_a_module_that_contains_itself_below() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from flatparam_core import FlatLayout, ParamSpec, Span, plan_layouts
 from flatparam_core.bindings import memory_view
@@ -210,3 +211,14 @@ def test_plan_layouts_puts_trainable_first_and_keeps_order(specs: list[ParamSpec
 def test_plan_layouts_of_nothing() -> None:
     """No parameters, no layouts."""
     assert plan_layouts([], world_size=4) == ()
+
+
+def test_equal_parameters_share_their_layouts() -> None:
+    """The blocks of a model that are built alike have one layout object; another world size has its own."""
+    plans = []
+    for _ in range(2):
+        block = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, dtype=torch.float64))
+        specs = [ParamSpec.of(name, parameter) for name, parameter in block.named_parameters()]
+        plans.append(plan_layouts(specs, world_size=2))
+    assert all(one is other for one, other in zip(*plans, strict=True))
+    assert plan_layouts(specs, world_size=3) != plans[0]

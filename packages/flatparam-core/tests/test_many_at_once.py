@@ -146,6 +146,19 @@ def test_pieces_of_a_shard(layout: FlatLayout) -> None:
             assert piece.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
 
 
+@given(layouts(torch.float32))
+def test_lines_of_a_shard(layout: FlatLayout) -> None:
+    """The same pieces, each 1-D, with `shapes` as the shapes that they had; an empty one has memory nowhere else."""
+    for rank in range(min(layout.world_size, 4)):
+        shard = torch.randn(layout.shard_numel)
+        pieces = ShardPieces.of(layout, rank)
+        for line, piece, shape in zip(pieces.lines(shard), pieces.views(shard), pieces.shapes, strict=True):
+            assert line.dim() == 1
+            assert piece.shape == shape == line.view(shape).shape
+            assert line.data_ptr() == piece.data_ptr()
+            assert line.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+
+
 class Tied(nn.Module):
     """Two names of one weight, a parameter of its own, and a recurrent layer, which keeps a list beside the names."""
 

@@ -87,7 +87,7 @@ def test_stopwatch_report(
 ) -> None:
     """S-124: rank 0 logs what was measured where TORCH_DISTRIBUTED_DEBUG=INFO, and it is forgotten either way."""
     monkeypatch.setattr(
-        "torch.distributed.distributed_c10d.get_debug_level",
+        "torch.distributed.get_debug_level",
         lambda: getattr(torch.distributed.DebugLevel, level),
     )
     caplog.set_level(logging.INFO)

@@ -1,6 +1,6 @@
 """Flat parameters: geometry, storage, views and gradients, on one rank. Never imports `torch.distributed`."""
 
-from flatparam_core.bindings import BoundParameter, ParamInfo, discover, memory_view
+from flatparam_core.bindings import BoundParameter, ParamInfo, discover, each_module, memory_view
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
 from flatparam_core.exposure import Exposure
@@ -58,6 +58,7 @@ __all__ = [
     "Transitions",
     "clean_fqn",
     "discover",
+    "each_module",
     "flatten_module",
     "memory_view",
     "owner_of",

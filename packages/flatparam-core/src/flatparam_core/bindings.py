@@ -14,7 +14,7 @@ from flatparam_core.errors import FlatParamError
 from flatparam_core.names import clean_fqn
 from flatparam_core.specs import ParamSpec
 
-__all__ = ["BoundParameter", "ParamInfo", "discover", "memory_view"]
+__all__ = ["BoundParameter", "ParamInfo", "discover", "each_module", "memory_view"]
 
 
 @final
@@ -104,10 +104,11 @@ def discover(
     found: dict[int, tuple[nn.Parameter, list[ParamInfo], list[str]]] = {}
     seen: set[nn.Module] = set()
     for module_name, module in _walk("", root, skip_module):
+        path, reference = clean_fqn(module_name), weakref.ref(module)
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored:
                 continue
-            info = ParamInfo.of(name, module, module_name)
+            info = ParamInfo(name, path, reference)
             _, infos, names = found.setdefault(id(parameter), (parameter, [], []))
             names.append(info.fqn)
             if module not in seen:
@@ -128,6 +129,24 @@ def _walk(
     for child_name, child in module._modules.items():
         if child is not None and child not in path and not skip_module(child):
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip_module, path)
+
+
+def each_module(
+    root: nn.Module, skip_module: Callable[[nn.Module], bool] = lambda module: False
+) -> Iterator[nn.Module]:
+    """`root` and all below it, each once, in the order of `root.modules()`, without its generator for each level.
+
+    A submodule for which `skip_module` is true is left out with everything below it (`root` never is).
+    """
+    seen: set[nn.Module] = set()
+    stack: list[nn.Module | None] = [root]
+    while stack:
+        module = stack.pop()
+        if module is None or module in seen or (module is not root and skip_module(module)):
+            continue
+        seen.add(module)
+        yield module
+        stack.extend(reversed(module._modules.values()))
 
 
 def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:

@@ -14,6 +14,7 @@ from flatparam_core.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure import add_to_grad, fragment_view, memory_of, new_values
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.layout import Fragment
+from flatparam_core.shard_pieces import ShardPieces
 from flatparam_core.sites import Sites
 
 __all__ = ["FlatExposure"]
@@ -74,12 +75,11 @@ class FlatExposure:
 
     def _make_views(self) -> None:
         layout, rank = self.flat_param.flat_layout, self.flat_param.rank
-        self._views = tuple(
-            self.flat_param.detach()[fragment.in_shard.as_slice()] for fragment in layout.fragments(rank)
-        )
+        pieces = ShardPieces.of(layout, rank)
+        self._views = tuple(pieces.lines(self.flat_param.detach()))
         for index, original in self.originals().items():
             original.grad = None  # a full one; what is added from now on has the fragment's shape
-            original.data = fragment_view(self.flat_param.data, layout, layout.fragment(index, rank))
+            original.data = self._views[index].view(pieces.shapes[index])
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""

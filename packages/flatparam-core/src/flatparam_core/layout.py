@@ -5,9 +5,11 @@ Everything here is a frozen fact about integers: no rank is running, no tensor e
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 import attrs
 import torch
@@ -18,6 +20,8 @@ from flatparam_core.spans import Span
 from flatparam_core.specs import ParamSpec
 
 __all__ = ["FlatLayout", "Fragment", "Slot", "plan_layouts"]
+
+_NOTHING: Final = Span(0, 0)
 
 
 @final
@@ -54,7 +58,7 @@ class Fragment:
 
 
 @final
-@attrs.frozen(slots=False)  # a dict, for the cached properties
+@attrs.frozen(slots=False, cache_hash=True)  # a dict, for the cached properties
 class FlatLayout:
     """One flat parameter: its slots in order, and its even split over `world_size` ranks.
 
@@ -168,10 +172,13 @@ class FlatLayout:
 
     def fragment(self, index: int, rank: int) -> Fragment:
         """The part of parameter `index` that `rank` owns; its spans are empty where it owns nothing."""
-        slot, shard = self.slots[index].span, self.shard_span(rank)
+        return self._fragment(index, self.shard_span(rank))
+
+    def _fragment(self, index: int, shard: Span) -> Fragment:
+        slot = self.slots[index].span
         common = slot.overlap(shard)
         if not common:
-            return Fragment(index, Span(0, 0), Span(0, 0))
+            return Fragment(index, _NOTHING, _NOTHING)
         return Fragment(index, common.relative_to(slot.start), common.relative_to(shard.start))
 
     def ranks_of(self, index: int) -> range:
@@ -181,11 +188,12 @@ class FlatLayout:
             return range(0)
         return range(span.start // self.shard_numel, (span.stop - 1) // self.shard_numel + 1)
 
-    def fragments(self, rank: int) -> Iterator[Fragment]:
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The fragments of every parameter on `rank`, in slot order, empty ones included."""
         if rank not in self._fragments:
-            self._fragments[rank] = tuple(self.fragment(index, rank) for index in range(len(self.slots)))
-        return iter(self._fragments[rank])
+            shard = self.shard_span(rank)
+            self._fragments[rank] = tuple(self._fragment(index, shard) for index in range(len(self.slots)))
+        return self._fragments[rank]
 
     @cached_property
     def _fragments(self) -> dict[int, tuple[Fragment, ...]]:
@@ -198,8 +206,16 @@ def plan_layouts(
     """Plan as few flat parameters as the parameters of a unit need.
 
     One flat parameter holds one dtype, and either trainable or frozen parameters: so frozen parameters cost no
-    gradient memory and no reduced bytes. Trainable layouts come first; within each the order of `specs` is kept.
+    gradient memory and no reduced bytes. Trainable layouts come first; within each the order of `specs` is kept. Equal
+    parameters get the same layouts, as objects: the repeated blocks of a model share them.
     """
+    return _plan_layouts(tuple(specs), world_size, alignment_nbytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_layouts(
+    specs: tuple[ParamSpec, ...], world_size: int, alignment_nbytes: int
+) -> tuple[FlatLayout, ...]:
     groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault((not spec.requires_grad, spec.dtype), []).append(spec)

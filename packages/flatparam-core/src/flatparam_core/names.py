@@ -18,4 +18,5 @@ _BETWEEN: Final = frozenset({FSDP_WRAPPED_MODULE, "_checkpoint_wrapped_module", 
 
 def clean_fqn(name: str) -> str:
     """`name` without the parts that sharding, activation checkpointing and `torch.compile` wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _BETWEEN)
+    parts = name.split(".")
+    return name if _BETWEEN.isdisjoint(parts) else ".".join(part for part in parts if part not in _BETWEEN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -14,9 +14,8 @@ from typing_extensions import Self, final
 
 from flatparam_core.bindings import BoundParameter, ParamInfo
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure import add_to_grad, fragment_view, new_values
+from flatparam_core.exposure import add_to_grad, new_values
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.layout import Fragment
 from flatparam_core.shard_pieces import ShardPieces
 from flatparam_core.sites import Sites, replaced
 
@@ -38,7 +37,11 @@ class OriginalExposure:
     """Where each original's part of the shard is."""
     _changes: int = 0
     """Of originals that are gone."""
-    _pieces: ShardPieces | None = None
+    _pieces: ShardPieces = attrs.field(init=False)
+
+    @_pieces.default
+    def _cut(self) -> ShardPieces:
+        return ShardPieces.of(self.flat_param.flat_layout, self.flat_param.rank)
 
     @classmethod
     def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
@@ -57,12 +60,6 @@ class OriginalExposure:
         """Become a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
         flat_param, originals, sites = state
         type(self).__init__(self, flat_param, originals, sites, [-1] * len(originals))
-
-    def _fragments(self) -> Iterator[Fragment]:
-        return self.flat_param.flat_layout.fragments(self.flat_param.rank)
-
-    def _view(self, fragment: Fragment) -> torch.Tensor:
-        return fragment_view(self.flat_param.data, self.flat_param.flat_layout, fragment)
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""
@@ -116,7 +113,7 @@ class OriginalExposure:
 
     def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor) -> None:
         """Take `found` as original `index`, with the values `part`."""
-        view = self._view(self.flat_param.flat_layout.fragment(index, self.flat_param.rank))
+        view = self._pieces.views(self.flat_param.detach())[index]
         view.view(-1).copy_(part)
         if found.grad is not None and found.grad.shape != view.shape:
             found.grad = None  # a full one, as from before sharding
@@ -130,10 +127,10 @@ class OriginalExposure:
 
     def refresh(self) -> None:
         """See `Exposure.refresh`."""
-        for parameter, fragment in zip(self._originals, self._fragments(), strict=True):
-            parameter.data = self._view(fragment)
-        self._addresses = [parameter.data_ptr() for parameter in self._originals]
-        self._pieces = None
+        parts = self._pieces.views(self.flat_param.detach())
+        for parameter, part in zip(self._originals, parts, strict=True):
+            parameter.data = part
+        self._addresses = [*map(torch.Tensor.data_ptr, self._originals)]
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
@@ -148,8 +145,6 @@ class OriginalExposure:
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """See `Exposure.add_gradient`."""
-        if self._pieces is None:
-            self._pieces = ShardPieces.of(self.flat_param.flat_layout, self.flat_param.rank)
         originals, gradients = self._originals, self._pieces.views(reduced)
         if not all(arrived) or not all(map(_REQUIRES_GRAD, originals)):
             wanted = [a and p.requires_grad for a, p in zip(arrived, originals, strict=True)]

@@ -29,7 +29,7 @@ def pack_parameter(
     shard: torch.Tensor, layout: FlatLayout, index: int, tensor: torch.Tensor, *, rank: int
 ) -> None:
     """Copy this rank's part of parameter `index`, whose full value is `tensor`, to its place in `shard`."""
-    fragment = layout.fragment(index, rank)
+    fragment = layout.fragments(rank)[index]
     if fragment.in_param:
         flat = memory_view(tensor, layout.slots[index].spec)
         shard[fragment.in_shard.as_slice()].copy_(flat[fragment.in_param.as_slice()])

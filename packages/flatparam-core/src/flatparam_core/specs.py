@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -35,7 +36,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 @final
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class ParamSpec:
     """One parameter as the layout sees it: name, shape, memory order and dtype.
 
@@ -55,7 +56,9 @@ class ParamSpec:
         return contiguous_stride(self.shape)
 
     def __attrs_post_init__(self) -> None:
-        if len(self.stride) != len(self.shape) or (self.numel and not is_dense(self.shape, self.stride)):
+        if self.stride != contiguous_stride(self.shape) and (
+            len(self.stride) != len(self.shape) or (self.numel and not is_dense(self.shape, self.stride))
+        ):
             raise LayoutError(
                 f"parameter {self.fqn!r}: strides {self.stride} do not lay shape {self.shape} out densely"
             )
@@ -65,11 +68,8 @@ class ParamSpec:
     @classmethod
     def of(cls, fqn: str, tensor: torch.Tensor, aliases: Sequence[str] = ()) -> Self:
         """The spec of `tensor` (any shape, 0-d too); its strides are kept where they are dense."""
-        shape = tuple(tensor.shape)
-        stride = tuple(tensor.stride())
-        if tensor.numel() == 0 or not is_dense(shape, stride):
-            stride = contiguous_stride(shape)
-        return cls(fqn, shape, tensor.dtype, tensor.requires_grad, stride, tuple(aliases))
+        facts = tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride()
+        return _spec(fqn, *facts, tuple(aliases))
 
     @property
     def memory_order(self) -> tuple[int, ...]:
@@ -87,3 +87,19 @@ class ParamSpec:
     def nbytes(self) -> int:
         """Size in bytes in the parameter's own dtype."""
         return self.numel * self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(
+    fqn: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    stride: tuple[int, ...],
+    aliases: tuple[str, ...],
+) -> ParamSpec:
+    """One object for all that are equal, as in the repeated blocks of a model."""
+    row_major = contiguous_stride(shape)
+    if stride != row_major and (not math.prod(shape) or not is_dense(shape, stride)):
+        stride = row_major
+    return ParamSpec(fqn, shape, dtype, requires_grad, stride, aliases)

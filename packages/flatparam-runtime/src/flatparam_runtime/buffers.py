@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -47,12 +47,17 @@ class UnitBuffers:
     """The dtype of each buffer that was cast, before it was, by name below the unit."""
 
     @classmethod
-    def of(cls, modules: Iterable[tuple[str, nn.Module]]) -> Self:
-        """The floating-point buffers that `modules` (with their names below the unit) register themselves."""
+    def of(cls, unit_module: nn.Module, modules: Collection[nn.Module]) -> Self:
+        """The floating-point buffers that `modules`, which are inside `unit_module`, register themselves."""
+        if not modules:
+            return cls()
+        names = {module: name for name, module in unit_module.named_modules()}
         return cls(
             tuple(
-                _Site(weakref.ref(module), name, clean_fqn(f"{prefix}.{name}" if prefix else name))
-                for prefix, module in modules
+                _Site(
+                    weakref.ref(module), name, clean_fqn(f"{names[module]}.{name}" if names[module] else name)
+                )
+                for module in modules
                 for name, buffer in module._buffers.items()
                 if buffer is not None and buffer.is_floating_point()
             )

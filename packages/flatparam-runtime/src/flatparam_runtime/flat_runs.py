@@ -164,7 +164,7 @@ class Run:
             return None if any(states) else Joined(self, parameter, {})
         joined: dict[str, Tensor] = {}
         try:
-            if set(map(len, states)) != {len(self.names)}:  # or `None` among them
+            if len(states[0]) != len(self.names):  # the rest is asked for the names
                 return None
             for name in self.names:
                 value = self._join(name, states)

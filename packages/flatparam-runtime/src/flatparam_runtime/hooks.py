@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,31 +34,23 @@ from flatparam_runtime.inner_calls import InnerCall, InnerCalls
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.ranges import profiled
 from flatparam_runtime.traverse import map_tensors, tensors_in
-from flatparam_runtime.tree import inside, tree_of, unit_of
+from flatparam_runtime.tree import tree_of, unit_of
 from flatparam_runtime.unit import Unit
 from flatparam_runtime.watching import LeafWatch, watch_of
 
 __all__ = ["attach", "register_forward_method"]
 
 
-def attach(unit: Unit) -> None:
-    """Have `unit` follow the forward and backward passes of its module, and of the modules inside it.
+def attach(unit: Unit, below: Iterable[nn.Module]) -> None:
+    """Have `unit` follow the forward and backward passes of its module, and of those `below` it that are in no other.
 
     One inside only counts where it is called by itself, from outside of the unit's own forward.
     """
     module = unit.module
     module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
-    handles = [handle for each in (unit, *unit.lenders) for handle in each.handles]
-    users = {info.module for handle in handles for infos in handle.param_infos for info in infos}
     unit.inner = InnerCalls.of(
-        tuple(
-            InnerCall(
-                unit, child, "forward", _call_inside, uses_parameters=not users.isdisjoint(child.modules())
-            )
-            for child in inside(module)
-            if not _is_shell(child)
-        )
+        tuple(InnerCall(unit, child, "forward", _call_inside) for child in below if not _is_shell(child))
     )
 
 
@@ -95,10 +88,19 @@ def _call_inside(call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any])
     unit = call.unit
     if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
         return call.__wrapped__(*args, **kwargs)
-    if in_backward() and not call.uses_parameters:  # a recomputation of what belongs to other units
+    if in_backward() and not _uses_parameters(
+        unit, call.module
+    ):  # a recomputation of what belongs to other units
         return call.__wrapped__(*args, **kwargs)
     before, after = functools.partial(_before_forward, unit), functools.partial(_after_forward, unit)
     return call_as_forward(call.module, call.__wrapped__, before, after, args, kwargs)
+
+
+def _uses_parameters(unit: Unit, module: nn.Module) -> bool:
+    """Whether `module`, or one in it, has parameters of `unit` or of those that it borrows from."""
+    handles = (handle for each in (unit, *unit.lenders) for handle in each.handles)
+    users = {info.module for handle in handles for infos in handle.param_infos for info in infos}
+    return not users.isdisjoint(module.modules())
 
 
 @untraced

@@ -20,19 +20,26 @@ class InitialWeights:
     """A checksum of each parameter as it was when it was sharded: the sum of its bits, taken as integers."""
 
     fqns: tuple[str, ...]
-    _sums: tuple[Tensor, ...]
-    """0-d, int64, where the parameters were; looked at when they are compared."""
+    _sums: Tensor
+    """1-D, int64, where the first parameter was; looked at when they are compared."""
 
     @classmethod
     def of(cls, fqns: Sequence[str], parameters: Sequence[Tensor]) -> Self:
-        """Of `parameters`, of any dtype and device, each read once."""
-        return cls(tuple(fqns), tuple(map(_checksum, parameters)))
+        """Of `parameters`, of any dtypes and devices, each read once."""
+        home = parameters[0].device
+        with torch.no_grad():
+            sums = [
+                _checksum(each) if each.device == home else _checksum(each).to(home) for each in parameters
+            ]
+        return cls(tuple(fqns), torch.stack(sums))
 
     def checksums(self) -> dict[str, int]:
         """By name below the unit."""
-        return {fqn: int(total) for fqn, total in zip(self.fqns, self._sums, strict=True)}
+        return dict(zip(self.fqns, self._sums.tolist(), strict=True))
 
 
 def _checksum(parameter: Tensor) -> Tensor:
-    bits = parameter.detach().reshape(-1).view(_INTEGERS[parameter.element_size()])
-    return bits.sum(dtype=torch.int64)
+    nbytes = parameter.itemsize
+    if nbytes > 8:  # a number as several integers: they have to lie side by side
+        parameter = parameter.reshape(-1)
+    return parameter.view(_INTEGERS[nbytes]).sum(dtype=torch.int64)

@@ -20,41 +20,31 @@ __all__ = ["InnerCall", "InnerCalls"]
 class InnerCall:
     """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
 
-    __slots__ = ("covered", "name", "own", "reference", "run", "unit", "uses_parameters")
+    __slots__ = ("covered", "name", "own", "reference", "run", "unit")
 
-    def __init__(
-        self,
-        unit: Unit,
-        module: nn.Module,
-        name: str,
-        run: Callable[..., Any],
-        *,
-        uses_parameters: bool = True,
-    ) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
         """Not in its place yet.
 
         Args:
             unit: the unit that `module` is, or is inside of.
             name: the method's.
             run: called with this object and the method's positional and keyword arguments.
-            uses_parameters: whether the module, or one in it, has parameters of the unit.
         """
         self.unit = unit
         self.reference = weakref.ref(module)
         self.name = name
         self.run = run
-        self.uses_parameters = uses_parameters
         self.own: Callable[..., Any] | None = None  # what the user had put in the place of the class's method
         self.covered: Callable[..., Any] | None = (
             None  # what he has put in the place of this, most likely around it
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        state = (self.unit, self.module, self.name, self.run, self.uses_parameters, self.own, self.covered)
+        state = (self.unit, self.module, self.name, self.run, self.own, self.covered)
         return _new, (), state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.unit, module, self.name, self.run, self.uses_parameters, self.own, self.covered = state
+        self.unit, module, self.name, self.run, self.own, self.covered = state
         self.reference = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

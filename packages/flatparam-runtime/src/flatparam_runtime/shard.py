@@ -81,17 +81,17 @@ def shard_module(
         for b in own:
             flattening.pack(b.names[0], b.parameter)
         handles = flattening.finish(own)
-    modules = [module, *(child for child in inside(module) if child not in ignored)]
-    names_of = {child: name for name, child in module.named_modules()}
+    below = list(inside(module))
     unit = Unit(type(module).__name__, plan, handles, weakref.ref(module))
     if plan.use_orig_params:
         notice_optimizers()
     unit.initial_weights, unit.initial_stamp = weights, unit.stamp()
-    unit.buffers = UnitBuffers.of((names_of[child], child) for child in modules)
+    with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
+    unit.buffers = UnitBuffers.of(module, with_buffers)
     register_unit(module, unit)
     for b in borrowed:
         _borrow(unit, b)
-    attach(unit)
+    attach(unit, below)
     return unit
 
 

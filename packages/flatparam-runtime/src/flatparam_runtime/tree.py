@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 
 import attrs
 import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, clean_fqn
+from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, clean_fqn, each_module
 from flatparam_runtime.agreement import agree_on_deed, agree_on_inference, agree_on_units
 from flatparam_runtime.backward import BackwardPass
 from flatparam_runtime.buffers import broadcast_buffers
@@ -69,14 +70,7 @@ def revive_units(module: nn.Module) -> None:
 
 def inside(module: nn.Module) -> Iterator[nn.Module]:
     """The modules below `module` that no unit below it has, each once, depth first."""
-    seen = {module}
-    stack = [*reversed(module._modules.values())]
-    while stack:
-        child = stack.pop()
-        if child is not None and child not in seen and unit_of(child) is None:
-            seen.add(child)
-            stack.extend(reversed(child._modules.values()))
-            yield child
+    return islice(each_module(module, lambda child: _UNIT in child.__dict__), 1, None)
 
 
 @final

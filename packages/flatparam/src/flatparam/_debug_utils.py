@@ -112,9 +112,7 @@ def is_info_wanted() -> bool:
     """Whether `TORCH_DISTRIBUTED_DEBUG=INFO` was set."""
     if not dist.is_available():
         return False
-    from torch.distributed import distributed_c10d as c10d  # it exists only where torch.distributed does
-
-    return c10d.get_debug_level() == c10d.DebugLevel.INFO
+    return bool(dist.get_debug_level() == dist.DebugLevel.INFO)  # type: ignore[attr-defined]  # not in its `__all__`
 
 
 def _rank() -> int:

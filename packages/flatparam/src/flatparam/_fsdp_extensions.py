@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Iterable
 from typing import Any, Final
 
 import attrs
@@ -22,7 +23,7 @@ from flatparam_core import PRESENTER, discover, owner_of
 from flatparam_runtime import unit_of
 from flatparam_state import OWN_CHUNKER, Chunker, Place
 
-__all__ = ["DTensorExtensions", "FSDPExtensions", "chunker", "flatten_extended"]
+__all__ = ["DTensorExtensions", "FSDPExtensions", "chunker", "flatten_extended", "needs_extensions"]
 
 
 class FSDPExtensions(abc.ABC):
@@ -100,6 +101,7 @@ class DTensorExtensions(FSDPExtensions):
 
 
 _OWN: Final = OWN_CHUNKER
+_PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
 _extensions: FSDPExtensions | None = None
 
 
@@ -107,6 +109,11 @@ def _set_fsdp_extensions(flattener: FSDPExtensions | None) -> None:
     """Have `flattener` asked for every parameter that is wrapped from now on; `None` for none."""
     global _extensions
     _extensions = flattener
+
+
+def needs_extensions(tensors: Iterable[Tensor]) -> bool:
+    """Whether parameters among `tensors` may have to be replaced before they are flattened."""
+    return _extensions is not None or any(type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def flatten_extended(module: nn.Module, ignored: Ignored) -> None:

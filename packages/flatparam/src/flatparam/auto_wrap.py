@@ -9,6 +9,7 @@ from torch import nn
 
 from flatparam.api import MixedPrecision
 from flatparam.compat import as_config
+from flatparam.environment import Environment
 from flatparam.resolve import FULL_PRECISION, Arguments, Resolved, resolve
 from flatparam.wrap import chosen_by, wrap_chosen
 from flatparam_runtime import unit_of
@@ -40,9 +41,12 @@ def wrap_below(wrapper: type[nn.Module], module: nn.Module, arguments: Arguments
     )
     targets = {child: chosen for child, chosen in targets.items() if child not in inside}
     _keep_precision(module, targets, kwargs, ignored.modules | inside)
-    for child, chosen in targets.items():
-        resolve(child, Arguments(**chosen))
-    wrap_chosen(module, targets, wrapper)
+    environment = Environment.read()
+    checked = {
+        child: {**chosen, "ignored_states": resolve(child, Arguments(**chosen), environment)}
+        for child, chosen in targets.items()
+    }
+    wrap_chosen(module, checked, wrapper)
 
 
 def _keep_precision(

@@ -20,17 +20,13 @@ from flatparam_runtime import Initialise, unit_of
 __all__ = ["initialiser"]
 
 
-def initialiser(module: nn.Module, resolved: Resolved) -> Initialise | None:
-    """What gives the unit's parameters their values, or `None` where they have them.
+def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
+    """What gives the unit's parameters their values, where some are on the meta device.
 
     Module by module, breadth first: `param_init_fn(module)`, or `to_empty()` and `reset_parameters()` of the modules
     that hold parameters or buffers themselves. Each module's parameters are packed and let go before the next is made.
     """
     ignored = resolved.ignored
-    if not any(
-        tensor.is_meta for child in _own_modules(module, ignored) for tensor in _tensors(child, ignored)
-    ):
-        return None
     bound = discover(
         module,
         ignored_parameters=ignored.parameters,

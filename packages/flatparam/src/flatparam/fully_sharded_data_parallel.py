@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import placement
-from flatparam._fsdp_extensions import flatten_extended
+from flatparam._fsdp_extensions import flatten_extended, needs_extensions
 from flatparam.api import BackwardPrefetch, CPUOffload, ShardingStrategy
 from flatparam.auto_wrap import wrap_below
 from flatparam.compiling import mark_for_compiler
@@ -84,6 +84,12 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         ValueError, TypeError: for arguments that do not fit each other or the module, naming them.
     """
 
+    sharding_strategy: ShardingStrategy
+    mixed_precision: Any
+    cpu_offload: CPUOffload
+    _unit: Unit
+    _clean_names: bool
+
     def __init__(
         self,
         module: nn.Module,
@@ -118,16 +124,16 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         resolved = resolve(module, given)
         if auto_wrap_policy is not None:
             wrap_below(type(self), module, given, resolved)
-        flatten_extended(module, resolved.ignored)
-        initialise = initialiser(module, resolved)
-        placement.move(module, resolved.device, resolved.ignored)
+        tensors = list(placement.own_tensors(module, resolved.ignored))
+        if needs_extensions(tensors):
+            flatten_extended(module, resolved.ignored)
+            tensors = list(placement.own_tensors(module, resolved.ignored))
+        initialise = initialiser(module, resolved) if any(tensor.is_meta for tensor in tensors) else None
+        if resolved.device is not None:
+            placement.move(tensors, resolved.device)
         if resolved.sync_module_states and initialise is None:
-            tensors = placement.own_tensors(module, resolved.ignored)
-            placement.broadcast_from_first(resolved.plan.topology, list(tensors))
-        self.sharding_strategy = resolved.strategy
-        self.mixed_precision = resolved.mixed_precision
-        self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
-        self._unit = shard_module(
+            placement.broadcast_from_first(resolved.plan.topology, tensors)
+        unit = shard_module(
             module,
             resolved.plan,
             ignored_modules=resolved.ignored.modules,
@@ -135,8 +141,15 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
             device=resolved.device,
             initialise=initialise,
         )
-        watch_for_debugging(self._unit)
-        self._clean_names = clean_names
+        watch_for_debugging(unit)
+        # None of these is a parameter or a module, which nn.Module's __setattr__ would look for in each.
+        vars(self).update(
+            sharding_strategy=resolved.strategy,
+            mixed_precision=resolved.mixed_precision,
+            cpu_offload=CPUOffload(resolved.plan.storage_device is not None),
+            _unit=unit,
+            _clean_names=clean_names,
+        )
         self._attach_state()
         self._modules[FSDP_WRAPPED_MODULE] = module
         mark_for_compiler(module, resolved.ignored)

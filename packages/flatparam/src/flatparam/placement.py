@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatparam.resolve import Ignored
 from flatparam_comm import Topology, broadcast_tensors
+from flatparam_core import each_module
 from flatparam_runtime import unit_of
 
 __all__ = ["broadcast_from_first", "move", "own_tensors"]
@@ -18,30 +19,20 @@ __all__ = ["broadcast_from_first", "move", "own_tensors"]
 def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
     """The parameters and buffers of `module` that are neither ignored nor those of a unit below it, each once."""
     seen: set[int] = set()
-    stack = [module]
-    while stack:
-        current = stack.pop()
-        stack.extend(
-            child
-            for child in reversed(list(current.children()))
-            if unit_of(child) is None and child not in ignored.modules
-        )
-        for tensor in (*current.parameters(recurse=False), *current.buffers(recurse=False)):
-            if (
-                id(tensor) not in seen
-                and tensor not in ignored
-                and not getattr(tensor, "_fsdp_flattened", False)
-            ):
-                seen.add(id(tensor))
+    for child in each_module(module, lambda child: unit_of(child) is not None or child in ignored.modules):
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is None or id(tensor) in seen or tensor in ignored:
+                continue
+            seen.add(id(tensor))
+            if not getattr(tensor, "_fsdp_flattened", False):
                 yield tensor
 
 
-def move(module: nn.Module, device: torch.device | None, ignored: Ignored) -> None:
-    """Put the unit's own parameters and buffers on `device`, in place; those on the meta device stay there."""
-    if device is not None:
-        for tensor in own_tensors(module, ignored):
-            if not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
+def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Put `tensors` on `device`, in place; those on the meta device stay there."""
+    for tensor in tensors:
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

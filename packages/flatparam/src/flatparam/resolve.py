@@ -16,7 +16,7 @@ from flatparam.compat import as_config, as_enum
 from flatparam.environment import Environment
 from flatparam.topologies import resolve_groups
 from flatparam_comm import Topology
-from flatparam_core import Precision
+from flatparam_core import Precision, each_module
 from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan, unit_of
 
 __all__ = ["FULL_PRECISION", "Arguments", "Ignored", "Resolved", "resolve"]
@@ -117,13 +117,20 @@ class Resolved:
     param_init_fn: Callable[[nn.Module], None] | None
 
 
-def resolve(module: nn.Module, arguments: Arguments) -> Resolved:
+def resolve(module: nn.Module, arguments: Arguments, environment: Environment | None = None) -> Resolved:
     """Resolve the wrapper's arguments for `module`; nothing is changed, so a refusal leaves everything as it was.
+
+    Args:
+        environment: as it was read for the wrapper around this one; by default it is read now.
 
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    environment = Environment.read()
+    if isinstance(arguments.ignored_states, Resolved):
+        return (
+            arguments.ignored_states
+        )  # by the wrapper around this one, when it checked what its policy chose
+    environment = environment or Environment.read()
     strategy = ShardingStrategy.FULL_SHARD
     if arguments.sharding_strategy is not None:
         strategy = as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
@@ -224,7 +231,12 @@ def resolve_device(
     """
     asked = None if device_id is None else _device(device_id)
     found = {
-        p.device for p in module.parameters() if p not in ignored and not getattr(p, "_fsdp_flattened", False)
+        parameter.device
+        for child in each_module(module)
+        for parameter in child._parameters.values()
+        if parameter is not None
+        and parameter not in ignored
+        and not getattr(parameter, "_fsdp_flattened", False)
     }
     accelerators = sorted({device for device in found if device.type not in ("cpu", "meta")}, key=str)
     others = [device for device in accelerators if asked is None or device != asked]

@@ -29,7 +29,7 @@ class WithState(nn.Module):
 
     def _attach_state(self) -> None:
         """Take part in torch's own saving and loading, with FSDP1's default settings."""
-        self._settings = state_dicts.default_settings()
+        vars(self)["_settings"] = state_dicts.default_settings()
         loading = state_dicts.Loading()
         self.register_load_state_dict_pre_hook(loading.before)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(loading.after)  # type: ignore[no-untyped-call]

@@ -26,7 +26,13 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        preexec_fn=heed_interrupts,
     )
+
+
+def heed_interrupts() -> None:
+    """A shell has what it starts in the background ignore them, and so all that is started from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_version() -> None:
