@@ -57,7 +57,7 @@ def test_construction_is_linear(name: str) -> None:
 
 def test_optimizers_take_part() -> None:
     """Each contender of the optimizer's table is stepped."""
-    (found,) = run_processes(1, optimizer_steps, 8)
+    (found,) = run_processes(1, optimizer_steps, 8, 2)
     assert {"plain", "one flat tensor", "flatparam, original", "torch FSDP2"} <= set(found)
 
 

@@ -10,7 +10,8 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -53,15 +54,18 @@ def _setting(group: Collectives, units: int, parameters: int) -> Setting:
 
 
 def _costs(contender: Callable[[Setting], Training], setting: Setting, repetitions: int) -> dict[str, float]:
-    builds, passes = [], []
+    builds: list[float] = []
+    passes: list[float] = []
     for _ in range(repetitions):
         training = None  # the one before goes first
-        seconds, training = _cpu_seconds(prepared(contender, setting))
+        build = prepared(contender, setting)
+        with _without_collector():
+            seconds, training = _cpu_seconds(build)
         builds.append(seconds)
     assert training is not None, "there is a repetition"
     training.step()
-    for _ in range(repetitions + 1):
-        passes.append(_cpu_seconds(partial(_pass, training))[0])
+    with _without_collector():
+        passes += [_cpu_seconds(partial(_pass, training))[0] for _ in range(repetitions + 1)]
     return {
         "build": min(builds),
         "pass": min(passes),
@@ -82,27 +86,46 @@ def _pass(training: Training) -> None:
 
 
 def _cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Without Python's cyclic collector, as `timeit` measures: it looks at the whole process, whoever's turn it is."""
-    gc.collect()
-    gc.disable()
     start = time.process_time()
     result = action()
-    seconds = time.process_time() - start
-    gc.enable()
-    return seconds, result
+    return time.process_time() - start, result
 
 
-def optimizer_steps(group: Collectives, parameters: int) -> dict[str, list[float]]:
-    """Milliseconds of AdamW's step over one unit with so many parameters, half of which do not decay: quartiles."""
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """As `timeit` measures: Python's cyclic collector looks at the whole process, whoever's turn it is."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def optimizer_steps(
+    group: Collectives, parameters: int, world_size: int
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of AdamW's step over one unit with so many parameters, half of which do not decay: quartiles.
+
+    `after others` is the step that comes right after those of the others, which have filled the processor's caches;
+    `again` are three more.
+    """
     warnings.simplefilter("ignore")
-    with world(2) as ranks:
+    with world(world_size) as ranks:
         steps = {name: _stepping(CONTENDERS[name](_setting(ranks, 1, parameters))) for name in _ORIGINALS}
         steps["one flat tensor"] = _flat_step(_setting(ranks, 1, parameters))
-        samples: Mapping[str, list[float]] = {name: [] for name in steps}
-        for _ in range(OPTIMIZER_ROUNDS):
-            for name, step in steps.items():
-                samples[name].append(1e3 * _cpu_seconds(step)[0])
-    return {name: statistics.quantiles(values, n=4) for name, values in samples.items()}
+        samples: Mapping[str, list[list[float]]] = {name: [] for name in steps}
+        with _without_collector():
+            for _ in range(OPTIMIZER_ROUNDS):
+                for name, step in steps.items():
+                    samples[name].append([1e3 * _cpu_seconds(step)[0] for _ in range(4)])
+    return {
+        name: {
+            "after others": statistics.quantiles([first for first, *_ in blocks], n=4),
+            "again": statistics.quantiles([each for _, *rest in blocks for each in rest], n=4),
+        }
+        for name, blocks in samples.items()
+    }
 
 
 _ORIGINALS: Final = (PLAIN, "flatparam, original", "torch FSDP1, original", "torch FSDP2")

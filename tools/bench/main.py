@@ -109,10 +109,13 @@ def growth(options: argparse.Namespace) -> None:
 
 def optimizer(options: argparse.Namespace) -> None:
     """AdamW's step over the original parameters of one unit, in two groups."""
-    (rows,) = run_processes(1, optimizer_steps, options.parameters, timeout=600)
-    _enter(options.json, "optimizer", f"{options.parameters} parameters", {"rows": rows})
-    for name, (_, median, _) in rows.items():
-        print(f"{name:34}{median:9.2f} ms")
+    for size in options.world_sizes:
+        (rows,) = run_processes(1, optimizer_steps, options.parameters, size, timeout=600)
+        ranks = "one rank" if size == 1 else f"one of {size} ranks"
+        _enter(options.json, "optimizer", f"{options.parameters} parameters, {ranks}", {"rows": rows})
+        for name, found in rows.items():
+            times = ", ".join(f"{when} {median:.2f}" for when, (_, median, _) in found.items())
+            print(f"{ranks:16}{name:34}ms {times}")
 
 
 def page(options: argparse.Namespace) -> None:
@@ -175,7 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     of_growth.add_argument("--units", nargs="+", type=int, default=[8, 30, 100, 300, 1000])
     of_growth.add_argument("--parameters", nargs="+", type=int, default=[4, 30, 100, 300, 1000])
     of_optimizer = command(optimizer, "optimizer")
-    of_optimizer.add_argument("--parameters", type=int, default=400)
+    of_optimizer.add_argument("--parameters", type=int, default=600)
+    of_optimizer.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2])
     of_page = command(page, "page")
     of_page.add_argument(
         "--page", type=Path, default=RESULTS.with_suffix(".md"), help="(default: %(default)s)"

@@ -101,10 +101,12 @@ def _growth(section: Mapping[str, Any]) -> Iterator[str]:
 def _optimizer(section: Mapping[str, Any]) -> Iterator[str]:
     for title, entry in section.items():
         rows = entry["rows"]
-        plain = rows[PLAIN][1]
-        lines = [["", "ms (quartiles)", "x plain"]]
-        for name, (low, middle, high) in rows.items():
-            lines.append([name, f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{middle / plain:.3f}"])
+        lines = [["", *(head for when in rows[PLAIN] for head in (f"{when}, ms (quartiles)", "x plain"))]]
+        for name, found in rows.items():
+            cells = []
+            for when, (low, middle, high) in found.items():
+                cells += [f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{middle / rows[PLAIN][when][1]:.3f}"]
+            lines.append([name, *cells])
         yield f"{title}. {_provenance(entry)}"
         yield _table(lines)
 

@@ -109,7 +109,13 @@ class ProcessGroupCollectives:
         site = self._site("all_gather", label)
         checks.check_all_gather(site, output, shard)
         carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
-        work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
+        if site.size == 2 and self._is_gloo and output.is_cpu:
+            # gloo gathers into a buffer of its own, which it copies; so it takes 1.3 to 2 times as long.
+            halves = carried.view(2, -1)
+            work = self._swap(site, halves[1 - site.rank], carried_shard.view(-1))
+            halves[site.rank].copy_(carried_shard.view(-1))
+        else:
+            work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
         return _WorkPending(site, work, (output, shard))
 
     def reduce_scatter(
@@ -131,17 +137,19 @@ class ProcessGroupCollectives:
         """
         parts = full.view(site.size, -1)
         if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
-            sizes = [0, 0]
-            sizes[1 - site.rank] = output.numel()  # only what the other one needs, and straight to its place
-            work = _guarded(
-                site, lambda: c10d.all_to_all(output, parts[1 - site.rank], self.group, sizes=sizes)
-            )
+            work = self._swap(site, output, parts[1 - site.rank])
             add = functools.partial(_add, output, (output, parts[site.rank]))
             return ContinuedPending(_WorkPending(site, work, (output, full)), add)
         received = torch.empty_like(full)
         work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group))
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
         return ContinuedPending(_WorkPending(site, work, (received, full)), add)
+
+    def _swap(self, site: Site, theirs: Tensor, ours: Tensor) -> Any:
+        """Start to send `ours` to the other one of two ranks, and to receive as much from it in `theirs`."""
+        sizes = [0, 0]
+        sizes[1 - site.rank] = ours.numel()
+        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
