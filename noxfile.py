@@ -144,7 +144,7 @@ def bench(session: nox.Session) -> None:
     if session.posargs:
         session.run("python", "tools/bench", *session.posargs, env=environment)
         return
-    for command in ("steps", "instructions", "growth", "optimizer", "page"):
+    for command in ("steps", "instructions", "growth", "optimizer", "profile", "page"):
         session.run("python", "tools/bench", command, env=environment)
 
 

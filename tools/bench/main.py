@@ -4,6 +4,7 @@
     python tools/bench instructions   what a unit costs the host, in instructions (needs valgrind)
     python tools/bench growth         with more units and parameters: construction and passes
     python tools/bench optimizer      the optimizer's step over many small parameters
+    python tools/bench profile        where the time of a step goes, by whose code it is
     python tools/bench page           docs/performance.md from the results
 
 Every measurement is entered in one file (--json, by default docs/performance.json), in place of an earlier one of the
@@ -31,6 +32,7 @@ from .figures import as_text, cells, exact, timings
 from .growth import grow, optimizer_steps
 from .instructions import measure as count_instructions
 from .page import write
+from .profiles import profile as profile_steps
 from .rounds import measure
 from .workloads import MEASURED, WORKLOADS
 
@@ -118,6 +120,17 @@ def optimizer(options: argparse.Namespace) -> None:
             print(f"{ranks:16}{name:34}ms {times}")
 
 
+def profile(options: argparse.Namespace) -> None:
+    """Where the time of a step goes, by whose code it is, with Python's profiler running."""
+    for workload in options.workloads:
+        rows, _ = run_processes(RANKS, profile_steps, workload, timeout=900)
+        entry = {"what": WORKLOADS[workload].what, "load": os.getloadavg()[0], "rows": rows}
+        _enter(options.json, "profile", workload, entry)
+        for name, by in rows.items():
+            shares = "; ".join(f"{owner} {took:.1f}" for owner, took in by.items())
+            print(f"{workload:8}{name:36}{sum(by.values()):8.1f} ms: {shares}")
+
+
 def page(options: argparse.Namespace) -> None:
     """Write the tables and the pictures of docs/performance.md from the results."""
     results = json.loads(options.json.read_text())
@@ -180,6 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     of_optimizer = command(optimizer, "optimizer")
     of_optimizer.add_argument("--parameters", type=int, default=600)
     of_optimizer.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2])
+    of_profile = command(profile, "profile")
+    of_profile.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=MEASURED)
     of_page = command(page, "page")
     of_page.add_argument(
         "--page", type=Path, default=RESULTS.with_suffix(".md"), help="(default: %(default)s)"

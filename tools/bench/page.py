@@ -10,7 +10,7 @@ from typing import Any, Final
 from .absent import PLAIN
 from .figures import Row, cells
 
-SECTIONS: Final = ("steps", "instructions", "world size", "growth", "optimizer")
+SECTIONS: Final = ("steps", "instructions", "world size", "growth", "optimizer", "profile")
 
 
 def write(results: Mapping[str, Any], page: Path) -> list[str]:
@@ -111,10 +111,24 @@ def _optimizer(section: Mapping[str, Any]) -> Iterator[str]:
         yield _table(lines)
 
 
+def _profile(section: Mapping[str, Any]) -> Iterator[str]:
+    for title, entry in section.items():
+        rows = entry["rows"]
+        owners = dict.fromkeys(owner for by in rows.values() for owner in by)
+        yield f"### {title}: milliseconds of a step"
+        lines = [["", *rows]]
+        for owner in sorted(owners, key=lambda owner: -max(by.get(owner, 0.0) for by in rows.values())):
+            lines.append([owner, *(f"{by.get(owner, 0.0):.1f}" for by in rows.values())])
+        lines.append(["all", *(f"{sum(by.values()):.1f}" for by in rows.values())])
+        yield _table(lines)
+        yield _provenance(entry)
+
+
 _RENDER: Final = {
     "steps": _steps,
     "instructions": _instructions,
     "world size": _world_size,
     "growth": _growth,
     "optimizer": _optimizer,
+    "profile": _profile,
 }

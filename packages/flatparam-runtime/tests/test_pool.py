@@ -40,7 +40,7 @@ def _fail(gradient: Tensor) -> Tensor:
 
 def pool_of(module: nn.Module) -> BufferPool:
     """The pool of all units of the tree."""
-    pools = {handle.pool for unit in units_in(module) for handle in unit.handles}
+    pools = {handle.forms.pool for unit in units_in(module) for handle in unit.handles}
     (pool,) = pools
     assert pool is not None
     return pool

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_core import flatten_module
 from flatparam_runtime import units_in
-from flatparam_runtime.watching import LeafWatch, watch_of
+from flatparam_runtime.watching import LeafWatch, watches
 
 from .models import WIDTH, Block, Branches, Chain, Stack, batch
 from .worlds import check_at_rest, check_same, check_training, full_gradients, run, seeded, sharded
@@ -96,9 +96,7 @@ def sometimes(module: nn.Module, rank: int, step: int) -> Tensor:
 def hooks(module: nn.Module) -> dict[str, int]:
     """How many leaves of each unit have a hook of their own."""
     return {
-        unit.name: sum(
-            len(watch.hooked) for handle in unit.handles if (watch := watch_of(handle)) is not None
-        )
+        unit.name: sum(len(watch.hooked) for _, _, watch in watches(unit.handles))
         for unit in units_in(module)
     }
 

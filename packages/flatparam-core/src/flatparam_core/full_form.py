@@ -1,8 +1,11 @@
-"""The full parameters of a flat parameter in one dtype."""
+"""The full parameters of a flat parameter, in the dtypes that they are gathered in."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import attrs
 import torch
@@ -12,17 +15,17 @@ from typing_extensions import Self, final
 from flatparam_core.buffer import FlatBuffer
 from flatparam_core.layout import FlatLayout
 from flatparam_core.pool import BufferPool
+from flatparam_core.precision import Precision
 
-__all__ = ["FullForm"]
+__all__ = ["FullForm", "FullForms"]
+
+_GRAD: Final = operator.attrgetter("grad")
 
 
 @final
 @attrs.define(eq=False)
 class FullForm:
-    """The buffer of the full parameters, and one autograd leaf for each, a view of the buffer that is made once.
-
-    A flat parameter has one in its compute dtype, and one in its own where that is another and was asked for.
-    """
+    """The buffer of the full parameters in one dtype, and an autograd leaf for each, a view of it that is made once."""
 
     buffer: FlatBuffer
     leaves: tuple[nn.Parameter, ...] = ()
@@ -81,3 +84,58 @@ class FullForm:
                 view.copy_(leaf.detach())
             leaf.data = view
         return moved
+
+    def take_gradients(self, indices: Sequence[int]) -> tuple[Sequence[int], list[torch.Tensor]]:
+        """Take their `.grad` from the leaves `indices`: of those that have one, the indices and the gradients."""
+        leaves = [self.leaves[index] for index in indices]
+        gradients = list(map(_GRAD, leaves))
+        is_there = [gradient is not None for gradient in gradients]
+        if not all(is_there):
+            indices, leaves, gradients = (
+                list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients)
+            )
+        for leaf in leaves:
+            leaf.grad = None
+        return indices, gradients
+
+
+@final
+@attrs.define(eq=False)
+class FullForms:
+    """The forms of one flat parameter: in its compute dtype, and in its own where that is another and was asked for."""
+
+    layout: FlatLayout
+    precision: Precision
+    device: torch.device
+    pool: BufferPool | None = None
+    """Where the memory of full parameters comes from, where a runtime says so."""
+    current: FullForm = attrs.field()
+    """The full parameters that are in memory now, or were last."""
+    _others: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
+
+    @current.default
+    def _in_compute_dtype(self) -> FullForm:
+        return self._new(self.dtype(full_precision=False))
+
+    def _new(self, dtype: torch.dtype) -> FullForm:
+        return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
+
+    def dtype(self, *, full_precision: bool) -> torch.dtype:
+        """What to compute in."""
+        return self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
+
+    def choose(self, dtype: torch.dtype) -> FullForm:
+        """Make the form in `dtype` the current one."""
+        before = self.current.buffer.tensor.dtype
+        if before != dtype:
+            self._others[before] = self.current
+            if dtype not in self._others:
+                self._others[dtype] = self._new(dtype)
+            self.current = self._others[dtype]
+        return self.current
+
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take memory from `pool` from now on, and give it back there."""
+        self.pool = pool
+        for form in (self.current, *self._others.values()):
+            form.buffer.pool = pool

@@ -15,7 +15,6 @@ It moves no bytes between ranks, registers no hook, and knows no strategy.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -31,7 +30,7 @@ from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure import Exposure, ShardMemory
 from flatparam_core.flat_exposure import FlatExposure
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.full_form import FullForm
+from flatparam_core.full_form import FullForm, FullForms
 from flatparam_core.gradients import GradientLedger
 from flatparam_core.layout import FlatLayout
 from flatparam_core.names import PRESENTER
@@ -43,7 +42,6 @@ from flatparam_core.residency import RESIDENCY, Residency
 
 __all__ = ["FlatParamHandle"]
 
-_GRAD: Final = operator.attrgetter("grad")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
@@ -62,22 +60,19 @@ class FlatParamHandle:
     precision: Precision
     device: torch.device
     """Where the full parameters live; the shard may live elsewhere."""
-    pool: BufferPool | None = None
-    """Where the memory of full parameters and gradients comes from, where a runtime says so."""
-    form: FullForm = attrs.field()
-    """The full parameters that are in memory now, or were last; its buffer is allocated exactly while not SHARDED."""
+    forms: FullForms = attrs.field()
+    """The full parameters; the buffer of the current form is allocated exactly while not SHARDED."""
     gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
     taken_over: tuple[str, ...] = ()
     """The parameters whose data, given by the user, the last unshard has copied to the shard."""
     _attributes: tuple[dict[str, object], ...] = ()
-    _forms: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
     _has_presenters: bool = attrs.field(init=False)
     _home: ShardMemory = attrs.field(init=False)
 
-    @form.default
-    def _make_form(self) -> FullForm:
-        return self._new_form(self._compute_dtype(False))
+    @forms.default
+    def _make_forms(self) -> FullForms:
+        return FullForms(self.layout, self.precision, self.device)
 
     @_home.default
     def _look_where_it_is(self) -> ShardMemory:
@@ -90,10 +85,7 @@ class FlatParamHandle:
     @gradients.default
     def _make_gradients(self) -> GradientLedger:
         dtype = self.precision.reduce(self.layout.dtype)
-        return GradientLedger.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
-
-    def _new_form(self, dtype: torch.dtype) -> FullForm:
-        return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
+        return GradientLedger.create(self.layout, dtype=dtype, device=self.device, pool=self.forms.pool)
 
     @classmethod
     def create(
@@ -132,10 +124,7 @@ class FlatParamHandle:
 
     def __getstate__(self) -> tuple[object, ...]:
         """What a copy is made of; only a handle that is SHARDED has one, of which the modules are part."""
-        if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
-            raise FlatParamError(
-                f"{self}: it can be copied or pickled only outside of a pass, while it is sharded"
-            )
+        self._check_rests("copied or pickled")
         return (
             self.flat_param,
             self.param_infos,
@@ -182,6 +171,11 @@ class FlatParamHandle:
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} parameters)"
 
     @property
+    def form(self) -> FullForm:
+        """The full parameters that are in memory now, or were last."""
+        return self.forms.current
+
+    @property
     def buffer(self) -> FlatBuffer:
         """The memory of the full parameters that are there now, or were last."""
         return self.form.buffer
@@ -217,13 +211,12 @@ class FlatParamHandle:
 
     def use_pool(self, pool: BufferPool) -> None:
         """Take the memory of full parameters and gradients from `pool` from now on, and give it back there."""
-        self.pool = pool
-        for form in (self.form, *self._forms.values()):
-            form.buffer.pool = pool
+        self.forms.use_pool(pool)
         self.gradients.buffer.pool = pool
 
-    def _move(self, target: Residency) -> None:
-        self.residency = RESIDENCY.move(self.residency, target, who=self)
+    def _check_rests(self, deed: str) -> None:
+        if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
+            raise FlatParamError(f"{self}: it can be {deed} only outside of a pass, while it is sharded")
 
     # Parameters
 
@@ -247,25 +240,19 @@ class FlatParamHandle:
                 f"{tuple(flat_param.shape)}"
             )
         changed = (flat_param.dtype, flat_param.device) != (self.layout.dtype, self._home.device)
-        if changed and self.residency is not Residency.SHARDED:
-            raise FlatParamError(
-                f"{self}: it can be moved or cast only outside of a pass, while it is sharded"
-            )
-        if changed and not self.is_offloaded:
-            self.device = flat_param.device
+        if changed:
+            self._check_rests("moved or cast")
+            self.device = self.device if self.is_offloaded else flat_param.device
         self._home = self._home.moved_to(flat_param)
         if changed:
             self.layout = flat_param.flat_layout = self.layout.with_dtype(flat_param.dtype)
-            self._forms.clear()
-            self.form, self.gradients = self._make_form(), self._make_gradients()
+            self.forms = FullForms(self.layout, self.precision, self.device, self.forms.pool)
+            self.gradients = self._make_gradients()
         self.exposure.refresh()
 
     def computes_in(self, *, full_precision: bool) -> bool:
         """Whether the full parameters that are there, or were last, have the dtype that `begin_unshard` gives them."""
-        return self.form.buffer.tensor.dtype == self._compute_dtype(full_precision)
-
-    def _compute_dtype(self, full_precision: bool) -> torch.dtype:
-        return self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
+        return self.buffer.tensor.dtype == self.forms.dtype(full_precision=full_precision)
 
     def begin_unshard(
         self, *, full_precision: bool = False, take_over: bool = True
@@ -285,12 +272,12 @@ class FlatParamHandle:
         if take_over:
             self._take_over()
         self.residency = unsharding
-        self.form = self._form(self._compute_dtype(full_precision))
-        self.buffer.allocate()
-        full, shard = self.buffer.tensor, self._home.values
+        buffer = self.forms.choose(self.forms.dtype(full_precision=full_precision)).buffer
+        buffer.allocate()
+        full, shard = buffer.tensor, self._home.values
         if full.dtype == shard.dtype and not self.is_offloaded:
             return full, shard
-        own = self.buffer.shard(self.rank)
+        own = buffer.shard(self.rank)
         own.copy_(shard, non_blocking=True)
         return full, own
 
@@ -303,14 +290,6 @@ class FlatParamHandle:
         for index, old in taken.items():
             clear_owner(old)
             mark_owner(self.exposure.originals()[index], self, index)
-
-    def _form(self, dtype: torch.dtype) -> FullForm:
-        if self.form.buffer.tensor.dtype == dtype:
-            return self.form
-        self._forms[self.form.buffer.tensor.dtype] = self.form
-        if dtype not in self._forms:
-            self._forms[dtype] = self._new_form(dtype)
-        return self._forms[dtype]
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
@@ -347,7 +326,7 @@ class FlatParamHandle:
         if self.residency is Residency.UNSHARDED:
             self.exposure.show_shard()
             moved = self.form.reclaim()
-        self._move(Residency.SHARDED)
+        self.residency = RESIDENCY.move(self.residency, Residency.SHARDED, who=self)
         self.buffer.free()
         self._refuse(moved)
 
@@ -396,10 +375,7 @@ class FlatParamHandle:
         Raises:
             FlatParamError: where full parameters or unreduced gradients are in memory, or the shape changes.
         """
-        if self.residency is not Residency.SHARDED or not self.gradients.is_empty:
-            raise FlatParamError(
-                f"{self}: it can be moved or cast only outside of a pass, while it is sharded"
-            )
+        self._check_rests("moved or cast")
         shard = self.flat_param.data
         changed = function(shard)
         if changed.shape != shard.shape:
@@ -419,24 +395,14 @@ class FlatParamHandle:
 
     def deposit(self, index: int, *, divisor: float = 1.0) -> None:
         """Move the finished gradient of leaf `index`, divided by `divisor`, to its slot; `None` moves nothing."""
-        leaf = self.leaves[index]
-        if leaf.grad is not None:
-            self.gradients.deposit(index, leaf.grad, divisor=divisor)
-            leaf.grad = None
+        for _, gradient in zip(*self.form.take_gradients([index]), strict=True):
+            self.gradients.deposit(index, gradient, divisor=divisor)
 
     def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
         """`deposit` each of `indices`, small ones in a few calls for all."""
-        leaves = [self.leaves[index] for index in indices]
-        gradients = list(map(_GRAD, leaves))
-        is_there = [gradient is not None for gradient in gradients]
-        if not all(is_there):
-            indices, leaves, gradients = (
-                list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients)
-            )
+        indices, gradients = self.form.take_gradients(indices)
         if gradients:
             self.gradients.deposit_all(indices, gradients, divisor=divisor)
-        for leaf in leaves:
-            leaf.grad = None
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Say what to reduce-scatter: `(output, input)`.

@@ -25,7 +25,7 @@ from flatparam_runtime.plan import BackwardOrder
 from flatparam_runtime.ranges import in_range, profiled
 from flatparam_runtime.reduction import Reduced, Reduction
 from flatparam_runtime.unit import Unit
-from flatparam_runtime.watching import watch_of, will_run
+from flatparam_runtime.watching import watches, will_run
 
 __all__ = ["BackwardPass"]
 
@@ -168,8 +168,9 @@ class BackwardPass:
 
     def _note_entered(self, unit: Unit) -> None:
         self.to_enter.discard(unit)
-        if not self.to_enter and unit.handles and unit.handles[0].pool is not None:
-            unit.handles[0].pool.trim()  # nothing more is gathered, so what is freed is not needed again
+        pool = unit.handles[0].forms.pool if unit.handles else None
+        if not self.to_enter and pool is not None:
+            pool.trim()  # nothing more is gathered, so what is freed is not needed again
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
         """Whether nothing waits for `unit` but the end of the pass.
@@ -206,19 +207,17 @@ class BackwardPass:
 
     def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
         """Wait for each gradient that is still to come, and from now on for those leaves in every pass."""
-        for number, handle in enumerate(unit.handles):
-            watch = watch_of(handle)
-            missing = () if watch is None or not handle.exposure.is_trainable else watch.missing()
-            if watch is not None and missing:
+        for number, handle, watch in watches(unit.handles):
+            missing = watch.missing() if handle.exposure.is_trainable else ()
+            if missing:
                 watch.hook(missing)
                 state.leaves.update((number, index) for index in missing)
 
     def _collect(self, unit: Unit) -> None:
         """Take the gradients that have no hook of their own."""
         before, _ = unit.divisors
-        for handle in unit.handles:
-            watch = watch_of(handle)
-            if watch is not None and watch.unhooked and handle.exposure.is_trainable:
+        for _, handle, watch in watches(unit.handles):
+            if watch.unhooked and handle.exposure.is_trainable:
                 handle.deposit_all(watch.unhooked, divisor=before)
 
     def _activate(self, unit: Unit) -> UnitBackward:
@@ -383,24 +382,20 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
 def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
     return {
         (number, index)
-        for number, handle in enumerate(unit.handles)
-        if (watch := watch_of(handle)) is not None
+        for number, _, watch in watches(unit.handles)
         for index in watch.hooked
         if watch.will_arrive(index)
     }
 
 
 def _has_more_to_come(unit: Unit) -> bool:
-    watches = (watch_of(handle) for handle in unit.handles)
-    return any(watch.will_arrive(index) for watch in watches if watch is not None for index in watch.unhooked)
+    return any(watch.will_arrive(index) for _, _, watch in watches(unit.handles) for index in watch.unhooked)
 
 
 def _has_gradients_left(unit: Unit) -> bool:
-    watches = (watch_of(handle) for handle in unit.handles)
     return any(
         watch.leaves[index].grad is not None
-        for watch in watches
-        if watch is not None
+        for _, _, watch in watches(unit.handles)
         for index in watch.unhooked
     )
 

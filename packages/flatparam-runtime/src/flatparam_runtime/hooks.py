@@ -36,7 +36,7 @@ from flatparam_runtime.ranges import profiled
 from flatparam_runtime.traverse import map_tensors, tensors_in
 from flatparam_runtime.tree import tree_of, unit_of
 from flatparam_runtime.unit import Unit
-from flatparam_runtime.watching import LeafWatch, watch_of
+from flatparam_runtime.watching import LeafWatch, watches
 
 __all__ = ["attach", "register_forward_method"]
 
@@ -197,10 +197,8 @@ def _watch_leaves(unit: Unit) -> None:
 def _hook_every_leaf(unit: Unit) -> None:
     """No output announces the unit's backward pass: its gradients have to."""
     for each in (unit, *unit.lenders):
-        for handle in each.handles:
-            watch = watch_of(handle)
-            if watch is not None:
-                watch.hook(watch.unhooked)
+        for _, _, watch in watches(each.handles):
+            watch.hook(watch.unhooked)
 
 
 def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 import attrs
@@ -15,7 +15,7 @@ from typing_extensions import Self, final
 
 from flatparam_comm import FlatParamHandle
 
-__all__ = ["LeafWatch", "watch_of", "will_run"]
+__all__ = ["LeafWatch", "watches", "will_run"]
 
 _GRAD: Final = operator.attrgetter("grad")
 
@@ -82,11 +82,13 @@ def _accumulation(leaf: Tensor) -> Node | None:
     return node
 
 
-def watch_of(handle: FlatParamHandle) -> LeafWatch | None:
-    """The watch over the leaves of `handle`, where its unit has computed in their present form."""
-    watch = handle.form.watch
-    assert watch is None or isinstance(watch, LeafWatch), "it is this runtime's"
-    return watch
+def watches(handles: Iterable[FlatParamHandle]) -> Iterator[tuple[int, FlatParamHandle, LeafWatch]]:
+    """The watches over the leaves of `handles`, each with its handle's number: of those that have computed already."""
+    for number, handle in enumerate(handles):
+        watch = handle.form.watch
+        if watch is not None:
+            assert isinstance(watch, LeafWatch), "it is this runtime's"
+            yield number, handle, watch
 
 
 def will_run(node: Node) -> bool:
