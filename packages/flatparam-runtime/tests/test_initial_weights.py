@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_runtime import UnitPlan, shard_module
+from flatparam_runtime.initial_weights import FEW, InitialWeights, _sum, _sum_of_few
 
 from .models import Stack, batch
 from .worlds import run, seeded, sharded
@@ -70,6 +72,27 @@ def test_other_weights_are_named(use_orig_params: bool) -> None:
 def test_equal_weights_are_not(change: str, use_orig_params: bool) -> None:
     """Where the weights are equal, or something was loaded into the shards since, nothing is said."""
     assert warnings_of(2, two_steps, change, use_orig_params) == []
+
+
+def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of random bytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (FEW,)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.int8]
+)
+def test_few_elements_are_added_up_as_many(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A small parameter has the same checksum in Python and by torch's operator, whatever its bits and its strides."""
+    parameter = nn.Parameter(any_bits(shape, dtype).t() if len(shape) == 2 else any_bits(shape, dtype), False)
+    assert _sum_of_few(parameter) == _sum(parameter).item()
+    large = nn.Parameter(
+        torch.cat([parameter.detach().reshape(-1), torch.zeros(FEW + 1, dtype=dtype)]), False
+    )
+    found = InitialWeights.of(["small", "large"], [parameter, large]).checksums()
+    assert found["small"] == found["large"] == _sum(parameter).item()
 
 
 def test_a_single_rank_computes_no_checksum() -> None:

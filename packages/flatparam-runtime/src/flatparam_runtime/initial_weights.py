@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self, final
 
 __all__ = ["InitialWeights"]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_CODES: Final = {1: "B", 2: "h", 4: "i", 8: "q", 16: "q"}
+"""The same for Python's arrays."""
+
+FEW: Final = 256
+"""Up to so many elements a parameter in CPU memory is added up by Python, which takes less than to call an operator."""
 
 
 @final
@@ -19,27 +27,44 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 class InitialWeights:
     """A checksum of each parameter as it was when it was sharded: the sum of its bits, taken as integers."""
 
-    fqns: tuple[str, ...]
-    _sums: Tensor
-    """1-D, int64, where the first parameter was; looked at when they are compared."""
+    _small: Mapping[str, int]
+    """By name below the unit."""
+    _fqns: Sequence[str]
+    """Of the other parameters."""
+    _sums: Tensor | None
+    """Theirs: 1-D, int64, where the first of them was; looked at when they are compared."""
 
     @classmethod
-    def of(cls, fqns: Sequence[str], parameters: Sequence[Tensor]) -> Self:
+    def of(cls, fqns: Sequence[str], parameters: Sequence[nn.Parameter]) -> Self:
         """Of `parameters`, of any dtypes and devices, each read once."""
-        home = parameters[0].device
+        small: dict[str, int] = {}
+        others: dict[str, Tensor] = {}
         with torch.no_grad():
-            sums = [
-                _checksum(each) if each.device == home else _checksum(each).to(home) for each in parameters
-            ]
-        return cls(tuple(fqns), torch.stack(sums))
+            for fqn, parameter in zip(fqns, parameters, strict=True):
+                if type(parameter) is nn.Parameter and parameter.numel() <= FEW and parameter.is_cpu:
+                    small[fqn] = _sum_of_few(parameter)
+                else:
+                    others[fqn] = _sum(parameter)
+            home = [each.to(next(iter(others.values())).device) for each in others.values()]
+            return cls(small, tuple(others), torch.stack(home) if others else None)
 
     def checksums(self) -> dict[str, int]:
         """By name below the unit."""
-        return dict(zip(self.fqns, self._sums.tolist(), strict=True))
+        sums = [] if self._sums is None else self._sums.tolist()
+        return {**self._small, **dict(zip(self._fqns, sums, strict=True))}
 
 
-def _checksum(parameter: Tensor) -> Tensor:
+def _sum(parameter: Tensor) -> Tensor:
     nbytes = parameter.itemsize
     if nbytes > 8:  # a number as several integers: they have to lie side by side
         parameter = parameter.reshape(-1)
     return parameter.view(_INTEGERS[nbytes]).sum(dtype=torch.int64)
+
+
+def _sum_of_few(parameter: Tensor) -> int:
+    parameter = parameter.contiguous()
+    if not parameter.numel():
+        return 0
+    raw = ctypes.string_at(parameter.data_ptr(), parameter.nbytes)
+    total = sum(array(_CODES[parameter.itemsize], raw))
+    return (total + 2**63) % 2**64 - 2**63  # as int64 wraps around

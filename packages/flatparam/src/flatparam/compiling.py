@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
-from flatparam.resolve import Ignored
-from flatparam_core import FSDP_WRAPPED_MODULE, each_module
-from flatparam_runtime import unit_of
+from flatparam_core import FSDP_WRAPPED_MODULE
 
 __all__ = ["mark_for_compiler"]
 
 
-def mark_for_compiler(module: nn.Module, ignored: Ignored) -> None:
-    """Mark `module` and what is inside as managed by FSDP: Dynamo then guards on neither its parameters' identity
-    nor their shapes. The names of the marks are those that Dynamo reads.
+def mark_for_compiler(modules: Iterable[nn.Module]) -> None:
+    """Mark the modules of a unit as managed by FSDP: Dynamo then guards on neither their parameters' identity nor
+    their shapes. The names of the marks are those that Dynamo reads.
 
     It compiles no module that says that it does not use its original parameters. While a unit computes, each of its
     parameters is an autograd leaf of its own, in both settings of `use_orig_params`; so all say that they do.
     """
-    for child in each_module(module, lambda child: FSDP_WRAPPED_MODULE in child._modules):
-        if child not in ignored.modules and (child is module or unit_of(child) is None):
-            child.__dict__["_is_fsdp_managed_module"] = True
-            child.__dict__["_fsdp_use_orig_params"] = True
+    for module in modules:
+        if FSDP_WRAPPED_MODULE not in module._modules:  # a wrapper has no parameters of its own
+            module.__dict__["_is_fsdp_managed_module"] = True
+            module.__dict__["_fsdp_use_orig_params"] = True

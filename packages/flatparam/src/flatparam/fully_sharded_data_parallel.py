@@ -124,10 +124,11 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         resolved = resolve(module, given)
         if auto_wrap_policy is not None:
             wrap_below(type(self), module, given, resolved)
-        tensors = list(placement.own_tensors(module, resolved.ignored))
+        modules = placement.own_modules(module, resolved.ignored)
+        tensors = list(placement.own_tensors(modules, resolved.ignored))
         if needs_extensions(tensors):
             flatten_extended(module, resolved.ignored)
-            tensors = list(placement.own_tensors(module, resolved.ignored))
+            tensors = list(placement.own_tensors(modules, resolved.ignored))
         initialise = initialiser(module, resolved) if any(tensor.is_meta for tensor in tensors) else None
         if resolved.device is not None:
             placement.move(tensors, resolved.device)
@@ -152,7 +153,7 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         )
         self._attach_state()
         self._modules[FSDP_WRAPPED_MODULE] = module
-        mark_for_compiler(module, resolved.ignored)
+        mark_for_compiler(modules)
 
     # The wrapped module
 

@@ -13,13 +13,19 @@ from flatparam_comm import Topology, broadcast_tensors
 from flatparam_core import each_module
 from flatparam_runtime import unit_of
 
-__all__ = ["broadcast_from_first", "move", "own_tensors"]
+__all__ = ["broadcast_from_first", "move", "own_modules", "own_tensors"]
 
 
-def own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of `module` that are neither ignored nor those of a unit below it, each once."""
+def own_modules(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
+    """`module` and those below it that are neither ignored nor part of a unit below it, each once."""
+    below = each_module(module, lambda child: unit_of(child) is not None or child in ignored.modules)
+    return [child for child in below if child not in ignored.modules]
+
+
+def own_tensors(modules: Iterable[nn.Module], ignored: Ignored) -> Iterator[torch.Tensor]:
+    """The parameters and buffers that `modules` register, each once, but for those that are ignored or sharded."""
     seen: set[int] = set()
-    for child in each_module(module, lambda child: unit_of(child) is not None or child in ignored.modules):
+    for child in modules:
         for tensor in (*child._parameters.values(), *child._buffers.values()):
             if tensor is None or id(tensor) in seen or tensor in ignored:
                 continue
