@@ -111,9 +111,10 @@ class ProcessGroupCollectives:
         carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
             # gloo gathers into a buffer of its own, which it copies; so it takes 1.3 to 2 times as long.
-            halves = carried.view(2, -1)
-            work = self._swap(site, halves[1 - site.rank], carried_shard.view(-1))
-            halves[site.rank].copy_(carried_shard.view(-1))
+            halves, given = carried.view(2, -1), carried_shard.view(-1)
+            work = self._swap(site, halves[1 - site.rank], given)
+            if halves[site.rank].data_ptr() != given.data_ptr():
+                halves[site.rank].copy_(given)
         else:
             work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
         return _WorkPending(site, work, (output, shard))
