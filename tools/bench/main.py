@@ -27,6 +27,7 @@ import torch
 
 from flatparam_comm.testing import run_processes
 
+from .absent import CONTENDERS as ABSENT
 from .contenders import CONTENDERS, FLOOR, SHARDED_FLOOR
 from .figures import as_text, cells, exact, timings
 from .growth import grow, optimizer_steps
@@ -77,18 +78,19 @@ def steps(options: argparse.Namespace) -> None:
 
 def instructions(options: argparse.Namespace) -> None:
     """Instructions per unit and step over the plain model, by callgrind, and how they grow with the world size."""
+    names = [name for name in ABSENT if _chosen(name, options.contenders)]
     sizes = [size for size in options.world_sizes if size != BASE_WORLD]
     runs = [(BASE_WORLD, [4, 32]), *((size, [4]) for size in sizes)]
     print(f"{len(runs)} runs under callgrind, {PARALLEL} at a time, of some minutes each")
     with ThreadPoolExecutor(PARALLEL) as pool:
-        found = list(pool.map(lambda run: count_instructions(*run), runs))
+        found = list(pool.map(lambda run: count_instructions(run[0], run[1], names), runs))
     for (size, _), rows in zip(runs, found, strict=True):
         if size == BASE_WORLD:
-            _enter(options.json, "instructions", f"world size {size}", {"rows": rows})
+            _enter(options.json, "instructions", f"world size {size}", {"rows": rows}, keeps_rows=True)
             of_four = {name: {"4": by["4"]} for name, by in rows.items()}
         else:
             of_four = rows
-        _enter(options.json, "world size", str(size), {"rows": of_four})
+        _enter(options.json, "world size", str(size), {"rows": of_four}, keeps_rows=True)
         for name, by in rows.items():
             figures = ", ".join(f"{count}: {parts['pass'] / 1e6:.2f} M" for count, parts in by.items())
             print(f"world size {size:5}  {name:34}{figures}")
@@ -148,9 +150,11 @@ def _chosen(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(pattern.lower() in name.lower() for pattern in patterns)
 
 
-def _enter(path: Path, section: str, title: str, entry: Any) -> None:
-    """Put one result into the file, with the machine that it is of."""
+def _enter(path: Path, section: str, title: str, entry: Any, *, keeps_rows: bool = False) -> None:
+    """Put one result into the file, with the machine that it is of; perhaps beside rows that are there already."""
     results = json.loads(path.read_text()) if path.exists() else {}
+    if keeps_rows:
+        entry["rows"] = {**results.get(section, {}).get(title, {}).get("rows", {}), **entry["rows"]}
     entry["machine"] = {
         "cpus": os.cpu_count(),
         "processor": platform.machine(),
@@ -186,6 +190,9 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=40, help="for the rounds of one table (default: 40)"
     )
     of_instructions = command(instructions, "instructions")
+    of_instructions.add_argument(
+        "--contenders", nargs="+", default=[], help="parts of names; the results of the others stay"
+    )
     of_instructions.add_argument("--world-sizes", nargs="*", type=int, default=[8, 64, 512, 4096])
     of_growth = command(growth, "growth")
     of_growth.add_argument("--units", nargs="+", type=int, default=[8, 30, 100, 300, 1000])
