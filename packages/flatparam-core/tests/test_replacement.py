@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flatparam_core import FlatParamError, FlatParamHandle, Residency, flatten_module, owner_of
+from flatparam_core.shard_pieces import ShardPieces
 from flatparam_core.testing import check_invariants
 
 from .ranks import Ranks, flatten_alone, gather, reduce
@@ -303,3 +304,18 @@ def test_a_new_object_with_a_full_gradient_is_no_trap() -> None:
     module.weight.grad = torch.ones(2, 2)
     train_once(module, handle)
     assert module.weight.grad.flatten().tolist() == [1.0] * 4
+
+
+def test_all_are_taken_over_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parameters were given other data, as by an exchange of averages, the shard is cut once for them."""
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    handle = flatten_alone(module, use_orig_params=True)
+    for parameter in module.parameters():
+        parameter.data = torch.full_like(parameter, 3.0)
+    cuts = []
+    views = ShardPieces.views
+    monkeypatch.setattr(ShardPieces, "views", lambda *given: cuts.append(given) or views(*given))
+    gather([handle])
+    assert len(handle.taken_over) == 10
+    assert len(cuts) == 1
+    assert torch.equal(handle.flat_param.detach()[:4], torch.full((4,), 3.0))

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from flatparam_comm import Collectives, SingleCollectives
-from flatparam_runtime import EventLog, no_sync, observe, register_forward_method
+from flatparam_comm import Collectives, SingleCollectives, Topology
+from flatparam_runtime import EventLog, UnitPlan, no_sync, observe, register_forward_method, shard_module
 
 from .models import Coder, Stack, batch
 from .worlds import (
@@ -151,3 +152,49 @@ def test_an_inner_call_gathers_only_its_unit() -> None:
     with observe(module, log):
         module.stem(batch()).sum().backward()
     assert {event.unit for event in log.events} == {"(root)"}
+
+
+class Reader(nn.Module):
+    """Has no parameters, and a method that computes with those of another module."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight_of_the_other = lambda: other.weight
+
+    def read(self, x: Tensor) -> Tensor:
+        return (x @ self.weight_of_the_other()).sin()
+
+
+class WithReader(nn.Module):
+    """A layer, and beside it what reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.reader = Reader(self.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_named_method_of_a_module_without_parameters(use_reentrant: bool, use_orig_params: bool) -> None:
+    """A method that the user has named has the unit's parameters also where a checkpoint calls it again."""
+
+    def loss(module: nn.Module) -> Tensor:
+        x = torch.ones(2, 4, requires_grad=True)
+        read: Tensor = checkpoint(module.reader.read, x, use_reentrant=use_reentrant)  # type: ignore[union-attr]
+        return read.square().sum()
+
+    def rank(collectives: Collectives) -> dict[str, Tensor | None]:
+        module = seeded(WithReader)
+        shard_module(module, UnitPlan(Topology(collectives), use_orig_params=use_orig_params))
+        register_forward_method(module.reader, "read")
+        loss(module).backward()
+        return full_gradients(module)
+
+    alone = seeded(WithReader)
+    loss(alone).backward()
+    for gradients in run(2, rank):
+        assert torch.equal(gradients["layer.weight"], alone.layer.weight.grad)

@@ -12,7 +12,7 @@ from torch import nn
 
 import flatparam.wrap as our_wrap
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam import MixedPrecision, ShardingStrategy
 from flatparam_comm import SingleCollectives
 
 from .models import Block, Transformer, mlp, seeded
@@ -235,3 +235,23 @@ def test_tied_parameters_in_one_unit() -> None:
 def test_policies_describe_themselves() -> None:
     """`repr` of a class policy names the classes."""
     assert repr(our_wrap.ModuleWrapPolicy({nn.Linear})) == "ModuleWrapPolicy(['Linear'])"
+
+
+class InHalf(FSDP):
+    """A wrapper that has its own mind about linear layers."""
+
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        if isinstance(module, nn.Linear):
+            arguments |= {"use_orig_params": True, "mixed_precision": MixedPrecision(torch.bfloat16)}
+        super().__init__(module, **arguments)
+
+
+def test_a_subclass_may_change_what_a_policy_passes_on() -> None:
+    """Arguments that a subclass of the wrapper gives a module are those that count, as if it was wrapped by hand."""
+    model = InHalf(mlp(), process_group=HERE, auto_wrap_policy=our_wrap.ModuleWrapPolicy({nn.Linear}))
+    inner = [module for module in model.modules() if isinstance(module, InHalf) and module is not model]
+    assert inner
+    for wrapper in inner:
+        assert wrapper.mixed_precision.param_dtype is torch.bfloat16
+        assert [p.dim() for p in wrapper.parameters()] == [2, 1]
+    assert model.mixed_precision.param_dtype is None

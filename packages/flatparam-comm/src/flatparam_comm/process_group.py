@@ -114,7 +114,7 @@ class ProcessGroupCollectives:
             halves, given = carried.view(2, -1), carried_shard.view(-1)
             work = self._swap(site, halves[1 - site.rank], given)
             if halves[site.rank].data_ptr() != given.data_ptr():
-                halves[site.rank].copy_(given)
+                _guarded(site, lambda: halves[site.rank].copy_(given))
         else:
             work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
         return _WorkPending(site, work, (output, shard))

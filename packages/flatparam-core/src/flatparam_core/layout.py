@@ -190,10 +190,11 @@ class FlatLayout:
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The fragments of every parameter on `rank`, in slot order, empty ones included."""
-        if rank not in self._fragments:
+        known = self._fragments  # the same for all ranks, which may be threads
+        if rank not in known:
             shard = self.shard_span(rank)
-            self._fragments[rank] = tuple(self._fragment(index, shard) for index in range(len(self.slots)))
-        return self._fragments[rank]
+            known[rank] = tuple(self._fragment(index, shard) for index in range(len(self.slots)))
+        return known[rank]
 
     @cached_property
     def _fragments(self) -> dict[int, tuple[Fragment, ...]]:

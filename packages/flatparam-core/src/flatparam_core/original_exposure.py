@@ -107,13 +107,13 @@ class OriginalExposure:
             for index, found in given.items()
         }
         before = {index: self._originals[index] for index in given}
+        views = self._pieces.views(self.flat_param.detach()) if given else []
         for index, found in given.items():
-            self._adopt(index, found, parts[index])
+            self._adopt(index, found, parts[index], views[index])
         return before
 
-    def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor) -> None:
-        """Take `found` as original `index`, with the values `part`."""
-        view = self._pieces.views(self.flat_param.detach())[index]
+    def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor, view: torch.Tensor) -> None:
+        """Take `found` as original `index`, with the values `part`; `view` is its place in the shard."""
         view.view(-1).copy_(part)
         if found.grad is not None and found.grad.shape != view.shape:
             found.grad = None  # a full one, as from before sharding

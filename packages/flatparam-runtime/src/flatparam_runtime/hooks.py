@@ -88,9 +88,8 @@ def _call_inside(call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any])
     unit = call.unit
     if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
         return call.__wrapped__(*args, **kwargs)
-    if in_backward() and not _uses_parameters(
-        unit, call.module
-    ):  # a recomputation of what belongs to other units
+    # A recomputation of what belongs to other units? Another method was named by the user, who knows what it uses.
+    if call.name == "forward" and in_backward() and not _uses_parameters(unit, call.module):
         return call.__wrapped__(*args, **kwargs)
     before, after = functools.partial(_before_forward, unit), functools.partial(_after_forward, unit)
     return call_as_forward(call.module, call.__wrapped__, before, after, args, kwargs)

@@ -27,10 +27,10 @@ FEW: Final = 256
 class InitialWeights:
     """A checksum of each parameter as it was when it was sharded: the sum of its bits, taken as integers."""
 
+    fqns: tuple[str, ...]
+    """Of all, below the unit."""
     _small: Mapping[str, int]
-    """By name below the unit."""
-    _fqns: Sequence[str]
-    """Of the other parameters."""
+    _others: Sequence[str]
     _sums: Tensor | None
     """Theirs: 1-D, int64, where the first of them was; looked at when they are compared."""
 
@@ -46,12 +46,13 @@ class InitialWeights:
                 else:
                     others[fqn] = _sum(parameter)
             home = [each.to(next(iter(others.values())).device) for each in others.values()]
-            return cls(small, tuple(others), torch.stack(home) if others else None)
+            return cls(tuple(fqns), small, tuple(others), torch.stack(home) if others else None)
 
     def checksums(self) -> dict[str, int]:
-        """By name below the unit."""
+        """By name below the unit, in the order of the parameters."""
         sums = [] if self._sums is None else self._sums.tolist()
-        return {**self._small, **dict(zip(self._fqns, sums, strict=True))}
+        found = {**self._small, **dict(zip(self._others, sums, strict=True))}
+        return {fqn: found[fqn] for fqn in self.fqns}
 
 
 def _sum(parameter: Tensor) -> Tensor:

@@ -88,6 +88,11 @@ class Arguments:
         """Those of `names` that are arguments."""
         return cls(**{field.name: names[field.name] for field in attrs.fields(cls)})
 
+    def are(self, others: Arguments) -> bool:
+        """Whether each is the same object."""
+        names = (field.name for field in attrs.fields(type(self)))
+        return all(getattr(self, name) is getattr(others, name) for name in names)
+
     def below(self, resolved: Resolved) -> dict[str, Any]:
         """The arguments for modules inside, which share the groups and what is ignored."""
         shared = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
@@ -108,6 +113,7 @@ class Resolved:
     `device` is where full parameters live, `None` where they are already.
     """
 
+    asked: Arguments
     strategy: ShardingStrategy
     plan: UnitPlan
     ignored: Ignored
@@ -126,10 +132,11 @@ def resolve(module: nn.Module, arguments: Arguments, environment: Environment | 
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    if isinstance(arguments.ignored_states, Resolved):
-        return (
-            arguments.ignored_states
-        )  # by the wrapper around this one, when it checked what its policy chose
+    checked = arguments.ignored_states
+    if isinstance(checked, Resolved):  # by the wrapper around this one, when it checked what its policy chose
+        arguments = attrs.evolve(arguments, ignored_states=checked.asked.ignored_states)
+        if arguments.are(checked.asked):  # a subclass may pass on others
+            return checked
     environment = environment or Environment.read()
     strategy = ShardingStrategy.FULL_SHARD
     if arguments.sharding_strategy is not None:
@@ -170,6 +177,7 @@ def resolve(module: nn.Module, arguments: Arguments, environment: Environment | 
         use_orig_params=bool(arguments.use_orig_params),
     )
     return Resolved(
+        arguments,
         strategy,
         plan,
         ignored,
