@@ -63,7 +63,7 @@ def steps(options: argparse.Namespace) -> None:
     )
     for workload, precision in tables:
         arguments = (workload, precision == "bf16", names, options.seconds)
-        patience = {"timeout": 600 + 10 * options.seconds, "pg_timeout": 300}
+        patience = {"timeout": 3600 + 10 * options.seconds, "pg_timeout": 300}
         counts, samples = zip(*run_processes(RANKS, measure, *arguments, **patience), strict=True)
         timed, counted = timings(samples), exact(counts)
         rows = {name: timed[name] | counted[name] for name in names}
