@@ -134,11 +134,17 @@ def count(group: Collectives, workload: Workload, bf16: bool, contender: Contend
 def calls_of(step: Callable[[], object]) -> int:
     """How many calls `step` makes, on this thread."""
     calls = Calls()
+    with without_collector(), calls.counting():
+        step()
+    return calls.count
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """As `timeit` measures: Python's cyclic collector looks at the whole process, whoever's turn it is."""
     gc.collect()
-    gc.disable()  # what the collector finalises would be counted where it happens to run
+    gc.disable()
     try:
-        with calls.counting():
-            step()
+        yield
     finally:
         gc.enable()
-    return calls.count

@@ -6,12 +6,10 @@ each time, and other programs only add to it.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from flatparam_comm import Collectives
 
 from .absent import CONTENDERS, PLAIN, world
-from .counts import calls_of
+from .counts import calls_of, without_collector
 from .training import Setting, Training
 from .workloads import stack
 
@@ -59,12 +57,12 @@ def _costs(contender: Callable[[Setting], Training], setting: Setting, repetitio
     for _ in range(repetitions):
         training = None  # the one before goes first
         build = prepared(contender, setting)
-        with _without_collector():
+        with without_collector():
             seconds, training = _cpu_seconds(build)
         builds.append(seconds)
     assert training is not None, "there is a repetition"
     training.step()
-    with _without_collector():
+    with without_collector():
         passes += [_cpu_seconds(partial(_pass, training))[0] for _ in range(repetitions + 1)]
     return {
         "build": min(builds),
@@ -91,17 +89,6 @@ def _cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """As `timeit` measures: Python's cyclic collector looks at the whole process, whoever's turn it is."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def optimizer_steps(
     group: Collectives, parameters: int, world_size: int
 ) -> dict[str, dict[str, list[float]]]:
@@ -115,7 +102,7 @@ def optimizer_steps(
         steps = {name: _stepping(CONTENDERS[name](_setting(ranks, 1, parameters))) for name in _ORIGINALS}
         steps["one flat tensor"] = _flat_step(_setting(ranks, 1, parameters))
         samples: Mapping[str, list[list[float]]] = {name: [] for name in steps}
-        with _without_collector():
+        with without_collector():
             for _ in range(OPTIMIZER_ROUNDS):
                 for name, step in steps.items():
                     samples[name].append([1e3 * _cpu_seconds(step)[0] for _ in range(4)])

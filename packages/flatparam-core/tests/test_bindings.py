@@ -1,5 +1,7 @@
 """discover: which parameters a module has, through which attributes, and under which names."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -81,7 +83,7 @@ def test_names_are_clean_of_wrappers() -> None:
 
 def test_a_binding_holds_its_module_weakly() -> None:
     """A binding whose module is gone says which one it was."""
-    info = ParamInfo.of("weight", nn.Linear(1, 1), "block.0")
+    info = ParamInfo("weight", "block.0", weakref.ref(nn.Linear(1, 1)))
     assert info.fqn == "block.0.weight"
     with pytest.raises(FlatParamError, match=r"'block\.0' that held 'weight'"):
         _ = info.module

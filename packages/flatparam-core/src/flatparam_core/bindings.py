@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import final
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.names import clean_fqn
@@ -28,11 +28,6 @@ class ParamInfo:
     param_name: str
     module_name: str
     _module: weakref.ReferenceType[nn.Module]
-
-    @classmethod
-    def of(cls, param_name: str, module: nn.Module, module_name: str) -> Self:
-        """The binding of `param_name` in `module`, which is held weakly."""
-        return cls(param_name, clean_fqn(module_name), weakref.ref(module))
 
     def __getstate__(self) -> tuple[object, ...]:
         """What a copy is made of: the module with it."""

@@ -72,9 +72,8 @@ class Flattening:
         _check_unclaimed(bound)
         home = device or _common_device(bound)
         specs = [b.spec for b in bound]
-        if (
-            use_orig_params
-        ):  # parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md
+        if use_orig_params:
+            # Parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md.
             specs.sort(key=lambda spec: len(spec.shape) < 2)
         layouts = plan_layouts(
             specs,
