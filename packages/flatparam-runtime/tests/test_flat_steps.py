@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import no_sync, set_flat_steps, tensors_stepped
+from flatparam_runtime.flat_runs import find_runs
 
 from .models import Branches, Stack, batch
 from .worlds import check_same, full_parameters, mean_gradients, run, seeded, sharded
@@ -82,6 +83,26 @@ def test_branches_that_are_not_taken() -> None:
     for parameters, counts in run(2, rank):
         check_same(parameters, expected)
         assert counts == [5.0, *[4.0] * 3, *[3.0] * 3]
+
+
+class Tails(nn.Module):
+    """Alone with an element, a pair, and two without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.pair = nn.ParameterList([torch.zeros(4)]), nn.ParameterList([torch.zeros(4)] * 2)
+        self.empty = nn.ParameterList([torch.zeros(0)] * 2)
+
+
+@pytest.mark.parametrize("units", [["alone", "pair"], ["pair", "alone"]])
+@pytest.mark.parametrize("order", [1, -1])
+def test_empty_parameters_go_with_the_longest_run(units: list[str], order: int) -> None:
+    """Which parameters are one tensor does not depend on where the memory of units lies, or on their order."""
+    module = sharded(Tails, SingleCollectives(), units=units, use_orig_params=True)
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach()
+    (joined,) = find_runs([*module.parameters()][::order], {})
+    assert set(joined.parameters) == {*module.pair, *module.empty}
 
 
 def test_flat_exposures_are_left_alone() -> None:

@@ -7,7 +7,7 @@ that lie in one storage at the right distances from each other are one tensor, w
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, TypeAlias
 
@@ -243,7 +243,8 @@ def find_runs(parameters: Sequence[nn.Parameter], state: State) -> list[Run]:
         elif piece is not None:
             empty.setdefault(piece.likeness, []).append(parameter)
     runs: list[Run] = []
-    for stretch in _stretches(sorted(solid, key=attrgetter("start"))):
+    # Empty ones go with the longest of their kind: a parameter that is alone may stay alone.
+    for stretch in sorted(_stretches(solid), key=len, reverse=True):
         rest = empty.pop(stretch[0].likeness, [])
         if len(stretch) + len(rest) > 1:
             runs.append(Run.of([piece.parameter for piece in stretch], rest, stretch[0].names))
@@ -316,9 +317,15 @@ def _alike(tensor: Tensor, parameter: Tensor) -> bool:
 
 
 def _stretches(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces, sorted by address, in stretches of at most `MAX_NUMEL` elements; a larger one is alone."""
-    stretches: list[list[_Piece]] = []
+    """Pieces in stretches of at most `MAX_NUMEL` elements; a larger one is alone.
+
+    The order is that of the pieces' handles, wherever the memory of each lies, so that it is the same in every run.
+    """
+    handles: dict[FlatParamHandle, list[_Piece]] = {}
     for piece in pieces:
+        handles.setdefault(piece.handle, []).append(piece)
+    stretches: list[list[_Piece]] = []
+    for piece in chain.from_iterable(sorted(own, key=attrgetter("start")) for own in handles.values()):
         last = stretches[-1] if stretches else []
         nbytes = MAX_NUMEL * piece.parameter.itemsize
         if last and piece.follows(last[-1]) and piece.stop - last[0].start <= nbytes:
