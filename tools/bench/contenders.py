@@ -50,7 +50,7 @@ def ours(setting: Setting, transport: str = "", **arguments: Any) -> Training:
     policy: Any = ModuleWrapPolicy({setting.workload.unit})
     precision = flatparam.MixedPrecision(torch.bfloat16, torch.bfloat16) if setting.bf16 else None
     model = flatparam.FullyShardedDataParallel(
-        setting.workload.seeded(),
+        setting.model(),
         process_group=_over(setting, transport),
         auto_wrap_policy=policy,
         mixed_precision=precision,
@@ -63,7 +63,7 @@ def fsdp1(setting: Setting, **arguments: Any) -> Training:
     """torch's first FSDP."""
     precision = torch_fsdp.MixedPrecision(torch.bfloat16, torch.bfloat16) if setting.bf16 else None
     model = torch_fsdp.FullyShardedDataParallel(
-        setting.workload.seeded(),
+        setting.model(),
         auto_wrap_policy=ModuleWrapPolicy({setting.workload.unit}),
         mixed_precision=precision,
         device_id=torch.device("cpu"),
@@ -74,7 +74,7 @@ def fsdp1(setting: Setting, **arguments: Any) -> Training:
 
 def fsdp2(setting: Setting) -> Training:
     """torch's second FSDP."""
-    model: nn.Module = setting.workload.seeded()
+    model: nn.Module = setting.model()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     if setting.bf16:
         options["mp_policy"] = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
@@ -86,7 +86,7 @@ def fsdp2(setting: Setting) -> Training:
 
 def ddp(setting: Setting) -> Training:
     """torch's DistributedDataParallel; in bf16 as the floor, with gradients that travel in bf16."""
-    model = setting.workload.seeded()
+    model = setting.model()
     return unsharded(DistributedDataParallel(model.bfloat16() if setting.bf16 else model), setting)
 
 

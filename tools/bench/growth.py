@@ -74,7 +74,7 @@ def _costs(contender: Callable[[Setting], Training], setting: Setting, repetitio
 
 def prepared(contender: Callable[[Setting], Training], setting: Setting) -> Callable[[], Training]:
     """The contender's construction, with the model made already."""
-    model = setting.workload.seeded()
+    model = setting.model()
     return partial(contender, evolve(setting, workload=evolve(setting.workload, model=lambda: model)))
 
 
@@ -141,7 +141,7 @@ def _in_two_groups(decaying: Sequence[Tensor], others: Sequence[Tensor]) -> torc
 def _flat_step(setting: Setting) -> Callable[[], Any]:
     """The same over as many elements in one tensor for each group."""
     kinds: dict[bool, int] = {True: 0, False: 0}
-    for parameter in setting.workload.seeded().parameters():
+    for parameter in setting.model().parameters():
         kinds[parameter.ndim > 1] += parameter.numel()
     flats: list[Tensor] = [torch.zeros(-(-numel // setting.group.size)) for numel in kinds.values()]
     for flat in flats:

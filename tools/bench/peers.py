@@ -40,7 +40,7 @@ def deepspeed_zero3(setting: Setting) -> Training:
     deepspeed.logger.setLevel("ERROR")
     with redirect_stdout(StringIO()):  # it tells that it has compiled something
         deepspeed.init_distributed(dist_backend="gloo")
-    model = setting.workload.seeded()
+    model = setting.model()
     bucket = max(numel_of(m) for m in model.modules() if isinstance(m, setting.workload.unit))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -73,7 +73,7 @@ def fairscale_fsdp(setting: Setting) -> Training:
     options: dict[str, Any] = {"compute_device": torch.device("cpu"), "mixed_precision": setting.bf16}
     if setting.bf16:
         options |= {"compute_dtype": torch.bfloat16}
-    model = setting.workload.seeded()
+    model = setting.model()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, setting.workload.unit):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives
 
+from .widened import widen
 from .workloads import Batch, Workload
 
 
@@ -24,6 +25,13 @@ class Setting:
     bf16: bool
     group: Collectives
     ledger: ByteLedger | None = None
+
+    def model(self) -> nn.Module:
+        """The workload's model, with the same weights in every call, in fp32."""
+        model = self.workload.seeded()
+        if self.bf16:
+            widen(model)
+        return model
 
     def batch(self, *, cast: bool = False) -> Batch:
         """This rank's batch; `cast` for who computes in bf16 and does not cast by itself."""
@@ -112,13 +120,13 @@ class _OwnShard(Training):
 
 def floor(setting: Setting) -> Training:
     """Every rank for itself: no communication, no mean."""
-    model = setting.workload.seeded()
+    model = setting.model()
     return unsharded(model.bfloat16() if setting.bf16 else model, setting)
 
 
 def sharded_floor(setting: Setting, *, in_parts: bool = False) -> Training:
     """As `floor`, with the optimizer's work divided among the ranks: one flat tensor, or a part of each parameter."""
-    model = setting.workload.seeded()
+    model = setting.model()
     numels = [p.numel() for p in model.parameters()]
     parts: list[Tensor] = [
         torch.randn(-(-numel // setting.group.size)) for numel in (numels if in_parts else [sum(numels)])
