@@ -17,6 +17,26 @@ from .worlds import assert_same_state, inputs, train
 
 HERE = SingleCollectives()
 STEPS = 3
+KINDS: Any = [
+    (optim.ASGD, {"lr": 0.1, "weight_decay": 0.1}),
+    (optim.Adadelta, {"weight_decay": 0.1}),
+    (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    (optim.Adam, {"foreach": True, "maximize": True}),
+    (optim.AdamW, {}),
+    (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"foreach": True, "amsgrad": True}),
+    (optim.Adamax, {"weight_decay": 0.1}),
+    (optim.NAdam, {"decoupled_weight_decay": True}),
+    (optim.NAdam, {"foreach": True}),
+    (optim.RAdam, {"weight_decay": 0.1}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (optim.Rprop, {}),
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "foreach": True, "maximize": True}),
+]
+"""Every optimizer that treats each element alone, and ways to make it."""
 
 
 def net() -> nn.Sequential:

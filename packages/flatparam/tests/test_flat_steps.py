@@ -20,6 +20,7 @@ from flatparam_runtime import set_flat_steps, tensors_stepped
 from .models import seeded
 from .stepping import (
     HERE,
+    KINDS,
     STEPS,
     adamw,
     assert_clean,
@@ -32,28 +33,8 @@ from .stepping import (
 )
 from .worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
 
-Kinds: Any = [
-    (optim.ASGD, {"lr": 0.1, "weight_decay": 0.1}),
-    (optim.Adadelta, {"weight_decay": 0.1}),
-    (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-    (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
-    (optim.Adam, {"foreach": True, "maximize": True}),
-    (optim.AdamW, {}),
-    (optim.AdamW, {"fused": True}),
-    (optim.AdamW, {"foreach": True, "amsgrad": True}),
-    (optim.Adamax, {"weight_decay": 0.1}),
-    (optim.NAdam, {"decoupled_weight_decay": True}),
-    (optim.NAdam, {"foreach": True}),
-    (optim.RAdam, {"weight_decay": 0.1}),
-    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
-    (optim.Rprop, {}),
-    (optim.SGD, {"lr": 0.1}),
-    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "foreach": True, "maximize": True}),
-]
 
-
-@pytest.mark.parametrize(("kind", "how"), Kinds)
+@pytest.mark.parametrize(("kind", "how"), KINDS)
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "each"])
 def test_every_optimizer_has_the_bits_of_the_plain_one(kind: Any, how: dict[str, Any], policy: Any) -> None:
     """Two ranks, two groups, several steps: the parameters are those of the plain model on the mean of the losses."""
@@ -319,8 +300,8 @@ def test_a_parameter_used_outside_notices_the_step() -> None:
         penalty.backward()
 
 
-def test_large_parameters_are_stepped_as_they_are() -> None:
-    """A run has at most 2**18 elements, so that a step's temporaries stay small."""
+def test_long_parameters_are_not_joined() -> None:
+    """A run has at most 2**18 elements, and what has more is stepped in pieces: a step's temporaries stay small."""
 
     def wide() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 2), *(nn.Linear(2, 2) for _ in range(2)), nn.Linear(2, 2**17 + 1))
@@ -328,7 +309,7 @@ def test_large_parameters_are_stepped_as_they_are() -> None:
     model = wrapped(wide, ranks=HERE)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     trained(model, optimizer)
-    assert tensors_stepped(optimizer) == 3  # small weights, the large weight, all biases
+    assert tensors_stepped(optimizer) == 4  # small weights, two pieces of the long weight, all biases
 
 
 def test_optimizer_state_and_checkpoints(tmp_path: Path) -> None:

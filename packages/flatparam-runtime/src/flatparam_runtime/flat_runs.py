@@ -1,4 +1,4 @@
-"""Neighbours in a shard that an optimizer can step as one tensor.
+"""Neighbours in a shard that an optimizer can step as one tensor: short ones take longer to call for than to step.
 
 Everything is decided by addresses, and nothing here keeps the memory of a parameter, gradient or state alive: tensors
 that lie in one storage at the right distances from each other are one tensor, whoever made them.
@@ -6,10 +6,10 @@ that lie in one storage at the right distances from each other are one tensor, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import attrs
 import torch
@@ -17,17 +17,9 @@ from torch import Tensor, nn
 from typing_extensions import Self, final
 
 from flatparam_comm import FlatParamHandle, owner_of
+from flatparam_runtime.stand_in import DTYPES, MAX_NUMEL, StandIn, State, alike
 
-__all__ = ["Joined", "Row", "Run", "find_runs"]
-
-State: TypeAlias = "MutableMapping[Tensor, dict[str, Any]]"
-"""An optimizer's: for each parameter, its state tensors by name."""
-
-MAX_NUMEL: Final = 1 << 18
-"""Elements of a run, at most: a larger tensor gains nothing, and the temporaries of a step are as large as a run."""
-
-DTYPES: Final = (torch.float32, torch.float64)
-"""Of these a vector instruction rounds like its scalar twin, so that it does not matter where a tensor ends."""
+__all__ = ["Row", "Run", "find_runs"]
 
 _ADDRESS: Final = Tensor.data_ptr
 _GRAD: Final = attrgetter("grad")
@@ -95,22 +87,6 @@ class Shared:
 
 
 @final
-@attrs.frozen(eq=False)
-class Joined:
-    """A run as an optimizer steps it: `parameter` with its `.grad`, and its state."""
-
-    run: Run
-    parameter: Tensor
-    before: Mapping[str, Tensor]
-    """Its state before the step."""
-    state: dict[str, Any] = attrs.field()
-
-    @state.default
-    def _copy(self) -> dict[str, Any]:
-        return dict(self.before)
-
-
-@final
 @attrs.define(eq=False)
 class Run:
     """Parameters that lie one after the other in a shard, with nothing between them but padding, which is zero.
@@ -150,7 +126,7 @@ class Run:
             row = self._rows[name] = Row(offsets, self.row.numel, 0 if offsets else 1)
         return row
 
-    def join(self, state: State) -> Joined | None:
+    def stand_ins(self, state: State) -> list[StandIn] | None:
         """The run as one tensor with one state; `None` where anything is not as it was when the run was found."""
         parameter = self.row.join(self.parameters)
         gradients = [*map(_GRAD, self.parameters)]
@@ -161,7 +137,7 @@ class Run:
             return None
         states = self._states(state)
         if not self.names:
-            return None if any(states) else Joined(self, parameter, {})
+            return None if any(states) else [StandIn(parameter, {})]
         joined: dict[str, Tensor] = {}
         try:
             if len(states[0]) != len(self.names):  # the rest is asked for the names
@@ -173,7 +149,7 @@ class Run:
                 joined[name] = value
         except (TypeError, KeyError):
             return None
-        return Joined(self, parameter, joined)
+        return [StandIn(parameter, joined)]
 
     def _states(self, state: State) -> list[Any]:
         """The parameters' state, which an optimizer mostly has in the same order: looking each up takes longer."""
@@ -189,8 +165,9 @@ class Run:
             return self._row(name).join(list(map(itemgetter(name), states[: self._solid])))
         return shared.value if shared.is_in(list(map(itemgetter(name), states))) else None
 
-    def settle(self, joined: Joined, state: State) -> None:
+    def settle(self, stepped: Sequence[StandIn], state: State) -> None:
         """After a step: bring what is not shared memory to the parameters' own state."""
+        (joined,) = stepped
         for name, value in joined.state.items():
             if joined.before.get(name) is not value:
                 self.give(name, value, state)
@@ -276,7 +253,7 @@ class _Piece:
         owner, gradient, own = owner_of(parameter), parameter.grad, state.get(parameter) or {}
         if owner is None or type(parameter) is not nn.Parameter or type(gradient) is not Tensor:
             return None
-        if parameter.dtype not in DTYPES or parameter.is_inference() or not _alike(gradient, parameter):
+        if parameter.dtype not in DTYPES or parameter.is_inference() or not alike(gradient, parameter):
             return None
         likeness: list[Hashable] = [parameter.dtype, parameter.device]
         for name, value in own.items():
@@ -284,7 +261,7 @@ class _Piece:
                 return None
             if value.dim() == 0:
                 likeness.append((name, value.dtype, value.device, value.item()))
-            elif _alike(value, parameter):
+            elif alike(value, parameter):
                 likeness.append((name, value.dtype, value.device))
             else:
                 return None
@@ -303,17 +280,6 @@ class _Piece:
             and not any(slot.span for slot in self.handle.layout.slots[before.index + 1 : self.index])
             and self.likeness == before.likeness
         )
-
-
-def _alike(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether the elements of `tensor` lie as those of `parameter` do."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.dtype == parameter.dtype
-        and tensor.shape == parameter.shape
-        and tensor.is_contiguous()
-        and parameter.is_contiguous()
-    )
 
 
 def _stretches(pieces: Sequence[_Piece]) -> list[list[_Piece]]:

@@ -1,10 +1,11 @@
-"""An ordinary `torch.optim` optimizer over hundreds of small original parameters steps a few large tensors.
+"""An ordinary `torch.optim` optimizer steps tensors of the best length, whatever parameters it has.
 
 The classes of `torch.optim` collect the tensors of a parameter group in a method `_init_group`, after the step's hooks
-and its closure. On an optimizer that holds original parameters of a unit it is replaced, for that object alone: what
-lies side by side in a shard, with its gradients and its state, is stepped there by a twin of the optimizer that holds
-one long tensor instead; the class's own `_init_group` collects the rest, for the step that is under way. So the
-optimizer's groups, state and hooks are what they always were, also where something is raised.
+and its closure. On an optimizer that holds parameters of a unit it is replaced, for that object alone: a twin of the
+optimizer steps one tensor in place of original parameters that lie side by side in a shard, with their gradients and
+state (`flat_runs`), and several in place of a long one (`flat_pieces`); the class's own `_init_group` collects the
+rest, for the step that is under way. So the optimizer's groups, state and hooks are what they always were, also where
+something is raised.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import inspect
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from typing_extensions import final
+from typing_extensions import Self, final
 
 from flatparam_comm import owner_of
-from flatparam_runtime.flat_runs import Joined, Run, find_runs
+from flatparam_runtime.flat_pieces import Pieces, is_long
+from flatparam_runtime.flat_runs import find_runs
+from flatparam_runtime.stand_in import StandIn, State, Substitution
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
 
@@ -52,7 +55,7 @@ _OFF: Final = "_flatparam_steps_each"
 
 
 def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
-    """Say whether `optimizer` may step neighbouring parameters as one tensor; it may unless it is told not to.
+    """Say whether `optimizer` may step neighbours as one tensor, and long ones in pieces; it may unless told not to.
 
     The numbers are the same either way.
     """
@@ -67,7 +70,7 @@ def tensors_stepped(optimizer: optim.Optimizer) -> int | None:
 
 @functools.cache
 def notice_optimizers() -> None:
-    """Look at each optimizer in the process, when it steps, whether it holds original parameters of a unit."""
+    """Look at each optimizer in the process, when it steps, whether it holds parameters of a unit."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -81,15 +84,16 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             del own[_COLLECT]
     elif isinstance(collect, _Collect):
         collect.count = 0
-    elif collect is None and _holds_originals(optimizer):
+    elif collect is None and _has_to_gain(optimizer):
         own[_COLLECT] = _Collect(weakref.ref(optimizer))
 
 
-def _holds_originals(optimizer: optim.Optimizer) -> bool:
-    """Whether it has several, so that there is something to gain."""
+def _has_to_gain(optimizer: optim.Optimizer) -> bool:
+    """Whether it has several original parameters in a group, or a long one of any kind."""
+    groups = [group["params"] for group in optimizer.param_groups]
     return any(
-        len(group["params"]) > 1 and any(owner_of(parameter) is not None for parameter in group["params"])
-        for group in optimizer.param_groups
+        any(map(is_long, group)) or (len(group) > 1 and any(owner_of(p) is not None for p in group))
+        for group in groups
     )
 
 
@@ -105,15 +109,14 @@ class _Collect:
     """For each parameter group, by its number."""
 
     def __call__(self, group: dict[str, Any], parameters: list[Tensor], *lists: Any, **named: Any) -> Any:
-        """Step the runs of `group`, and collect its other parameters as the optimizer's class does."""
+        """Step stand-ins for parameters of `group`, and collect its other parameters as the optimizer's class does."""
         optimizer = self._optimizer()
         assert optimizer is not None, "it calls its own method"
         rest = group
         if _may_join(group) and not torch.compiler.is_compiling():
-            joined, others = self._divide(optimizer, group)
-            if joined:
-                _step(optimizer, group, joined)
-                self.count += len(joined)
+            stand_ins, others = self._divide(optimizer, group)
+            if stand_ins:
+                self.count += _step(optimizer, group, stand_ins)
                 rest = {**group, "params": others}
         result = type(optimizer)._init_group(optimizer, rest, parameters, *lists, **named)  # type: ignore[attr-defined]
         self.count += len(parameters)
@@ -121,91 +124,104 @@ class _Collect:
 
     def _divide(
         self, optimizer: optim.Optimizer, group: dict[str, Any]
-    ) -> tuple[list[Joined], Sequence[nn.Parameter]]:
-        """The runs of `group` that are one tensor now, and the parameters that are in none."""
+    ) -> tuple[_StandIns, Sequence[nn.Parameter]]:
+        """What to step in place of parameters of `group`, and the others, which are stepped as they are."""
         number = next((n for n, each in enumerate(optimizer.param_groups) if each is group), None)
         if number is None:  # a group of somebody else's making
             return [], group["params"]
         split = self._splits.get(number)
-        if split is not None and split.fits(group["params"]):
-            joined = split.join(optimizer.state)
-            if joined is not None:
-                return joined, split.rest
+        if split is not None and split.fits(group["params"], optimizer.state):
+            stand_ins = split.stand_ins(optimizer.state)
+            if stand_ins is not None:
+                return stand_ins, split.rest
         split = self._splits[number] = _Split.of(group["params"], optimizer.state, split)
-        joined = split.join(optimizer.state)
-        return ([], group["params"]) if joined is None else (joined, split.rest)
+        stand_ins = split.stand_ins(optimizer.state)
+        return ([], group["params"]) if stand_ins is None else (stand_ins, split.rest)
+
+
+_StandIns: TypeAlias = list[tuple[Substitution, list[StandIn]]]
 
 
 @final
 @attrs.define(eq=False)
 class _Split:
-    """A parameter group in runs, and parameters that are stepped by themselves."""
+    """A parameter group in runs, pieces, and parameters that are stepped by themselves."""
 
     parameters: Sequence[nn.Parameter]
-    runs: Sequence[Run]
+    substitutions: Sequence[Substitution]
     rest: Sequence[nn.Parameter]
     absent: Sequence[nn.Parameter]
-    """Those of the rest that are sharded and had no gradient."""
+    """Those of the rest that belong to units and had no gradient."""
+    fresh: Sequence[nn.Parameter]
+    """Those of the rest that are long, and have no state before the first step."""
     patience: int
     """After how many steps to look again whether more parameters can be in runs."""
     _uses: int = 0
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], state: Any, before: _Split | None) -> _Split:
+    def of(cls, parameters: Sequence[nn.Parameter], state: State, before: _Split | None) -> Self:
         """Divide `parameters`, and make the state of each run one tensor."""
-        sharded = [parameter for parameter in parameters if owner_of(parameter) is not None]
-        runs = find_runs([parameter for parameter in sharded if parameter.grad is not None], state)
+        long = [parameter for parameter in parameters if is_long(parameter)]
+        ours = [p for p in parameters if owner_of(p) is not None or is_long(p)]
+        pieces = Pieces.find(long, state)
+        cut = {id(each.parameter) for each in pieces}
+        runs = find_runs([p for p in ours if p.grad is not None and id(p) not in cut], state)
         for run in runs:
             run.gather(state)
-        inside = {id(parameter) for run in runs for parameter in run.parameters}
+        substitutions: list[Substitution] = [*runs, *pieces]
+        inside = {id(parameter) for each in substitutions for parameter in each.parameters}
         rest = [parameter for parameter in parameters if id(parameter) not in inside]
-        absent = [parameter for parameter in sharded if parameter.grad is None]
+        absent = [parameter for parameter in ours if parameter.grad is None]
+        fresh = [parameter for parameter in long if not state.get(parameter)]
         patience = 8
         if before is not None and _same(before.rest, rest):
             patience = min(before.patience * 2, 1024)
-        return cls(list(parameters), runs, rest, absent, patience)
+        return cls(list(parameters), substitutions, rest, absent, fresh, patience)
 
-    def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the group has the same parameters, and none that had no gradient has one."""
+    def fits(self, parameters: Sequence[nn.Parameter], state: State) -> bool:
+        """Whether the group has the same parameters, and none of the rest has got the gradient or state it lacked."""
         self._uses += 1
         return (
             _same(self.parameters, parameters)
             and all(parameter.grad is None for parameter in self.absent)
+            and not any(map(state.get, self.fresh))
             and (len(self.rest) == len(self.absent) or self._uses <= self.patience)
         )
 
-    def join(self, state: Any) -> list[Joined] | None:
-        """Each run as one tensor; `None` where one is none any more."""
-        joined = []
-        for run in self.runs:
-            one = run.join(state)
-            if one is None:
+    def stand_ins(self, state: State) -> _StandIns | None:
+        """What is stepped in place of parameters; `None` where something is not as it was."""
+        found = []
+        for each in self.substitutions:
+            stand_ins = each.stand_ins(state)
+            if stand_ins is None:
                 return None
-            joined.append(one)
-        return joined
+            found.append((each, stand_ins))
+        return found
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _step(optimizer: optim.Optimizer, group: Mapping[str, Any], joined: Iterable[Joined]) -> None:
-    """Step the runs with the hyper-parameters of `group`, in a twin, so that `optimizer` stays as it is."""
+def _step(optimizer: optim.Optimizer, group: Mapping[str, Any], stand_ins: _StandIns) -> int:
+    """Step them with the hyper-parameters of `group`, in a twin, so that `optimizer` stays as it is; how many."""
     kind = type(optimizer)
+    every = [each for _, some in stand_ins for each in some]
     twin = object.__new__(kind)
     vars(twin).update(vars(optimizer))  # a gradient scaler leaves its numbers there
     del vars(twin)[_COLLECT]
-    twin.param_groups = [{**group, "params": [each.parameter for each in joined]}]
-    twin.state = defaultdict(dict, {each.parameter: each.state for each in joined})
+    twin.param_groups = [{**group, "params": [each.parameter for each in every]}]
+    twin.state = defaultdict(dict, {each.parameter: each.state for each in every})
     try:
         _STEPS[kind](twin)
     finally:
-        for each in joined:
-            each.run.settle(each, optimizer.state)
+        for substitution, some in stand_ins:
+            substitution.settle(some, optimizer.state)
+    return len(every)
 
 
 def _may_join(group: Mapping[str, Any]) -> bool:
-    """Whether the hyper-parameters of `group` let parameters be stepped as one tensor.
+    """Whether the hyper-parameters of `group` let other tensors be stepped in the parameters' place.
 
     The padding between them has to stay zero, as its gradient is. It does with all these optimizers where no number is
     infinite and none divides by zero. The fused kernels of the CPU do not round the last elements of a tensor as the

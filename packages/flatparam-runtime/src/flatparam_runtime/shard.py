@@ -83,8 +83,7 @@ def shard_module(
         handles = flattening.finish(own)
     below = list(inside(module))
     unit = Unit(type(module).__name__, plan, handles, weakref.ref(module))
-    if plan.use_orig_params:
-        notice_optimizers()
+    notice_optimizers()
     unit.initial_weights, unit.initial_stamp = weights, unit.stamp()
     with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
     unit.buffers = UnitBuffers.of(module, with_buffers)

@@ -1,0 +1,173 @@
+"""Optimizers step long parameters in pieces, flat ones and originals, and nobody can tell but by time and memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import flatparam_runtime.flat_pieces
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam_comm import Collectives
+from flatparam_runtime import set_flat_steps, tensors_stepped
+
+from .models import seeded
+from .stepping import HERE, KINDS, STEPS, net
+from .worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
+
+NUMEL = 8
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pieces of 8 elements."""
+    monkeypatch.setattr(flatparam_runtime.flat_pieces, "_piece_numel", lambda: NUMEL)
+
+
+def wrapped(ranks: Collectives = HERE, original: bool = False) -> FSDP:
+    return FSDP(seeded(net), ranks, use_orig_params=original)
+
+
+def momentum(parameters: Any) -> optim.Optimizer:
+    return optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def pieces_of(model: nn.Module) -> int:
+    """How many tensors are stepped when every parameter that is longer is cut, and none is joined."""
+    return sum(-(-p.numel() // NUMEL) if p.numel() > NUMEL else 1 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "how"), KINDS)
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+def test_every_optimizer_has_the_bits_of_the_plain_one(
+    kind: Any, how: dict[str, Any], original: bool
+) -> None:
+    """Two ranks, several steps: the parameters are those of the plain model on the mean of the losses."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = wrapped(ranks, original)
+        optimizer = kind(model.parameters(), **how)
+        train(model, optimizer, inputs(ranks.rank, STEPS))
+        return model.state_dict(), tensors_stepped(optimizer), pieces_of(model)
+
+    plain = seeded(net)
+    train_on_mean(plain, kind(plain.parameters(), **how), 2, steps=STEPS)
+    for state, count, pieces in on_ranks(2, rank):
+        assert_same_state(state, plain.state_dict())
+        if kind is optim.SGD and "momentum" not in how:
+            pieces = 1  # nothing is kept from step to step, and nothing is cut
+        if not original:
+            assert count == (1 if how.get("fused") else pieces)
+
+
+def test_state_is_the_optimizers_own() -> None:
+    """Whole tensors in their shapes, the same objects in each step, and one count of steps for all pieces."""
+    model = wrapped()
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer, inputs(0, 1))
+    (flat,) = model.parameters()
+    before = dict(optimizer.state[flat])
+    train(model, optimizer, inputs(0, 4))
+    assert tensors_stepped(optimizer) == pieces_of(model) > 1
+    assert [*optimizer.state] == [flat]
+    assert optimizer.state[flat].keys() == before.keys()
+    assert all(value is before[name] for name, value in optimizer.state[flat].items())
+    assert float(before["step"]) == 5
+    assert before["exp_avg"].shape == flat.shape
+
+
+def test_saved_and_loaded_between() -> None:
+    """A state dict of an optimizer that has stepped pieces goes on in another one in the same bits."""
+    models = [wrapped(), wrapped()]
+    optimizers = [optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    first, second = inputs(0, 2), inputs(1, 3)
+    train(models[0], optimizers[0], first)
+    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, second)
+        assert tensors_stepped(optimizer) == pieces_of(model)
+    assert_same_state(models[1].state_dict(), models[0].state_dict())
+
+
+@pytest.mark.parametrize("what", ["tensor lr", "sparse", "turned off", "state of another kind"])
+def test_what_cannot_be_cut_is_stepped_whole(what: str) -> None:
+    """Hyper-parameters that are tensors, gradients and state of other kinds, and by request: torch's own step."""
+
+    def stepped(model: nn.Module) -> int | None:
+        rate = torch.tensor(0.1) if what == "tensor lr" else 0.1
+        optimizer: optim.Optimizer = optim.SGD(model.parameters(), lr=rate, momentum=0.5)
+        if what == "turned off":
+            set_flat_steps(optimizer, False)
+        for x in inputs(0, STEPS):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            for parameter in model.parameters():
+                if what == "sparse":
+                    assert parameter.grad is not None
+                    parameter.grad = parameter.grad.to_sparse()
+                if what == "state of another kind":
+                    optimizer.state[parameter]["note"] = "mine"
+            optimizer.step()
+        return tensors_stepped(optimizer)
+
+    plain, model = seeded(net), wrapped()
+    stepped(plain)
+    assert stepped(model) == (None if what == "turned off" else 1)
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_gradients_come_and_go() -> None:
+    """A step without a gradient changes nothing, and the next one with a gradient is in pieces again."""
+    model, plain = wrapped(), seeded(net)
+    pairs = [(model, momentum(model.parameters())), (plain, momentum(plain.parameters()))]
+    for x in inputs(0, 4):
+        for each, optimizer in pairs:
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+    assert_same_state(model.state_dict(), plain.state_dict())
+    assert tensors_stepped(pairs[0][1]) == 0
+    for each, optimizer in pairs:
+        train(each, optimizer, inputs(1, 1))
+    assert tensors_stepped(pairs[0][1]) == pieces_of(model)
+
+
+def test_state_that_the_step_replaces_is_put_together() -> None:
+    """State that somebody has cleared, so that the step makes it anew in each piece, is one tensor again."""
+    model, plain = wrapped(), seeded(net)
+    for each in (model, plain):
+        optimizer = momentum(each.parameters())
+        train(each, optimizer, inputs(0, 2))
+        for state in optimizer.state.values():
+            state["momentum_buffer"] = None
+        train(each, optimizer, inputs(1, 2))
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_step_is_noticed_by_autograd() -> None:
+    """Autograd refuses to differentiate through a flat parameter that pieces of it have changed since."""
+    model = wrapped()
+    optimizer = momentum(model.parameters())
+    train(model, optimizer, inputs(0, 2))
+    (flat,) = model.parameters()
+    penalty = flat.square().sum()
+    optimizer.step()
+    assert tensors_stepped(optimizer) == pieces_of(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+def test_other_parameters_are_left_alone() -> None:
+    """What belongs to no unit is stepped as it is, however long."""
+    model, outside = wrapped(), nn.Parameter(torch.ones(3 * NUMEL))
+    optimizer = momentum([*model.parameters(), outside])
+    for x in inputs(0, 2):
+        optimizer.zero_grad()
+        (model(x).square().mean() + outside.sum()).backward()
+        optimizer.step()
+    assert tensors_stepped(optimizer) == pieces_of(model) + 1
