@@ -89,6 +89,22 @@ def test_what_is_kept_within_a_pass() -> None:
     assert (pool.in_use, pool.kept, pool.peak_of_pass) == (0, 0, 3 * BLOCK_NBYTES)
 
 
+def test_where_nothing_is_gathered_again_a_backward_pass_keeps_nothing() -> None:
+    """While a block computes, only unsharded blocks use memory: each one's gradients take that of its parameters."""
+    how = {"free_after_forward": False, "overlaps_reductions": False}
+    module = sharded(Chain, SingleCollectives(), units=BLOCKS, **how)
+    found = []
+
+    def look(up: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda _: found.append((pool_of(module).in_use, pool_of(module).kept)))
+
+    for block in module.blocks:
+        block.up.register_forward_hook(look)
+    step(module)
+    assert found == [(3 * BLOCK_NBYTES, 0), (2 * BLOCK_NBYTES, 0), (BLOCK_NBYTES, 0)]
+    assert pool_of(module).peak_of_pass == 3 * BLOCK_NBYTES
+
+
 def test_memory_is_kept_in_passes_only() -> None:
     """The pool keeps what is freed from the beginning of a pass to its end, and nothing outside of one."""
     module = sharded(Chain, SingleCollectives(), units=BLOCKS)

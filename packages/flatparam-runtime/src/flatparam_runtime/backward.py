@@ -169,8 +169,8 @@ class BackwardPass:
     def _note_entered(self, unit: Unit) -> None:
         self.to_enter.discard(unit)
         pool = unit.handles[0].forms.pool if unit.handles else None
-        if not self.to_enter and pool is not None:
-            pool.trim()  # nothing more is gathered, so what is freed is not needed again
+        if pool is not None and not (self.to_enter and unit.plan.free_after_forward):
+            pool.trim()  # nothing more is gathered: gradients can have the memory of their parameters
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
         """Whether nothing waits for `unit` but the end of the pass.
