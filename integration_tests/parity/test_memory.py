@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import attrs
 import pytest
 import torch
+from bench.memory import Allocator
 from torch import nn
 
 from flatparam import FullyShardedDataParallel
-from flatparam_comm import Collectives, SilentCollectives, run_threads
+from flatparam_comm import Collectives, SilentCollectives, SingleCollectives, run_threads
 from flatparam_runtime import Event, observe, units_in
 from integration_tests.parity import models
 from integration_tests.parity.meter import Meter, held
@@ -277,3 +278,22 @@ def test_the_instrument_sees_a_leak() -> None:
         meter.reset()
         torch.zeros(10)
         assert meter.live_nbytes == 40
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_temporaries_of_an_optimizer_step(original: bool) -> None:
+    """From the second step on AdamW needs three tensors of a piece, however long a parameter is, and counts of steps."""
+    model = FullyShardedDataParallel(nn.Linear(1024, 1024), SingleCollectives(), use_orig_params=original)
+    optimizer = torch.optim.AdamW(model.parameters())
+    piece = 2**18  # with one thread
+    longest = max(parameter.numel() for parameter in model.parameters())
+    counts = 4 * (-(-longest // piece))
+    found = []
+    for _ in range(3):
+        model(torch.ones(2, 1024)).sum().backward()
+        found.append(Allocator().during(optimizer.step))
+        optimizer.zero_grad()
+    assert found[0].peak > 3 * 4 * longest
+    for memory in found[1:]:
+        assert memory.at_rest == 0
+        assert 3 * 4 * piece <= memory.peak <= 3 * 4 * piece + counts + 64
