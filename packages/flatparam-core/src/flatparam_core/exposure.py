@@ -18,6 +18,7 @@ from flatparam_core.bindings import ParamInfo, memory_view
 from flatparam_core.errors import FlatParamError
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.layout import FlatLayout, Fragment
+from flatparam_core.shard_pieces import fragment_shape
 
 __all__ = ["Exposure", "Memory", "ShardMemory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
 
@@ -92,14 +93,9 @@ class Exposure(Protocol):
 
 
 def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) -> torch.Tensor:
-    """The part of a parameter that a shard holds, as a view of the shard's memory `flat`.
-
-    Its elements lie along the first dimension; the others are there, of length 1. So an optimizer's rule that asks for
-    the number of dimensions (no weight decay below two) decides as on the full parameter.
-    """
-    dims = max(len(layout.slots[fragment.index].spec.shape), 1)
-    part = flat[fragment.in_shard.as_slice()]
-    return part.view(part.numel(), *(1,) * (dims - 1))
+    """The part of a parameter that a shard holds, as a view of the shard's memory `flat`, in its `fragment_shape`."""
+    shape = fragment_shape(layout.slots[fragment.index].spec.shape, fragment.in_shard.numel)
+    return flat[fragment.in_shard.as_slice()].view(shape)
 
 
 def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import Self, final
 
 from flatparam_core.layout import FlatLayout
 
-__all__ = ["ShardPieces"]
+__all__ = ["ShardPieces", "fragment_shape"]
 
 Shape: TypeAlias = "tuple[int, ...]"
 
@@ -23,17 +23,13 @@ class ShardPieces:
     """How a rank's shard is cut: made once, and then one call makes the views of all parameters."""
 
     shapes: tuple[Shape, ...]
-    """Of the fragment of each parameter: its elements lie along the first dimension, and the parameter's other
-    dimensions are there, of length 1. So an optimizer's rule that asks for the number of dimensions decides as on the
-    full parameter."""
+    """Of the fragment of each parameter; see `fragment_shape`."""
     _cut: tuple[Shape, ...]
     """The shapes of all that lies in the shard, padding too."""
+    _lengths: tuple[int, ...]
+    """How many elements each of these has."""
     _filled: tuple[int, ...]
     """Where each parameter stands among them; -1 for one of which the rank owns nothing."""
-    _lengths: tuple[int, ...]
-    """Of the fragments, and of the padding between them."""
-    _places: tuple[int, ...]
-    """Where each parameter stands among these."""
     _templates: list[torch.Tensor] | None = None
     """For each of `_cut` a tensor of that shape, without memory of its own."""
 
@@ -58,8 +54,17 @@ class ShardPieces:
 
     def lines(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """The same, each 1-D."""
-        cut = shard.split_with_sizes(self._lengths)
-        return [cut[at] for at in self._places]
+        cut, nothing = shard.split_with_sizes(self._lengths), shard[:0]
+        return [nothing if at < 0 else cut[at] for at in self._filled]
+
+
+def fragment_shape(shape: Shape, numel: int) -> Shape:
+    """That of the `numel` elements that a rank owns of a parameter of `shape`.
+
+    They lie along the first dimension, and the others are there, of length 1. So an optimizer's rule that asks for the
+    number of dimensions (no weight decay below two) decides as on the full parameter.
+    """
+    return (numel, *(1,) * (len(shape) - 1))
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,22 +73,18 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
     shapes: list[Shape] = []
     cut: list[Shape] = []
     filled: list[int] = []
-    lengths: list[int] = []
-    places: list[int] = []
     end = 0
     for slot, fragment in zip(layout.slots, layout.fragments(rank), strict=True):
         span = fragment.in_shard
-        shapes.append((span.numel, *(1,) * (len(slot.spec.shape) - 1)))
+        shapes.append(fragment_shape(slot.spec.shape, span.numel))
+        if not span:
+            filled.append(-1)
+            continue
         if span.start > end:
             cut.append((span.start - end,))
-            lengths.append(span.start - end)
-        filled.append(len(cut) if span else -1)
-        places.append(len(lengths))
-        lengths.append(span.numel)
-        if span:
-            cut.append(shapes[-1])
-            end = span.stop
+        filled.append(len(cut))
+        cut.append(shapes[-1])
+        end = span.stop
     if end < layout.shard_numel:
         cut.append((layout.shard_numel - end,))
-        lengths.append(layout.shard_numel - end)
-    return tuple(shapes), tuple(cut), tuple(filled), tuple(lengths), tuple(places)
+    return tuple(shapes), tuple(cut), tuple(shape[0] for shape in cut), tuple(filled)
