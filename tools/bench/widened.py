@@ -19,19 +19,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Of `x` `[..., inputs]` and `weight` `[outputs, inputs]`."""
+        """Of `x` `[..., rows, inputs]` and `weight` `[outputs, inputs]`."""
         ctx.save_for_backward(x, weight)
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
-        """The gradients of all three, in their dtypes."""
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        """The gradients that are needed, in the dtypes of what they are of."""
         x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         wide = gradient.float()
-        of_x = (wide @ weight.float()).to(x.dtype)
         rows = wide.flatten(0, -2)
-        of_weight = (rows.t() @ x.float().flatten(0, -2)).to(weight.dtype)
-        of_bias = rows.sum(0).to(gradient.dtype) if ctx.needs_input_grad[2] else None
+        of_x = (wide @ weight.float()).to(x.dtype) if wants_x else None
+        of_weight = (rows.t() @ x.float().flatten(0, -2)).to(weight.dtype) if wants_weight else None
+        of_bias = rows.sum(0).to(gradient.dtype) if wants_bias else None
         return of_x, of_weight, of_bias
 
 
@@ -39,7 +40,7 @@ class WidenedLinear(nn.Linear):
     """An `nn.Linear` whose products are computed in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., inputs]` to `[..., outputs]`."""
+        """Map `[..., rows, inputs]` to `[..., rows, outputs]`."""
         out: Tensor = _Product.apply(x, self.weight, self.bias)
         return out
 

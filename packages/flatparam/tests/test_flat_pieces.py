@@ -13,6 +13,7 @@ import flatparam_runtime.flat_pieces
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
 from flatparam_runtime import set_flat_steps, tensors_stepped
+from flatparam_runtime.flat_pieces import can_be_cut
 
 from .models import seeded
 from .stepping import HERE, KINDS, STEPS, net
@@ -47,20 +48,27 @@ def test_every_optimizer_has_the_bits_of_the_plain_one(
 ) -> None:
     """Two ranks, several steps: the parameters are those of the plain model on the mean of the losses."""
 
+    cuts = not how.get("fused") and not how.get("foreach")
+    if kind is optim.SGD and "momentum" not in how:
+        cuts = False  # nothing is kept from step to step
+
     def rank(ranks: Collectives) -> Any:
         model = wrapped(ranks, original)
         optimizer = kind(model.parameters(), **how)
         train(model, optimizer, inputs(ranks.rank, STEPS))
-        return model.state_dict(), tensors_stepped(optimizer), pieces_of(model)
+        long = [p for p in model.parameters() if p.numel() > NUMEL]
+        assert all(can_be_cut(p, optimizer.state) for p in long) or not cuts
+        return model.state_dict(), tensors_stepped(optimizer), sum(-(-p.numel() // NUMEL) for p in long)
 
     plain = seeded(net)
     train_on_mean(plain, kind(plain.parameters(), **how), 2, steps=STEPS)
     for state, count, pieces in on_ranks(2, rank):
         assert_same_state(state, plain.state_dict())
-        if kind is optim.SGD and "momentum" not in how:
-            pieces = 1  # nothing is kept from step to step, and nothing is cut
+        assert pieces > 1
         if not original:
-            assert count == (1 if how.get("fused") else pieces)
+            assert count == (pieces if cuts else 1)
+        elif cuts:
+            assert count > pieces  # there are short ones beside
 
 
 def test_state_is_the_optimizers_own() -> None:
@@ -137,16 +145,86 @@ def test_gradients_come_and_go() -> None:
     assert tensors_stepped(pairs[0][1]) == pieces_of(model)
 
 
-def test_state_that_the_step_replaces_is_put_together() -> None:
-    """State that somebody has cleared, so that the step makes it anew in each piece, is one tensor again."""
+def test_state_that_the_step_makes_is_put_together() -> None:
+    """Where the optimizer finds some state and makes other in each piece, that is one tensor afterwards."""
     model, plain = wrapped(), seeded(net)
     for each in (model, plain):
         optimizer = momentum(each.parameters())
         train(each, optimizer, inputs(0, 2))
         for state in optimizer.state.values():
-            state["momentum_buffer"] = None
+            del state["momentum_buffer"]
+            state["note"] = torch.zeros(())
         train(each, optimizer, inputs(1, 2))
+        for parameter, state in optimizer.state.items():
+            assert state["momentum_buffer"].shape == parameter.shape
+            assert state.keys() == {"momentum_buffer", "note"}
+        assert tensors_stepped(optimizer) == (pieces_of(model) if each is model else None)
     assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_state_that_was_cleared() -> None:
+    """Without its buffer a parameter is stepped whole, which makes the buffer anew, and then in pieces again."""
+    model, plain = wrapped(), seeded(net)
+    counts = []
+    for each in (model, plain):
+        optimizer = momentum(each.parameters())
+        train(each, optimizer, inputs(0, 2))
+        for state in optimizer.state.values():
+            state["momentum_buffer"] = None
+        for x in inputs(1, 3):
+            train(each, optimizer, [x])
+            counts.append(tensors_stepped(optimizer))
+    assert counts == [1, pieces_of(model), pieces_of(model), None, None, None]
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_parameter_that_is_listed_twice() -> None:
+    """It is stepped twice, as torch does, which warns of it: not in pieces, of which each would count once."""
+    states = []
+    for enabled in (True, False):
+        model = wrapped()
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = optim.AdamW([*model.parameters()] * 2, lr=0.1)
+        set_flat_steps(optimizer, enabled)
+        train(model, optimizer, inputs(0, STEPS))
+        (state,) = optimizer.state.values()
+        assert float(state["step"]) == 2 * STEPS
+        states.append(model.state_dict())
+    assert_same_state(*states)
+
+
+def test_a_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was raised comes out, and the count of steps is that of the elements that were stepped."""
+    model = wrapped()
+    optimizer = optim.Adam(model.parameters())
+    train(model, optimizer, inputs(0, 2))
+    calls, step = [], torch.Tensor.addcdiv_
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "addcdiv_", breaks)
+    (flat,) = model.parameters()
+    before = flat.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, inputs(0, 1))
+    assert float(optimizer.state[flat]["step"]) == 3
+    changed = (flat.detach() != before).nonzero().flatten().tolist()
+    assert changed
+    assert max(changed) < 2 * NUMEL
+
+
+def test_optimizers_of_other_models() -> None:
+    """Whatever parameters they hold, such as those of a lazy module that was never called, they step as ever."""
+    wrapped()
+    lazy, linear = nn.LazyLinear(3), nn.Linear(2, 2)
+    optimizer = momentum([*lazy.parameters(), *linear.parameters()])
+    linear(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert tensors_stepped(optimizer) is None
 
 
 def test_a_step_is_noticed_by_autograd() -> None:

@@ -12,24 +12,36 @@ from typing import Any, Final
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, final
+from typing_extensions import final
 
 from flatparam_comm import FlatParameter, owner_of
 from flatparam_runtime.stand_in import DTYPES, MAX_NUMEL, StandIn, State, alike
 
-__all__ = ["Pieces", "is_long"]
+__all__ = ["Pieces", "can_be_cut", "is_long"]
 
 _GRAIN: Final = 1 << 15
 """Elements that torch gives to one thread at least (at::internal::GRAIN_SIZE)."""
 
 
 def is_long(parameter: nn.Parameter) -> bool:
-    """Whether it belongs to a unit, and is stepped in pieces when it has a gradient and state."""
+    """Whether it belongs to a unit, and is stepped in pieces where it can be."""
     return (
-        parameter.numel() > _piece_numel()
+        (isinstance(parameter, FlatParameter) or owner_of(parameter) is not None)
         and parameter.is_cpu
         and parameter.dtype in DTYPES
-        and (isinstance(parameter, FlatParameter) or owner_of(parameter) is not None)
+        and parameter.numel() > _piece_numel()
+    )
+
+
+def can_be_cut(parameter: nn.Parameter, state: State) -> bool:
+    """Whether a long parameter can be stepped in pieces now: it has a gradient, and state from an earlier step."""
+    gradient, own = parameter.grad, state.get(parameter) or {}
+    return (
+        len(own) > 0
+        and type(gradient) is Tensor
+        and alike(gradient, parameter)
+        and not parameter.is_inference()
+        and all(type(v) is Tensor and (v.dim() == 0 or alike(v, parameter)) for v in own.values())
     )
 
 
@@ -48,31 +60,14 @@ class Pieces:
 
     parameter: nn.Parameter
 
-    @classmethod
-    def find(cls, parameters: Sequence[nn.Parameter], state: State) -> list[Self]:
-        """Those that can be stepped in pieces now: long ones that have a gradient, and state from an earlier step."""
-        found = [cls(parameter) for parameter in parameters if is_long(parameter)]
-        return [pieces for pieces in found if pieces._can_be_cut(state)]
-
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """The one."""
         return (self.parameter,)
 
-    def _can_be_cut(self, state: State) -> bool:
-        parameter, gradient = self.parameter, self.parameter.grad
-        own = state.get(parameter) or {}
-        return (
-            len(own) > 0
-            and type(gradient) is Tensor
-            and alike(gradient, parameter)
-            and not parameter.is_inference()
-            and all(type(v) is Tensor and (v.dim() == 0 or alike(v, parameter)) for v in own.values())
-        )
-
     def stand_ins(self, state: State) -> list[StandIn] | None:
         """See `Substitution.stand_ins`."""
-        if not self._can_be_cut(state):
+        if not can_be_cut(self.parameter, state):
             return None
         numel = _piece_numel()
         parameters = torch.split(self.parameter.detach().view(-1), numel)
@@ -96,12 +91,13 @@ class Pieces:
 
     def settle(self, stepped: Sequence[StandIn], state: State) -> None:
         """See `Substitution.settle`."""
-        own = state[self.parameter]
-        for name, value in stepped[-1].state.items():
-            if isinstance(value, Tensor) and value.dim() == 0 and isinstance(own.get(name), Tensor):
-                own[name].copy_(value)
-            elif isinstance(value, Tensor) and value.dim():
-                if any(each.state[name] is not each.before.get(name) for each in stepped):
-                    own[name] = torch.cat([each.state[name] for each in stepped]).view(self.parameter.shape)
-            else:
+        # Where the step was broken off, the first piece is the one that has come furthest.
+        own, first = state[self.parameter], stepped[0].state
+        for name, value in first.items():
+            if not isinstance(value, Tensor):
                 own[name] = value
+            elif value.dim() == 0 and isinstance(own.get(name), Tensor):
+                own[name].copy_(value)
+            elif value is not stepped[0].before.get(name) and all(name in each.state for each in stepped):
+                parts = [each.state[name] for each in stepped]
+                own[name] = torch.cat(parts).view(self.parameter.shape) if value.dim() else value

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, Final, TypeAlias
@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self, final
 
 from flatparam_comm import owner_of
-from flatparam_runtime.flat_pieces import Pieces, is_long
+from flatparam_runtime.flat_pieces import Pieces, can_be_cut, is_long
 from flatparam_runtime.flat_runs import find_runs
 from flatparam_runtime.stand_in import StandIn, State, Substitution
 
@@ -134,7 +134,7 @@ class _Collect:
             stand_ins = split.stand_ins(optimizer.state)
             if stand_ins is not None:
                 return stand_ins, split.rest
-        split = self._splits[number] = _Split.of(group["params"], optimizer.state, split)
+        split = self._splits[number] = _Split.of(group, optimizer.state, split)
         stand_ins = split.stand_ins(optimizer.state)
         return ([], group["params"]) if stand_ins is None else (stand_ins, split.rest)
 
@@ -152,18 +152,21 @@ class _Split:
     rest: Sequence[nn.Parameter]
     absent: Sequence[nn.Parameter]
     """Those of the rest that belong to units and had no gradient."""
-    fresh: Sequence[nn.Parameter]
-    """Those of the rest that are long, and have no state before the first step."""
+    whole: Sequence[nn.Parameter]
+    """Long ones that could not be cut, as before the first step, which makes their state."""
     patience: int
     """After how many steps to look again whether more parameters can be in runs."""
     _uses: int = 0
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], state: State, before: _Split | None) -> Self:
-        """Divide `parameters`, and make the state of each run one tensor."""
-        long = [parameter for parameter in parameters if is_long(parameter)]
+    def of(cls, group: Mapping[str, Any], state: State, before: _Split | None) -> Self:
+        """Divide the parameters of `group`, and make the state of each run one tensor."""
+        parameters: list[nn.Parameter] = list(group["params"])
+        listed = Counter(map(id, parameters))
+        # One that is listed twice is stepped twice; and a step of `foreach` has temporaries of all pieces at once.
+        long = [p for p in parameters if is_long(p) and listed[id(p)] == 1 and not group.get("foreach")]
         ours = [p for p in parameters if owner_of(p) is not None or is_long(p)]
-        pieces = Pieces.find(long, state)
+        pieces = [Pieces(parameter) for parameter in long if can_be_cut(parameter, state)]
         cut = {id(each.parameter) for each in pieces}
         runs = find_runs([p for p in ours if p.grad is not None and id(p) not in cut], state)
         for run in runs:
@@ -172,11 +175,11 @@ class _Split:
         inside = {id(parameter) for each in substitutions for parameter in each.parameters}
         rest = [parameter for parameter in parameters if id(parameter) not in inside]
         absent = [parameter for parameter in ours if parameter.grad is None]
-        fresh = [parameter for parameter in long if not state.get(parameter)]
+        whole = [parameter for parameter in long if id(parameter) not in cut]
         patience = 8
         if before is not None and _same(before.rest, rest):
             patience = min(before.patience * 2, 1024)
-        return cls(list(parameters), substitutions, rest, absent, fresh, patience)
+        return cls(parameters, substitutions, rest, absent, whole, patience)
 
     def fits(self, parameters: Sequence[nn.Parameter], state: State) -> bool:
         """Whether the group has the same parameters, and none of the rest has got the gradient or state it lacked."""
@@ -184,7 +187,7 @@ class _Split:
         return (
             _same(self.parameters, parameters)
             and all(parameter.grad is None for parameter in self.absent)
-            and not any(map(state.get, self.fresh))
+            and not any(can_be_cut(parameter, state) for parameter in self.whole)
             and (len(self.rest) == len(self.absent) or self._uses <= self.patience)
         )
 
