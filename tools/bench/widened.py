@@ -24,7 +24,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients that are needed, in the dtypes of what they are of."""
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
@@ -41,7 +41,7 @@ class WidenedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., rows, inputs]` to `[..., rows, outputs]`."""
-        out: Tensor = _Product.apply(x, self.weight, self.bias)
+        out: Tensor = _Product.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
