@@ -16,8 +16,8 @@ State: TypeAlias = "MutableMapping[Tensor, dict[str, Any]]"
 """An optimizer's: for each parameter, its state tensors by name."""
 
 MAX_NUMEL: Final = 1 << 18
-"""Elements of a tensor that is stepped, at most: the temporaries of a step still fit into a cache, and what a step costs
-beside its elements is lost among them."""
+"""Elements of a tensor that is stepped, at most: the temporaries of a step still fit into a cache, and what a step
+costs beside its elements is lost among them."""
 
 DTYPES: Final = (torch.float32, torch.float64)
 """Of these a vector instruction rounds like its scalar twin, so that it does not matter where a tensor ends."""
