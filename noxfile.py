@@ -148,6 +148,35 @@ def bench(session: nox.Session) -> None:
         session.run("python", "tools/bench", command, env=environment)
 
 
+@nox.session(venv_backend="venv")
+def models(session: nox.Session) -> None:
+    """Real models, of transformers and diffusers, in an environment of its own; not in `tests` (`-- -k Llama`)."""
+    prepare(session)
+    build_wheels(session)
+    locked = ("--quiet", "--constraint", str(VENV / "constraints.txt"))
+    # What the tests need beside the models; and what our packages depend on.
+    tools = ("numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors")
+    session.install(*locked, "torch", "transformers", "diffusers", *tools)
+    session.install("--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
+    session.install(*locked, "flatparam")
+    results = str(ROOT / "build" / "models.xml")
+    # The tests of a model stay together: they share what torch has trained.
+    spread = ("-n", WORKERS, "--dist", "loadgroup", "-o", "faulthandler_timeout=0", f"--junitxml={results}")
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    tests = "integration_tests/models/test_models.py"
+    session.run("python", "-m", "pytest", *spread, tests, *session.posargs, env=quiet)
+    if not session.posargs:
+        session.run("python", "tools/models_page.py", results)  # docs/models.md
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Each torch on one Python and each Python with one torch; not in `tests` (`-- 2.15.0 3.12`, `-- --help`)."""
+    prepare(session)
+    build_wheels(session)
+    python(session, "tools/matrix", *session.posargs)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Documentation: execute every Python block of the docs and the READMEs, and build the site, strictly."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent
-TIME_LIMIT_S = 110
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
 NOT_RUN = re.compile(r"^ *<!-- *not-run *(?::(?P<reason>.*?))?-->\s*$")
@@ -107,7 +108,7 @@ def test_blocks_run(document: Path, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIME_LIMIT_S,
+        timeout=PATIENCE,
     )
     shown = document.relative_to(ROOT).as_posix()
     assert done.returncode == 0, f"{shown} (line numbers are those of the file):\n{done.stdout}"

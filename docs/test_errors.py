@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
 
 from flatparam import (
     Checkpointer,
@@ -65,6 +66,63 @@ def sharded_twice() -> None:
     module = nn.Linear(2, 2)
     for _ in range(2):
         shard_module(module, UnitPlan(Topology(ALONE)))
+
+
+def wrapped_with_more() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    wrapped(module)
+    module.extra = nn.Linear(2, 2)
+    wrapped(module)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        module = Scale()
+    wrapped(module)
+
+
+class Ranks:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def called_without_a_group() -> None:
+    FSDP(nn.Linear(2, 2), process_group=Ranks())(torch.ones(1, 2))
+
+
+def second_hook() -> None:
+    model = wrapped()
+    for _ in range(2):
+        model.register_comm_hook(None, print)
+
+
+def frozen_on_one(ranks: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2), use_orig_params=True)
+    model(torch.ones(1, 2)).sum().backward()
+    if ranks.rank == 1:
+        model.module.weight.requires_grad_(False)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def stepped_by_shape(ranks: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2), use_orig_params=True)
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adafactor(model.parameters()).step()
+
+
+def left_out_of_an_optimizer(ranks: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2), use_orig_params=True)
+    FSDP.optim_state_dict(model, torch.optim.Adam(list(model.parameters())[: 2 - ranks.rank]))
+    FSDP.optim_state_dict(model, torch.optim.Adam(list(model.parameters())[ranks.rank :]))
 
 
 def mixed_ignored_states() -> None:
@@ -329,6 +387,9 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         ),
         "sharded a module twice": sharded_twice,
         "cast the model inside a pass": cast_in_forward,
+        "wrapped again what has got a parameter since": wrapped_with_more,
+        "left a module on the meta device that cannot be reset": on_meta,
+        "called a model whose group is a stand-in with ranks": called_without_a_group,
         "replaced a parameter after wrapping": replaced,
         "replaced an original by one of another shape": replaced_original,
     },
@@ -344,6 +405,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "passed something else as a communication hook": lambda: wrapped().register_comm_hook(
             None, "allreduce"
         ),
+        "registered a second communication hook": second_hook,
         "named a stage that has no hook": lambda: wrapped().register_comm_hook(None, print, stage="scatter"),
         "clipped a norm that is not finite with `error_if_nonfinite`": clipped_infinity,
     },
@@ -355,6 +417,9 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "loaded a state with a name missing": partial(loaded, bias=None),
         "loaded a state with a name too many": partial(loaded, scale=torch.zeros(2)),
         "passed another model's optimizer (or one made before wrapping)": optimizer_of_another_model,
+        "called one of torch's own functions for distributed state": lambda: torchs.get_model_state_dict(
+            wrapped()
+        ),
         "loaded optimizer state of another shape": optimizer_state_of_another_shape,
         "loaded optimizer state of other parameter groups": optimizer_group_of_another_model,
     },
@@ -390,6 +455,9 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         ),
         "used another `use_orig_params` on a rank": different(1, use_orig_params=True),
         "began with other weights on a rank (a warning)": partial(on_two_ranks, different_weights),
+        "froze a parameter on a rank": partial(on_two_ranks, frozen_on_one),
+        "stepped an optimizer that looks at shapes": partial(on_two_ranks, stepped_by_shape),
+        "left a parameter out of a rank's optimizer": partial(on_two_ranks, left_out_of_an_optimizer),
         "ran different units of the same size later on": partial(on_two_ranks, swapped_later),
         "left a unit out on a rank": partial(on_two_ranks, left_out),
         "ran different units of the same size on different ranks": partial(on_two_ranks, different_units),

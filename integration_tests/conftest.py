@@ -1,5 +1,15 @@
-"""What holds for every integration test: one thread per process, since the ranks share the cores."""
+"""What holds for every integration test: one thread per process, since the ranks share the cores, and patience."""
 
+import pytest
 import torch
 
+from integration_tests.patience import be_patient
+
 torch.set_num_threads(1)
+be_patient()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever ran before in this process: the bits of some sums depend on the number of threads."""
+    torch.set_num_threads(1)

@@ -17,6 +17,7 @@ from checkpoint_costs.rounds import save_and_load
 from gpt.model import GPT
 
 from flatparam_comm import SingleCollectives
+from integration_tests.patience import PATIENCE
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "compare_checkpoints.py"
 PARAMETERS = 20_000
@@ -49,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     report = directory / "report.json"
     options = ["--parameters", PARAMETERS, "--rounds", 1, "--directory", directory, "--json", report]
     done = subprocess.run(
-        [sys.executable, TOOL, *map(str, options)], capture_output=True, text=True, timeout=110
+        [sys.executable, TOOL, *map(str, options)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return Run(done.stdout, json.loads(report.read_text()), directory)

@@ -23,9 +23,9 @@ class House:
             self.write(name, "py.typed", "")
             package = root / "packages" / name
             (package / "tests").mkdir()
-            for file in ("README.md", "CHANGELOG.md"):
+            for file in ("README.md", "CHANGELOG.md", "LICENSE"):
                 (package / file).write_text(f"# {module}\n")
-            self.declare(name, "torch>=2.11,<2.14", *(f"{other}>=0.1,<0.2" for other in lower))
+            self.declare(name, "torch>=2.11,<2.16", *(f"{other}>=0.1,<0.2" for other in lower))
 
     def source(self, package: str, file: str) -> Path:
         return self.root / "packages" / package / "src" / package.replace("-", "_") / file
@@ -160,20 +160,28 @@ def test_an_import_must_be_declared(house: House) -> None:
 
 def test_a_declaration_must_be_used(house: House) -> None:
     """A dependency that nothing imports is found."""
-    house.declare("flatparam-core", "torch>=2.11,<2.14", "typing-extensions>=4.9")
+    house.declare("flatparam-core", "torch>=2.11,<2.16", "typing-extensions>=4.9")
     (problem,) = house.problems()
     assert "declares typing-extensions, which nothing in src imports" in problem
 
 
 def test_neighbours_are_ranges(house: House) -> None:
     """A pin, or an open end, on a neighbour is found."""
-    house.declare("flatparam-comm", "torch>=2.11,<2.14", "flatparam-core==0.1.0")
+    house.declare("flatparam-comm", "torch>=2.11,<2.16", "flatparam-core==0.1.0")
     (problem,) = house.problems()
     assert "must be a range" in problem
 
 
-def test_a_package_holds_five_things(house: House) -> None:
-    """Something beside the five, and one of the five missing, are found."""
+def test_a_licence_is_that_of_the_repository(house: House) -> None:
+    """A package's copy of the licence that says something else is found."""
+    (house.root / "LICENSE").write_text("all rights")
+    found = house.problems()
+    assert len(found) == 5
+    assert all("LICENSE is not the LICENSE of the repository" in problem for problem in found)
+
+
+def test_a_package_holds_certain_things(house: House) -> None:
+    """Something else, and one of them missing, are found."""
     package = house.root / "packages" / "flatparam-core"
     (package / "setup.py").write_text("")
     (package / "CHANGELOG.md").unlink()

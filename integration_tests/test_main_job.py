@@ -23,11 +23,10 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = Path(__file__).resolve().parent.parent / "tools" / "train.py"
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+from integration_tests.patience import PATIENCE
 
-PATIENCE = 120
-"""Seconds that any run may take on a machine that is busy with something else; alone each takes a few."""
+TRAIN = Path(__file__).resolve().parent.parent / "tools" / "train.py"
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(4 * PATIENCE)]
 
 LAYERS, WIDTH, CONTEXT, STEPS = 2, 32, 32, 12
 TINY = [

@@ -30,7 +30,7 @@ BENEATH: Final[dict[str, tuple[str, ...]]] = {
 }
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-CONTENTS: Final = {"CHANGELOG.md", "README.md", "pyproject.toml", "src", "tests"}
+CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 # The one place that may know torch's own FSDP: it recognises torch's enums and config objects.
@@ -188,7 +188,7 @@ def _is_or_is_under(name: str, module: str) -> bool:
 
 
 def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """There are the five packages, and each holds the same five things and one typed import package."""
+    """There are the five packages, and each holds the same things and one typed import package."""
     for missing in sorted(BENEATH.keys() - packages.keys()):
         yield f"packages/{missing} is missing"
     for strange in sorted(packages.keys() - BENEATH.keys()):
@@ -202,6 +202,9 @@ def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
             yield f"{shown} lacks {name}"
         for name in sorted(found - CONTENTS):
             yield f"{shown} holds {name}, and only {', '.join(sorted(CONTENTS))} belong there"
+        licence, of_all = package.path / "LICENSE", root / "LICENSE"
+        if licence.exists() and of_all.exists() and licence.read_bytes() != of_all.read_bytes():
+            yield f"{shown}/LICENSE is not the LICENSE of the repository"
         inside = {path.name for path in (package.path / "src").glob("*")} - {"__pycache__"}
         if inside != {package.module}:
             yield f"{shown}/src must hold {package.module} and nothing else; it holds {sorted(inside)}"

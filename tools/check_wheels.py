@@ -4,8 +4,10 @@ Every file of the sources, `py.typed` and the licence must be in the wheel, and 
 hold what a packager needs. Prints one line per problem and exits with 1 when there is one.
 """
 
+import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -59,11 +61,31 @@ def problems_of(package: Path, dist: Path) -> list[str]:
     return problems
 
 
+def built_straight(package: Path) -> list[str]:
+    """Return what is wrong with a wheel that is built from the tree itself, without an sdist in between."""
+    with tempfile.TemporaryDirectory() as place:
+        command = [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            place,
+            str(package),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (wheel,) = Path(place).glob("*.whl")
+        licences = [name for name in names_in_wheel(wheel) if name.endswith("dist-info/licenses/LICENSE")]
+        return [] if licences else [f"{wheel.name}, built straight from the tree, lacks LICENSE"]
+
+
 def main(arguments: list[str]) -> int:
     """Check all packages and return the exit code."""
     dist = Path(arguments[0]) if arguments else ROOT / "dist"
     packages = sorted(path for path in (ROOT / "packages").iterdir() if path.is_dir())
     problems = [problem for package in packages for problem in problems_of(package, dist)]
+    problems += built_straight(packages[0])
     for problem in problems:
         print(problem)
     if not problems:

@@ -244,7 +244,7 @@ def stop_installing(what: str, output: str) -> NoReturn:
         )
     hint = ""
     if what.startswith("torch=="):
-        hint = " (FLATPARAM_TORCH chooses another version; flatparam needs torch >=2.11,<2.14)"
+        hint = " (FLATPARAM_TORCH chooses another version; flatparam needs torch >=2.11,<2.16)"
     raise Stop(
         FAILED,
         "%s could not be installed for Python %s on %s %s%s: %s"

@@ -14,6 +14,7 @@ from bench.workloads import stack
 
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
+from integration_tests.patience import PATIENCE
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +63,7 @@ def test_optimizers_take_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(4 * PATIENCE)  # under valgrind
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 def test_instructions_are_counted() -> None:
     """A unit costs instructions over the plain model, and more with more parameters."""

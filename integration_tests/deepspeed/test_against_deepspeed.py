@@ -18,11 +18,12 @@ from flatparam_comm import Collectives, run_threads
 from flatparam_runtime import Span
 from flatparam_state.checkpoint import Checkpointer
 from flatparam_state.formats import open_source, write_checkpoint
+from integration_tests.patience import PATIENCE
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
-    pytest.mark.timeout(600),  # DeepSpeed compiles an extension at its first start
+    pytest.mark.timeout(4 * PATIENCE),  # DeepSpeed compiles an extension at its first start
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
         reason="DeepSpeed is not installed here; `nox -s deepspeed` has it in an environment of its own.",

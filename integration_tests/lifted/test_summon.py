@@ -178,9 +178,11 @@ def test_l27_rank0_only_shows_nothing_elsewhere(
         model = wrapped(
             seeded(mlp), sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params
         )
+        before = [id(p) for p in model.parameters()]
         with FSDP.summon_full_params(model, rank0_only=True, offload_to_cpu=offload_to_cpu):
-            shapes = [p.shape for p in model.parameters()]
-        return shapes == [p.shape for p in mlp().parameters()]
+            inside = list(model.parameters())
+        assert group.rank > 0 or [p.shape for p in inside] == [p.shape for p in mlp().parameters()]
+        return [id(p) for p in inside] != before
 
     assert on_two_ranks(rank) == [True, False]
 

@@ -133,7 +133,7 @@ def test_l11_the_log_of_collectives_is_bounded(
     use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L-11: what is noted for a comparison that does not come, since no backward does, is thrown away at a limit."""
-    monkeypatch.setattr(fingerprint, "_LOG_LENGTH", 16)
+    monkeypatch.setattr(fingerprint.LOG_LENGTH, "value", 16)
 
     def rank(group: Collectives) -> list[int]:
         model = wrapped(seeded(mlp), nn.Linear, use_orig_params=use_orig_params)

@@ -91,4 +91,4 @@ def _attempt(half: Half, group: Collectives, use_orig_params: bool) -> Outcome:
 
 def launch() -> Outcomes:
     """Run every half on two processes."""
-    return Outcomes(run_processes(2, attempt_all, timeout=100, pg_timeout=30))
+    return Outcomes(run_processes(2, attempt_all))

@@ -119,4 +119,4 @@ def on_two_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
     def rank(group: Collectives) -> Any:
         return fn(group, *args)
 
-    return run_threads(RANKS, rank, timeout=60)
+    return run_threads(RANKS, rank)

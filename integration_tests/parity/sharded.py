@@ -168,9 +168,15 @@ def join_parts(of_ranks: Sequence[list[FlatPart]]) -> Named:
             continue
         for index, (name, slot) in enumerate(zip(parts[0].names, layout.slots, strict=True)):
             pieces = [part.fragments[index] for part in parts if part.fragments is not None]
-            flat = _concatenate(pieces, name)
+            flat = _concatenate(_of_owners(pieces, layout, index), name)
             whole[name] = None if flat is None else flat.as_strided(slot.spec.shape, slot.spec.stride)
     return whole
+
+
+def _of_owners(pieces: Sequence[Tensor | None], layout: FlatLayout, index: int) -> list[Tensor | None]:
+    """The pieces of the ranks that have elements of parameter `index`; a gradient of nothing is None elsewhere."""
+    owners = layout.ranks_of(index) if layout.slots[index].span else range(len(pieces))
+    return [piece for rank, piece in enumerate(pieces) if rank in owners]
 
 
 def _cut(

@@ -103,7 +103,7 @@ def train_all(group: Collectives) -> dict[str, Report]:
 
 @functools.cache
 def reports() -> list[dict[str, Report]]:
-    return run_processes(2, train_all, timeout=110)
+    return run_processes(2, train_all)
 
 
 @pytest.mark.parametrize("what", ["model", "blocks"])

@@ -92,7 +92,7 @@ def train_all(group: Collectives) -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def found() -> list[dict[str, dict[str, Any]]]:
-    return run_processes(4, train_all, timeout=110)
+    return run_processes(4, train_all)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

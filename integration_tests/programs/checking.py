@@ -11,8 +11,14 @@ from flatparam_comm import run_threads
 from integration_tests.parity.runs import Named, assert_same_tensors
 from integration_tests.parity.sharded import join_parts
 from integration_tests.programs.recipes import Configuration, Program
-from integration_tests.programs.running import Record, Sabotage, run_locally, run_sharded
-from integration_tests.programs.trees import build
+from integration_tests.programs.running import (
+    Record,
+    Sabotage,
+    aliases_of,
+    run_locally,
+    run_sharded,
+    thresholds_of,
+)
 
 
 def check(program: Program, configuration: Configuration, sabotage: Sabotage | None = None) -> None:
@@ -26,7 +32,8 @@ def check(program: Program, configuration: Configuration, sabotage: Sabotage | N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = run_locally(program, configuration)
-        found = run_threads(configuration.ranks, run_sharded, program, configuration, sabotage, timeout=60)
+        with thresholds_of(configuration):
+            found = run_threads(configuration.ranks, run_sharded, program, configuration, sabotage)
     for rank, record in enumerate(found):
         compare_numbers(record.numbers[0], expected.numbers[rank], rank)
     aliases = aliases_of(program)
@@ -59,13 +66,3 @@ def _compare_look(name: str, tensor: torch.Tensor, theirs: Named, aliases: dict[
     true = theirs[aliases[name]]
     assert true is not None
     assert torch.equal(tensor, true), f"{who}: looking at {name} shows {tensor}, not {true}"
-
-
-def aliases_of(program: Program) -> dict[str, str]:
-    """For every name of a parameter, the first of its names."""
-    first: dict[int, str] = {}
-    model = build(program.tree, program.ties)
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }

@@ -16,9 +16,14 @@ from flatparam import FullyShardedDataParallel
 from flatparam.checkpoint.state_dict import get_state_dict, set_state_dict
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
-from integration_tests.programs.checking import aliases_of
 from integration_tests.programs.recipes import Program
-from integration_tests.programs.running import NothingToReduceError, Training, shard
+from integration_tests.programs.running import (
+    NothingToReduceError,
+    Training,
+    aliases_of,
+    shard,
+    thresholds_of,
+)
 from integration_tests.programs.saving import (
     Case,
     Expected,
@@ -57,7 +62,7 @@ def check_in_processes(cases: Sequence[Case]) -> int:
 
 
 def _in_world(ranks: int, each: Any, cases: Sequence[tuple[Case, Path]]) -> int:
-    return run_processes(ranks, each, cases, timeout=300, pg_timeout=20)[0] if cases else 0
+    return run_processes(ranks, each, cases)[0] if cases else 0
 
 
 def _save_all(world: Collectives, cases: Sequence[tuple[Case, Path]]) -> int:
@@ -87,10 +92,14 @@ def _check(case: Case, world: Collectives, path: Path, saves: bool) -> bool:
         return False
     if not expected.fits or (saving.way == "distributed" and not _has_all_states(program, expected)):
         return False
-    given = _save(world, case, path) if saves else None
+    given = None
+    if saves:
+        with thresholds_of(before, but="comm"):  # the group is made already
+            given = _save(world, case, path)
     if saves and saving.way == "distributed":
         return False
-    found = _load(world, case, path, given)
+    with thresholds_of(after, but="comm"):
+        found = _load(world, case, path, given)
     mine = attrs.evolve(expected, numbers=[expected.numbers[world.rank]])
     compare([found], mine, aliases_of(program))
     return True
@@ -105,7 +114,7 @@ def _has_all_states(program: Program, expected: Expected) -> bool:
 def _save(group: Collectives, case: Case, path: Path) -> Any:
     program, configuration, _, saving = case
     model = shard(program, configuration, group)
-    training = Training.begin(program, Whole(model, [group.rank]))
+    training = Training.begin(program, Whole(model, [group.rank], configuration))
     training.run(program.steps[: saving.after])
     if saving.way == "distributed":
         state, states = get_state_dict(model, training.optimizers)

@@ -62,12 +62,15 @@ class Step(Recipe):
         set_to_none: how gradients are zeroed afterwards.
         look: how the parameters are looked at afterwards, beside through what the optimizer holds: "", "summon", "save"
             or "reload".
+        flipped: the parameters that are frozen during this step if they are trained in the recipe, and trained if they
+            are frozen there. A flat parameter is flipped with any that is in it.
     """
 
     operations: tuple[Operation, ...] = (Micro(),)
     clip: float = 0.0
     set_to_none: bool = True
     look: str = ""
+    flipped: tuple[str, ...] = ()
 
 
 @attrs.frozen(repr=False)
@@ -106,6 +109,10 @@ class Configuration(Recipe):
         precision: a key of `PRECISIONS`.
         forward_prefetch: how many units ahead.
         ignored: frozen layers that are not sharded.
+        checkpointed: the modules that get activation checkpointing (not the reentrant kind) after all has been wrapped,
+            those that are units inside of them.
+        turned: whether each rank's optimizer begins its list of parameters at another one.
+        thresholds: names and values of those that are set.
     """
 
     ranks: int = 2
@@ -120,6 +127,9 @@ class Configuration(Recipe):
     limit_all_gathers: bool = True
     ignored: tuple[str, ...] = ()
     has_plain_parent: bool = False
+    checkpointed: tuple[str, ...] = ()
+    turned: bool = False
+    thresholds: tuple[tuple[str, int], ...] = ()
 
     @property
     def in_order(self) -> tuple[str, ...]:
@@ -142,8 +152,17 @@ class Configuration(Recipe):
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "": (None, None),
     "reduced in fp64": (None, torch.float64),
+    "reduced in fp32": (None, torch.float32),
     "reduced in bf16": (None, torch.bfloat16),
+    "reduced in fp16": (None, torch.float16),
     "computed in bf16": (torch.bfloat16, torch.float32),
     "bf16": (torch.bfloat16, None),
+    "bf16 twice": (torch.bfloat16, torch.bfloat16),
+    "bf16, reduced in fp16": (torch.bfloat16, torch.float16),
+    "computed in fp16": (torch.float16, torch.float32),
+    "fp16": (torch.float16, None),
+    "fp16 twice": (torch.float16, torch.float16),
+    "fp16, reduced in bf16": (torch.float16, torch.bfloat16),
 }
-"""The dtypes of computation and of reduction. fp16 and bf16 hold the same multiples of 3/4 exactly, so one is enough."""
+"""The dtypes of computation and of reduction. All of them hold small multiples of 3/4 exactly, and so the reference is the
+unsharded model in the dtype of computation, whatever gradients are reduced in."""

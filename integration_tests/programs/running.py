@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from flatparam import (
     BackwardPrefetch,
@@ -20,7 +21,7 @@ from flatparam import (
     ShardingStrategy,
 )
 from flatparam_comm import Collectives
-from flatparam_core import clean_fqn
+from flatparam_core import all_thresholds, clean_fqn
 from flatparam_state import held_parameters as held_parameters_of
 from integration_tests.parity.runs import Named, gradients_of, parameters_of
 from integration_tests.parity.sharded import FlatPart, held_gradients, held_parameters, replace
@@ -33,6 +34,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.5),
 }
 MAX_NORM = 2.5
+
+
+def aliases_of(program: Program) -> dict[str, str]:
+    """For every name of a parameter, the first of its names."""
+    first: dict[int, str] = {}
+    model = build(program.tree, program.ties)
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 class NothingToReduceError(Exception):
@@ -99,6 +110,9 @@ class Side(Protocol):
     def stepped(self) -> None:
         """The parameters have changed."""
 
+    def flip(self, names: Collection[str]) -> None:
+        """Have these parameters frozen that were trained at the beginning, or the other way round; all others as then."""
+
 
 @attrs.define(eq=False)
 class Training:
@@ -142,6 +156,9 @@ class Training:
         return (parameter for group in groups for parameter in group["params"])
 
     def step(self, step: Step) -> None:
+        if any(each.flipped for each in self.program.steps):
+            aliases = aliases_of(self.program)
+            self.side.flip({name for name, first in aliases.items() if first in step.flipped})
         collected = False
         for operation in step.operations:
             if isinstance(operation, Micro):
@@ -210,6 +227,8 @@ class Local:
     weights: nn.Module
     model: nn.Module
     """`weights` itself, or a copy of it in the dtype of computation."""
+    trained: Mapping[str, bool]
+    """By name, whether a parameter is trained at the beginning."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -223,7 +242,7 @@ class Local:
         model = weights if compute is None else copy.deepcopy(weights).to(compute)
         if compute is not None:
             model.register_forward_pre_hook(lambda _, given: (given[0].to(compute), *given[1:]))
-        return cls(configuration, weights, model)
+        return cls(configuration, weights, model, {n: p.requires_grad for n, p in weights.named_parameters()})
 
     def named(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.weights.named_parameters()
@@ -282,11 +301,27 @@ class Local:
             for parameter in self.weights.get_submodule(unit).parameters():
                 unit_of.setdefault(id(parameter), unit)
         together: dict[Any, list[nn.Parameter]] = {}
-        for p in self.weights.parameters():
+        for name, p in self.weights.named_parameters():
             unit = unit_of.get(id(p))
-            if unit is not None and p.requires_grad and not self.configuration.lists_originals(unit):
-                together.setdefault((unit, p.dtype), []).append(p)
+            if unit is not None and not self.configuration.lists_originals(unit):
+                together.setdefault((unit, p.dtype, self.trained[name]), []).append(p)
         return list(together.values())
+
+    def flip(self, names: Collection[str]) -> None:
+        ignored = {
+            id(p)
+            for name in self.configuration.ignored
+            for p in self.weights.get_submodule(name).parameters()
+        }
+        flipped = {id(p) for name, p in self.weights.named_parameters() if name in names} - ignored
+        for parameters in self.joined():
+            if any(id(p) in flipped for p in parameters):
+                flipped |= {id(p) for p in parameters}
+        for (name, held), computed in zip(
+            self.weights.named_parameters(), self.model.parameters(), strict=True
+        ):
+            for p in (held, computed):
+                p.requires_grad_(self.trained[name] != (id(held) in flipped))
 
     def _share_zeros(self) -> None:
         """Where `parameters()` lists a flat parameter, its gradient is there for all, or for none, of what is in it."""
@@ -310,10 +345,26 @@ class Sharded:
 
     model: nn.Module
     ranks: Sequence[int]
+    configuration: Configuration = attrs.field(factory=Configuration)
+    _trained: dict[int, bool] = attrs.field(factory=dict, init=False)
+    """By identity, whether a parameter was trained at the beginning."""
+
+    def __attrs_post_init__(self) -> None:
+        self._trained.update((id(p), p.requires_grad) for p in self.model.parameters())
 
     def named(self) -> Iterable[tuple[str, nn.Parameter]]:
         held = held_parameters_of(self.model)
-        return ((held[id(parameter)].fqns[0], parameter) for parameter in self.model.parameters())
+        pairs = [(held[id(parameter)].fqns[0], parameter) for parameter in self.model.parameters()]
+        first = self.ranks[0] % len(pairs) if self.configuration.turned and pairs else 0
+        return pairs[first:] + pairs[:first]
+
+    def flip(self, names: Collection[str]) -> None:
+        held = held_parameters_of(self.model)
+        ignored = tuple(f"{name}." for name in self.configuration.ignored)
+        for parameter in self.model.parameters():
+            fqns = held[id(parameter)].fqns
+            is_flipped = any(fqn in names for fqn in fqns) and not (ignored and fqns[0].startswith(ignored))
+            parameter.requires_grad_(self._trained[id(parameter)] != is_flipped)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -356,7 +407,7 @@ def run_sharded(
     model = shard(program, configuration, group)
     if sabotage is not None:
         sabotage(model)
-    return Training.begin(program, Sharded(model, [group.rank])).run(program.steps)
+    return Training.begin(program, Sharded(model, [group.rank], configuration)).run(program.steps)
 
 
 def shard(
@@ -390,12 +441,28 @@ def shard(
     if prepare is not None:
         prepare(model)
     ignored = [model.get_submodule(name) for name in configuration.ignored]
+    checkpointed = [model.get_submodule(name) for name in configuration.checkpointed]
     for unit in configuration.in_order:
         if unit:
             replace(model, unit, lambda module, unit=unit: wrapped(module, unit))
         else:
             model = wrapped(model, "")
+    if checkpointed:
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: any(module is each for each in checkpointed)
+        )
     return model
+
+
+@contextlib.contextmanager
+def thresholds_of(configuration: Configuration, but: str = "-") -> Iterator[None]:
+    """Have the configuration's thresholds set, without those of the layer `but`."""
+    with contextlib.ExitStack() as stack:
+        for each in all_thresholds():
+            for name, value in configuration.thresholds:
+                if each.name == name and not name.startswith(f"{but}."):
+                    stack.enter_context(each.set_to(value))
+        yield
 
 
 def _groups(configuration: Configuration, world: Collectives) -> Any:

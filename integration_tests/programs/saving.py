@@ -26,9 +26,9 @@ from flatparam.checkpoint.state_dict import StateDictOptions, get_state_dict, se
 from flatparam.command import main
 from flatparam_comm import Collectives, RankError, run_threads
 from integration_tests.parity.runs import Named, assert_same_tensors
-from integration_tests.programs.checking import aliases_of, compare_numbers
+from integration_tests.programs.checking import compare_numbers
 from integration_tests.programs.recipes import Configuration, Program
-from integration_tests.programs.running import Local, Sharded, Training, shard
+from integration_tests.programs.running import Local, Sharded, Training, aliases_of, shard, thresholds_of
 from integration_tests.programs.trees import Recipe
 from integration_tests.state.comparing import assert_same
 
@@ -166,10 +166,12 @@ def check_saving(program: Program, before: Configuration, after: Configuration, 
         warnings.simplefilter("ignore")
         expected = expect(program, before, after, saving)
         path = Path(directory)
-        given = run_threads(before.ranks, save, program, before, saving, path / "run")
-        there = convert(saving, path)
+        with thresholds_of(before):
+            given = run_threads(before.ranks, save, program, before, saving, path / "run")
+            there = convert(saving, path)
         try:
-            found = run_threads(after.ranks, load, program, after, saving, there, given[0])
+            with thresholds_of(after):
+                found = run_threads(after.ranks, load, program, after, saving, there, given[0])
         except RankError as error:
             if expected.fits or "flat parameter" not in str(error):
                 raise
@@ -232,7 +234,7 @@ def save(
 ) -> Any:
     """Train, save, and go on where that disturbs no reference."""
     model = shard(program, configuration, world)
-    training = Training.begin(program, Whole(model, [world.rank]))
+    training = Training.begin(program, Whole(model, [world.rank], configuration))
     training.run(program.steps[: saving.after])
     if saving.way in IN_MEMORY:
         if saving.way == "broadcast":
@@ -306,7 +308,7 @@ def beginning(
 ) -> tuple[Any, Training]:
     """A model and optimizers of which every number is another one."""
     model = shard(program, configuration, world, spoil)
-    training = Training.begin(program, Whole(model, [world.rank]))
+    training = Training.begin(program, Whole(model, [world.rank], configuration))
     if saving.into_trained:
         training.run(program.steps)
         for optimizer in training.optimizers:

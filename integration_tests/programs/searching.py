@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,15 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck
 
+from integration_tests.programs.axes import AXES, axes_of
 from integration_tests.programs.checking import check
 from integration_tests.programs.processes import check_in_processes
 from integration_tests.programs.running import NothingToReduceError
 from integration_tests.programs.saving import PROCESSES, Case, NothingToSaveError, check_saving
 from integration_tests.programs.strategies import cases, savings
+
+TRIED: Counter[str] = Counter()
+"""How many cases on each axis have been the same."""
 
 
 def settings(examples: int, **arguments: Any) -> hypothesis.settings:
@@ -43,6 +48,7 @@ def holds(property_: Callable[..., None], case: Sequence[Any]) -> None:
     """The property, for hypothesis; a case that fails is printed at once, since to shrink it takes minutes."""
     try:
         property_(*case)
+        TRIED.update(axes_of(case))
     except Exception as error:
         if {type(error), type(error.__cause__)} & {NothingToReduceError, NothingToSaveError}:
             hypothesis.reject()
@@ -114,6 +120,7 @@ def main() -> None:
         seed, done = None, done + count
         sys.stdout.write(f"{done} cases in {time.monotonic() - begun:.0f} s, all the same\n")
         sys.stdout.flush()
+    sys.stdout.write("".join(f"{TRIED[name]:8d} with {name}\n" for name in AXES))
 
 
 if __name__ == "__main__":

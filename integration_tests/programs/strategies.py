@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 from hypothesis import strategies as st
 
+import flatparam_state.formats  # noqa: F401  # all layers, and so all thresholds
+from flatparam_core import Threshold, all_thresholds
 from integration_tests.programs.recipes import (
     PRECISIONS,
     Configuration,
@@ -18,18 +21,37 @@ from integration_tests.programs.recipes import (
     Step,
 )
 from integration_tests.programs.saving import SHARDED, THREADED, Saving
-from integration_tests.programs.trees import LAYERS, TIED_TO, Block, Leaf, Place, Tie, items_of, layers_of
+from integration_tests.programs.trees import (
+    LAYERS,
+    TIED_TO,
+    WITHOUT_BIAS,
+    Block,
+    Leaf,
+    Place,
+    Tie,
+    build,
+    items_of,
+    layers_of,
+)
 
 SINGLE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
+@functools.cache
 def _mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
     """The usual value in three draws of four."""
     return st.sampled_from([usual] * (3 * len(others)) + list(others))
 
 
-leaves = st.builds(Leaf, st.sampled_from(list(LAYERS)), _mostly("", "bias", "all"))
+@functools.cache
+def _seldom(often: int = 10) -> st.SearchStrategy[bool]:
+    """True in one draw of so many."""
+    return st.sampled_from([False] * (often - 1) + [True])
+
+
+SMALL = [kind for kind in LAYERS if kind != "long"]
+leaves = st.builds(Leaf, st.sampled_from(SMALL), _mostly("", "bias", "all"))
 
 
 def blocks(depth: int) -> st.SearchStrategy[Block]:
@@ -75,13 +97,57 @@ steps = st.builds(
 def programs(draw: st.DrawFn, depth: int) -> Program:
     """Whole programs, with so many blocks below each other."""
     tree = draw(blocks(depth))
-    return Program(
+    if draw(_seldom()):
+        tree = _with_kinds(
+            tree, {name: WITHOUT_BIAS.get(leaf.kind, leaf.kind) for name, leaf in layers_of(tree)}
+        )
+    if draw(_seldom()):
+        names = [name for name, _ in layers_of(tree)]
+        tree = _with_kinds(
+            tree, dict.fromkeys(draw(st.lists(st.sampled_from(names), min_size=1, max_size=2)), "long")
+        )
+    program = Program(
         tree,
         draw(_ties(tree)),
         draw(st.lists(steps, min_size=1, max_size=3).map(tuple)),
         draw(st.sampled_from(["sgd", "adamw", "adagrad"])),
         draw(st.booleans()),
     )
+    if draw(_seldom(5)):
+        names = [name for name, _ in build(tree, program.ties).named_parameters()]
+        flips = st.lists(st.sampled_from(names), max_size=3, unique=True).map(tuple)
+        program = attrs.evolve(
+            program, steps=tuple(attrs.evolve(step, flipped=draw(flips)) for step in program.steps)
+        )
+    return _summing_exactly(program)
+
+
+def _with_kinds(block: Block, kinds: Mapping[str, str], prefix: str = "") -> Block:
+    """The same with these layers of other kinds."""
+    places = []
+    for number, place in enumerate(block.places):
+        name, item = f"{prefix}{number}", place.item
+        if isinstance(item, Block):
+            item = _with_kinds(item, kinds, f"{name}.")
+        else:
+            item = attrs.evolve(item, kind=kinds.get(name, item.kind))
+        places.append(attrs.evolve(place, item=item))
+    return attrs.evolve(block, places=tuple(places))
+
+
+def _summing_exactly(program: Program) -> Program:
+    """Without norms of the order 1 of long parameters, which are too large to be exact."""
+    if not has_long(program.tree):
+        return program
+    return attrs.evolve(
+        program,
+        steps=tuple(attrs.evolve(step, clip=float("inf")) if step.clip else step for step in program.steps),
+    )
+
+
+def has_long(tree: Block) -> bool:
+    """Whether there is a parameter of more than 2^18 elements."""
+    return any(leaf.kind == "long" for _, leaf in layers_of(tree))
 
 
 def _ties(tree: Block) -> st.SearchStrategy[tuple[Tie, ...]]:
@@ -113,18 +179,58 @@ def configurations(
     strategy = draw(st.sampled_from(kinds))
     sizes = [size for size in range(1, count + 1) if count % size == 0]
     names = [name for name, _ in items_of(tree)]
-    return Configuration(
+    full = [""] * len(precisions) if "" in precisions else []
+    checkpointed = draw(_seldom(5))
+    configuration = Configuration(
         count,
         strategy,
         draw(st.sampled_from(sizes)) if strategy in HYBRID else 0,
         tuple(name for name in names if draw(st.booleans())),
         draw(st.sampled_from(["no", "yes", "inside"])),
-        draw(st.sampled_from(precisions)),
+        draw(st.sampled_from([*full, *precisions])),
         draw(st.sampled_from([False, False, True])),
         draw(st.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", ""])),
         draw(st.sampled_from([0, 1, 2])),
         draw(st.booleans()),
+        checkpointed=tuple(name for name in names if checkpointed and draw(st.booleans())),
+        turned=draw(_mostly(False, True)),
+        thresholds=draw(_thresholds(has_long(tree))),
     )
+    if draw(_seldom()):  # as many units of one parameter as there can be
+        alone = [name for name, leaf in layers_of(tree) if leaf.kind in ONE_PARAMETER]
+        configuration = attrs.evolve(
+            configuration, units=tuple(dict.fromkeys((*configuration.units, *alone)))
+        )
+    return configuration
+
+
+ONE_PARAMETER = ("embedding", "buffered", "plain", "scale", "single", "long")
+
+
+@functools.cache
+def _thresholds(is_long: bool) -> st.SearchStrategy[tuple[tuple[str, int], ...]]:
+    """None in half of the draws; else some of any values, or all of the same kind.
+
+    Args:
+        is_long: whether there is a parameter of which steps would otherwise be cut into hundreds of thousands of pieces.
+    """
+
+    def values(each: Threshold) -> list[int]:
+        large = 2**20 if each.name == "comm.least_mapped_nbytes" else 2**40  # the former is memory
+        small = [each.least, *(max(each.least, number) for number in (2, 5, 64))]
+        if is_long and each.name == "runtime.step_numel":
+            small = [2**12, 2**12 + 1]
+        return [*small, each.default, large]
+
+    known = all_thresholds()
+    some = st.lists(st.sampled_from(known), min_size=1, max_size=5, unique_by=lambda each: each.name).flatmap(
+        lambda chosen: st.tuples(
+            *(st.tuples(st.just(each.name), st.sampled_from(values(each))) for each in chosen)
+        )
+    )
+    smallest = st.just(tuple((each.name, values(each)[0]) for each in known))
+    largest = st.just(tuple((each.name, values(each)[-1]) for each in known))
+    return st.one_of(st.just(()), st.just(()), st.just(()), some, smallest, largest)
 
 
 @st.composite
@@ -146,7 +252,7 @@ def savings(
 ) -> tuple[Program, Configuration, Configuration, Saving]:
     """A program, two ways to shard it with the same precision, and a way to get from the one to the other."""
     program = draw(programs(depth))
-    program = attrs.evolve(program, steps=(*program.steps, draw(steps)))
+    program = _summing_exactly(attrs.evolve(program, steps=(*program.steps, draw(steps))))
     precision = draw(_mostly("", *(name for name in PRECISIONS if name)))
     way = draw(st.sampled_from(ways))
     both = [draw(configurations(program.tree, (1, 2, 3), (*SINGLE, *HYBRID), [precision]))]

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections import Counter
 from typing import Any
 
 import hypothesis
 import pytest
 
 from flatparam import FullyShardedDataParallel
+from flatparam_core import all_thresholds
 from flatparam_runtime import units_in
+from integration_tests.patience import PATIENCE
+from integration_tests.programs.axes import AXES, axes_of
 from integration_tests.programs.checking import check
 from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step
 from integration_tests.programs.searching import search, settings
-from integration_tests.programs.strategies import HYBRID, SINGLE, programs
+from integration_tests.programs.strategies import HYBRID, SINGLE, cases, programs
 from integration_tests.programs.trees import Block, Leaf, Place
 
 FULL = ("",)
 LOW = tuple(name for name in PRECISIONS if name)
 
 
-@pytest.mark.timeout(600)  # to shrink a failure takes minutes
+@pytest.mark.timeout(4 * PATIENCE)  # to shrink a failure takes minutes
 @pytest.mark.parametrize(
     ("examples", "space"),
     [
-        pytest.param(80, {"ranks": (2,), "kinds": SINGLE, "precisions": FULL}, id="two ranks"),
-        pytest.param(60, {"ranks": (3, 4), "kinds": SINGLE, "precisions": FULL}, id="three and four ranks"),
-        pytest.param(60, {"ranks": (2, 4), "kinds": HYBRID, "precisions": FULL}, id="copies of shards"),
-        pytest.param(50, {"ranks": (2, 3), "precisions": LOW}, id="precisions"),
+        pytest.param(45, {"ranks": (2,), "kinds": SINGLE, "precisions": FULL}, id="two ranks"),
+        pytest.param(35, {"ranks": (3, 4), "kinds": SINGLE, "precisions": FULL}, id="three and four ranks"),
+        pytest.param(35, {"ranks": (2, 4), "kinds": HYBRID, "precisions": FULL}, id="copies of shards"),
+        pytest.param(35, {"ranks": (2, 3), "precisions": LOW}, id="precisions"),
     ],
 )
 def test_sharded_is_unsharded(examples: int, space: dict[str, Any]) -> None:
@@ -37,6 +42,75 @@ def test_sharded_is_unsharded(examples: int, space: dict[str, Any]) -> None:
     are of the orders 1 and infinity, since squares are too large to be exact.
     """
     search(examples, **space)
+
+
+def test_the_space_has_every_axis() -> None:
+    """Each kind of model and each way to wrap that `AXES` names comes up, though most cases are plain."""
+    tried: Counter[str] = Counter()
+
+    def all_came_up(case: tuple[Program, Configuration]) -> bool:
+        tried.update(["a case", *axes_of(case)])
+        return not missing()
+
+    def missing() -> set[str]:
+        return {name for name in AXES if not tried[name]}
+
+    # A seed does not repeat hypothesis's draws if other modules are loaded, so the number of draws is not fixed:
+    # some 400 do, and 5,000 that lack an axis do not happen to a space that has it.
+    generated = settings(5000, phases=[hypothesis.Phase.generate])
+    with contextlib.suppress(hypothesis.errors.NoSuchExample):
+        hypothesis.find(cases(), all_came_up, settings=generated, random=random.Random(0))
+    assert missing() == set()
+    assert tried["shards above 2^18 elements"] < tried["a case"] / 4  # they take longer
+
+
+PAIR = Program(
+    Block((Place(Leaf()), Place(Leaf("single")))), steps=(Step(), Step(), Step()), optimizer="adamw"
+)
+LONG = Program(
+    Block((Place(Leaf()), Place(Leaf("long")))),
+    steps=(Step((Micro("both"), Micro()), clip=float("inf"), look="reload"), Step()),
+    optimizer="adamw",
+)
+
+
+@pytest.mark.parametrize("originals", ["no", "yes"])
+@pytest.mark.parametrize("number", [0, 2**12, 2**20, 2**40])
+def test_long_parameters_and_thresholds(number: int, originals: str) -> None:
+    """Shards of more than 2^18 elements are the same sharded and unsharded on either side of every threshold."""
+    allowed = {each.name: max(each.least, number) for each in all_thresholds()}
+    allowed["comm.least_mapped_nbytes"] = min(2**20, allowed["comm.least_mapped_nbytes"])  # it is memory
+    allowed["runtime.step_numel"] = max(
+        2**12, allowed["runtime.step_numel"]
+    )  # else there are too many pieces
+    check(LONG, Configuration(4, units=("1",), use_orig_params=originals, thresholds=tuple(allowed.items())))
+
+
+@pytest.mark.parametrize("originals", ["no", "yes"])
+@pytest.mark.parametrize(
+    "flipped", [("0.layer.weight",), ("1.layer.weight",), ("0.layer.weight", "0.layer.bias")]
+)
+def test_freezing_late(flipped: tuple[str, ...], originals: str) -> None:
+    """What is frozen or thawed for one step is so, a single parameter or the flat one that it is in, and not for the next."""
+    for frozen in ("", "all"):
+        tree = Block((Place(Leaf(frozen=frozen)), Place(Leaf("single"))))
+        program = Program(tree, steps=(Step(), Step(flipped=flipped), Step()), optimizer="adamw")
+        for units in ((), ("0", "1")):
+            check(program, Configuration(units=units, use_orig_params=originals))
+
+
+@pytest.mark.parametrize("originals", ["no", "yes"])
+def test_checkpointing_after_wrapping(originals: str) -> None:
+    """With activation checkpointing inside of units that were there before, a program is the same."""
+    for checkpointed in (("0",), ("0", "1"), ("1",)):
+        check(PAIR, Configuration(units=("0",), use_orig_params=originals, checkpointed=checkpointed))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision(precision: str) -> None:
+    """A program is the same in each dtype of computation with each dtype of reduction, on two and on three ranks."""
+    for ranks in (2, 3):
+        check(PAIR, Configuration(ranks, units=("1",), precision=precision))
 
 
 def _sabotaged(model: FullyShardedDataParallel) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
+from integration_tests.patience import PATIENCE
 from integration_tests.programs.processes import check_in_processes
 from integration_tests.programs.recipes import Configuration, Program, Step
 from integration_tests.programs.running import Sharded, Training, shard
@@ -16,10 +17,13 @@ from integration_tests.programs.searching import draw_savings, search_savings
 from integration_tests.programs.trees import Block, Leaf, Place
 
 LINEAR = Place(Leaf())
+THREE = Program(
+    Block((LINEAR, Place(Leaf("plain")), Place(Leaf("single")))), steps=(Step(), Step()), optimizer="adamw"
+)
 TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step()))
 
 
-@pytest.mark.timeout(600)  # to shrink a failure takes minutes
+@pytest.mark.timeout(4 * PATIENCE)  # to shrink a failure takes minutes
 @pytest.mark.parametrize(
     ("examples", "ways"),
     [
@@ -35,6 +39,19 @@ def test_what_is_loaded_is_what_was_saved(examples: int, ways: tuple[str, ...]) 
     The cases are always the same here; `nox -s programs -- --of saving` tries others.
     """
     search_savings(examples, seed=1, ways=ways)
+
+
+@pytest.mark.parametrize("way", ["checkpointer", "full", "streamed", "broadcast"])
+@pytest.mark.parametrize("originals", ["no", "yes"])
+def test_optimizers_that_list_parameters_in_another_order(originals: str, way: str) -> None:
+    """Saved and loaded is what belongs to each parameter, where each rank's optimizer lists them in an order of its own."""
+    before = Configuration(3, units=("0", "1"), use_orig_params=originals, turned=True)
+    for after in (
+        before,
+        Configuration(2, units=("1",)),
+        Configuration(2, use_orig_params="yes", turned=True),
+    ):
+        check_saving(THREE, before, after, Saving(way))
 
 
 @pytest.mark.processes

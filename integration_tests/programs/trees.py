@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
 ROWS = 2
+LONG = 349_529
+"""Rows of a long parameter: a quarter of its elements is more than 2^18."""
 UNIT = 0.75
 """What gradients are multiples of."""
 
@@ -127,6 +129,22 @@ class _OnGrid(torch.autograd.Function):
         return wrap_around(gradient * 4, 2) * UNIT
 
 
+class _Total(torch.autograd.Function):
+    """The sum over a long parameter's rows, each times -2 to 2, on {-1, 0, 1}: exact in fp32, and so in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return wrap_around(2 * (parameter.float() * _factors()).sum(0), 1).to(parameter.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _factors().to(gradient.dtype) * gradient
+
+
+def _factors() -> Tensor:
+    return (torch.arange(LONG) % 5 - 2).unsqueeze(1).float()
+
+
 def wrap_around(x: Tensor, most: int) -> Tensor:
     """The nearest whole numbers, and of these the remainders from `-most` to `most`; only 0 and its likes become 0."""
     return torch.remainder(x.round() + most, 2 * most + 1) - most
@@ -214,6 +232,29 @@ class Buffered(nn.Module):
         return x * (self.signs * self.passing).to(x.dtype) + self.bias
 
 
+class Scale(nn.Module):
+    """A weight without a bias: one element, or one for each activation."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Long(nn.Module):
+    """A parameter whose shards on up to four ranks have more than 2^18 elements, and neighbours different gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(LONG, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = _Total.apply(self.weight)
+        return x + total
+
+
 LAYERS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "norm": Norm,
@@ -222,9 +263,29 @@ LAYERS = {
     "double": Double,
     "convolution": Convolution,
     "buffered": Buffered,
+    "plain": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "scale": lambda: Scale(WIDTH),
+    "single": lambda: Scale(1),
+    "long": Long,
 }
 
-TIED_TO = {"linear": "matrix", "embedding": "matrix", "norm": "norm"}
+WITHOUT_BIAS = {
+    "linear": "plain",
+    "norm": "scale",
+    "gain": "single",
+    "convolution": "plain",
+    "buffered": "scale",
+}
+"""For layers with biases, similar ones of one parameter."""
+
+TIED_TO = {
+    "linear": "matrix",
+    "plain": "matrix",
+    "embedding": "matrix",
+    "norm": "row",
+    "scale": "row",
+    "long": "long",
+}
 """Layers whose weights have the same name and shape can share them."""
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.state.worlds import Job, Worlds
+from integration_tests.state.worlds import TEST_TIMEOUT, Job, Worlds
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +28,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A world runs all its bodies before the first test of it ends."""
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_comm.testing import run_processes
+from integration_tests.patience import PATIENCE
 from integration_tests.state.ours import write_ours
 from integration_tests.state.torch_files import Files, write_torchs
 
@@ -31,10 +32,13 @@ Body: TypeAlias = Callable[..., None]
 """Called as `body(group, files, **case)`."""
 
 #: How long a collective may take in which not all ranks take part.
-_PG_TIMEOUT = 15.0
+_PG_TIMEOUT = PATIENCE / 5
 
 #: How long all jobs of a world may take.
-_WORLD_TIMEOUT = 500
+_WORLD_TIMEOUT = 3 * PATIENCE
+
+#: How long a test may take: the first one pays for its whole world, and for the files.
+TEST_TIMEOUT = 6 * PATIENCE
 
 
 @attrs.frozen
@@ -66,7 +70,6 @@ def on_ranks(*sizes: int, **axes: Sequence[Any]) -> Callable[[Body], Any]:
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
         ids = [f"{size}-{job.case}" if job.case else str(size) for size, job in jobs]
-        test = pytest.mark.timeout(_WORLD_TIMEOUT + 100)(test)  # the first one pays for its whole world
         return pytest.mark.processes(pytest.mark.parametrize(("size", "job"), jobs, ids=ids)(test))
 
     return decorate
@@ -117,9 +120,9 @@ class Worlds:
     def _write(self) -> Files:
         files = Files(self.root / "files")
         files.root.mkdir()
-        run_processes(2, write_torchs, files, timeout=100, pg_timeout=_PG_TIMEOUT)
+        run_processes(2, write_torchs, files, pg_timeout=_PG_TIMEOUT)
         for size in (2, 3):
-            run_processes(size, write_ours, files, timeout=100, pg_timeout=_PG_TIMEOUT)
+            run_processes(size, write_ours, files, pg_timeout=_PG_TIMEOUT)
         return files
 
     def _run(self, size: int, files: Files) -> dict[tuple[str, str, str], list[str | None]]:

@@ -20,9 +20,14 @@ from flatparam_comm import (
     HookedCollectives,
     RecordingCollectives,
     SingleCollectives,
+    processes,
     shared_memory,
 )
 from flatparam_comm.testing import run_processes, run_threads
+
+from .patience import PATIENCE, be_patient
+
+be_patient()
 
 Contract = Callable[..., Any]
 
@@ -108,6 +113,17 @@ _WORLDS = [
         for name in ("single-1", "threads-2", "threads-3", "early-2", "nccl-1")
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    torch.set_num_threads(1)  # the bits of some sums depend on it
+
+
+@pytest.fixture(autouse=True)
+def _late_reports_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a rank has failed, wait for what the others say: whose fault it was must not depend on who is slow."""
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", PATIENCE)
 
 
 @pytest.fixture(params=_WORLDS)

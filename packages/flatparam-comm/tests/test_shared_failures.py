@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from flatparam_comm import (
     ProcessGroupCollectives,
     RankDied,
     ReduceOp,
-    processes,
     shared_host,
     shared_memory,
     shared_moves,
 )
 from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
+
+from .patience import BRIEFLY
 
 pytestmark = pytest.mark.processes
 
@@ -73,11 +75,8 @@ def _steps(comm: ProcessGroupCollectives, moment: str, directory: str) -> None:
 @pytest.mark.parametrize(
     ("moment", "last"), [("before it starts", 3), ("while it writes", 3), ("while it reads", 4)]
 )
-def test_a_rank_that_is_killed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, last: int
-) -> None:
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, moment: str, last: int) -> None:
     """Killed at any moment, a rank is named by all others, with the call that needs it; the segment is in no directory."""
-    monkeypatch.setattr(processes, "_GRACE_SECONDS", 20.0)
     with pytest.raises(RankDied, match="rank 1 of 3 was killed by SIGKILL"):
         run_processes(3, _steps, moment, str(tmp_path))
     for rank in (0, 2):
@@ -97,21 +96,18 @@ def _dies_connecting(comm: ProcessGroupCollectives, directory: str) -> None:
         _tell(directory, comm, error)
 
 
-def test_a_rank_that_is_killed_while_it_connects_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_killed_while_it_connects_is_an_error(tmp_path: Path) -> None:
     """A rank that dies while memory is being shared is an error of the process group on the other."""
-    monkeypatch.setattr(processes, "_GRACE_SECONDS", 20.0)
     with pytest.raises(RankDied, match="rank 1 of 2"):
         run_processes(2, _dies_connecting, str(tmp_path))
     assert "exchange 'shared memory: opened'" in (tmp_path / "rank-0").read_text()
 
 
 def _stays_away(comm: ProcessGroupCollectives) -> str:
-    shared = shared_memory(comm)
-    store = dist.distributed_c10d._get_default_store()
+    comm.barrier()  # all are here before a time is short
+    shared = shared_memory(ProcessGroupCollectives(dist.new_group(timeout=timedelta(seconds=BRIEFLY))))
     if comm.rank == 1:
-        store.get("rank 0 has given up")
+        comm.barrier()  # rank 0 has given up
         with pytest.raises(CollectiveError, match="rank 0 takes no part any more") as raised:
             for _ in range(3):  # what rank 0 had posted before can still be finished
                 shared.all_reduce(torch.zeros(1)).wait()
@@ -124,15 +120,15 @@ def _stays_away(comm: ProcessGroupCollectives) -> str:
         pending.wait()
     assert again.value is raised.value
     assert pending.done()
-    store.set("rank 0 has given up", "")
+    comm.barrier()
     return str(raised.value)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     """After the process group's timeout the ranks that have not come are named; those that come later are told, too."""
-    away, late = run_processes(2, _stays_away, pg_timeout=1)
+    away, late = run_processes(2, _stays_away)
     assert away.startswith(
-        "rank 0: all_reduce 'gradient norm': ranks [1] have not come within 1 s; make every"
+        f"rank 0: all_reduce 'gradient norm': ranks [1] have not come within {BRIEFLY} s; make every"
     )
     assert late.startswith("rank 1: all_reduce: rank 0 takes no part")
 

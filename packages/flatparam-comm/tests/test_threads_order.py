@@ -200,7 +200,7 @@ def test_asking_whether_it_is_done_lets_others_run() -> None:
         pending.wait()
         return asked
 
-    asked = run_threads(3, poll, timeout=10)
+    asked = run_threads(3, poll)
     assert max(asked) < 5
 
 

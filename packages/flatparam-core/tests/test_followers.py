@@ -93,7 +93,7 @@ def test_their_gradients_are_views_of_the_flat_gradient() -> None:
     assert handle.flat_param.grad is not None
     handle.flat_param.grad.mul_(10.0)
     assert [parameter.grad.flatten().tolist() for parameter in held] == [[10.0] * 4, [10.0] * 2]
-    assert [tuple(parameter.grad.shape) for parameter in held] == [(4, 1), (2,)]
+    assert [tuple(parameter.grad.shape) for parameter in held] == [(2, 2), (2,)]
 
 
 def test_gradients_accumulate_over_rounds_without_zero_grad() -> None:

@@ -50,6 +50,25 @@ def test_deposits_at_once_are_those_one_by_one(
         assert_same_ledgers(at_once, one_by_one)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [[0], [-1], [1], [1, 1], [0, 1], [1, -1, 1]], ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 2.0])
+def test_either_side_of_the_threshold(sizes: list[int], dtype: torch.dtype, divisor: float) -> None:
+    """At, below and above the size from which a gradient is copied by itself, alone or with others, the bits are the same."""
+    limit = SMALL_NBYTES.value // dtype.itemsize
+    layout = FlatLayout.plan(
+        [ParamSpec(f"p{n}", (limit + by,), dtype) for n, by in enumerate(sizes)], world_size=2
+    )
+    indices = range(len(sizes))
+    gradients = random_gradients(layout, indices, dtype)
+    at_once, one_by_one = ledger_of(layout, dtype), ledger_of(layout, dtype)
+    at_once.deposit_all(indices, gradients, divisor=divisor)
+    for index, gradient in zip(indices, gradients, strict=True):
+        one_by_one.deposit(index, gradient, divisor=divisor)
+    assert at_once.is_full
+    assert_same_ledgers(at_once, one_by_one)
+
+
 def test_what_lies_between_is_not_divided() -> None:
     """A slot between two stretches, which was deposited before, keeps its value."""
     ledger = ledger_of()
@@ -121,7 +140,7 @@ def test_a_handle_takes_the_gradients_that_are_there(use_orig_params: bool) -> N
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_large_and_small_gradients_at_once(divisor: float) -> None:
     """Gradients of more than 64 KiB among smaller ones get the bits of single deposits, whatever the neighbours."""
-    numels = (SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1, 5, 7, SMALL_NBYTES)
+    numels = (SMALL_NBYTES.value // 4, SMALL_NBYTES.value // 4 + 1, 5, 7, SMALL_NBYTES.value)
     layout = FlatLayout.plan([ParamSpec(f"p{n}", (n,), torch.float32) for n in numels], world_size=2)
     at_once, one_by_one = ledger_of(layout), ledger_of(layout)
     gradients = random_gradients(layout, range(5), torch.float32)
@@ -142,7 +161,7 @@ def test_pieces_of_a_shard(layout: FlatLayout) -> None:
         for piece, fragment, slot in zip(pieces, layout.fragments(rank), layout.slots, strict=True):
             assert torch.equal(piece.reshape(-1), shard[fragment.in_shard.as_slice()])
             assert piece.dim() == max(len(slot.spec.shape), 1)
-            assert piece.shape[1:].numel() == 1
+            assert piece.shape[1:].numel() == 1 or (layout.world_size == 1 and piece.shape == slot.spec.shape)
             assert piece.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
 
 

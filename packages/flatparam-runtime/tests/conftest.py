@@ -4,6 +4,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .patience import be_patient
+
+be_patient()
+
 # The same examples on every run, so that a red test is about the change in hand. Search further with
 # `--hypothesis-profile=flatparam-explore`.
 settings.register_profile(

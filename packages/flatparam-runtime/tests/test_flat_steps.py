@@ -76,13 +76,15 @@ def test_branches_that_are_not_taken() -> None:
             optimizer.zero_grad()
             loss(module, collectives.rank, *way).backward()
             optimizer.step()
-        counts = [float(optimizer.state[p]["step"]) for _, p in module.named_parameters()]
+        counts = [float(optimizer.state[p]["step"]) if p.numel() else 0 for _, p in module.named_parameters()]
         return full_parameters(module), counts
 
     expected = stepped_plainly(Branches, ways, 2)
     for parameters, counts in run(2, rank):
         check_same(parameters, expected)
-        assert counts == [5.0, *[4.0] * 3, *[3.0] * 3]
+        steps = [5.0, *[4.0] * 3, *[3.0] * 3]
+        assert all(mine in (0, all_) for mine, all_ in zip(counts, steps, strict=True))
+        assert any(counts)
 
 
 class Tails(nn.Module):
@@ -96,13 +98,13 @@ class Tails(nn.Module):
 
 @pytest.mark.parametrize("units", [["alone", "pair"], ["pair", "alone"]])
 @pytest.mark.parametrize("order", [1, -1])
-def test_empty_parameters_go_with_the_longest_run(units: list[str], order: int) -> None:
-    """Which parameters are one tensor does not depend on where the memory of units lies, or on their order."""
+def test_what_is_one_tensor_does_not_depend_on_order(units: list[str], order: int) -> None:
+    """Which parameters are one tensor does not depend on where units lie in memory; empty ones are in no run."""
     module = sharded(Tails, SingleCollectives(), units=units, use_orig_params=True)
     for parameter in module.parameters():
         parameter.grad = parameter.detach()
     (joined,) = find_runs([*module.parameters()][::order], {})
-    assert set(joined.parameters) == {*module.pair, *module.empty}
+    assert set(joined.parameters) == {*module.pair}
 
 
 def test_flat_exposures_are_left_alone() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
-from flatparam_runtime import EventLog, no_sync, observe
+from flatparam_runtime import DivergenceError, EventLog, no_sync, observe
 
 from .models import Chain, Stack, batch
 from .worlds import (
@@ -28,6 +28,50 @@ BLOCKS = ["blocks.0", "blocks.1"]
 def loss(module: nn.Module, rank: int) -> Tensor:
     out: Tensor = module(batch(rank)).square().mean()
     return out
+
+
+FREEZES = {
+    "one of a unit": ["blocks.0.up.weight"],
+    "one of the root": ["stem.bias"],
+    "a unit in the middle": ["blocks.0."],
+    "the first unit": ["stem."],
+}
+
+
+@pytest.mark.parametrize(
+    "when", ["before the first pass", "later", "before accumulation", "before evaluation"]
+)
+@pytest.mark.parametrize("prefixes", FREEZES.values(), ids=FREEZES)
+def test_one_rank_freezes(prefixes: list[str], when: str) -> None:
+    """If `requires_grad` differs between ranks, every rank is told at the next pass, with the parameter and the ranks."""
+
+    def rank(collectives: Collectives) -> str:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=True)
+        if when != "before the first pass":
+            loss(module, collectives.rank).backward()
+        if collectives.rank == 1:
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(not name.startswith(tuple(prefixes)))
+        with pytest.raises(DivergenceError) as caught:
+            if when == "before accumulation":
+                with no_sync(module):
+                    loss(module, collectives.rank).backward()
+            if when == "before evaluation":
+                with torch.no_grad():
+                    loss(module, collectives.rank)
+            out = loss(module, collectives.rank)
+            if out.requires_grad:
+                out.backward()
+            with torch.no_grad():
+                loss(module, collectives.rank)
+        return str(caught.value)
+
+    messages = run(2, rank)
+    for number, message in enumerate(messages):
+        assert message.startswith(f"rank {number}: ")
+        assert "frozen" in message
+        names = [n for n, _ in Stack().named_parameters() if n.startswith(tuple(prefixes))]
+        assert any(repr(name.removeprefix("blocks.0.")) in message for name in names)
 
 
 def test_single_parameters_are_frozen_and_thawed(ranks: int) -> None:
@@ -62,9 +106,9 @@ def test_single_parameters_are_frozen_and_thawed(ranks: int) -> None:
 def test_a_whole_unit_is_frozen_and_thawed(
     ranks: int, use_orig_params: bool, free_after_forward: bool
 ) -> None:
-    """A unit whose parameters are frozen after sharding reduces nothing; thawed, it trains again."""
+    """A unit that is frozen is reduced once more, so that ranks can differ, and then no more; thawed, it trains again."""
 
-    def steps(collectives: Collectives) -> tuple[Grads, Grads, list[str]]:
+    def steps(collectives: Collectives) -> tuple[Grads, Grads, list[list[str]]]:
         module = sharded(
             lambda: Chain(2),
             collectives,
@@ -76,18 +120,21 @@ def test_a_whole_unit_is_frozen_and_thawed(
         held = list(module.blocks[0].parameters())
         for parameter in held:
             parameter.requires_grad_(False)
-        zero_gradients(module)
-        log = EventLog()
-        with observe(module, log):
-            loss(module, collectives.rank).backward()
-        check_at_rest(module)
+        lines = []
+        for _ in range(2):
+            zero_gradients(module)
+            log = EventLog()
+            with observe(module, log):
+                loss(module, collectives.rank).backward()
+            check_at_rest(module)
+            lines.append(log.lines())
         frozen = full_gradients(module)
         for parameter in held:
             parameter.requires_grad_(True)
         zero_gradients(module)
         loss(module, collectives.rank).backward()
         check_at_rest(module)
-        return frozen, full_gradients(module), log.lines()
+        return frozen, full_gradients(module), lines
 
     local = seeded(lambda: Chain(2))
     whole = mean_gradients(local, loss, ranks)
@@ -95,8 +142,8 @@ def test_a_whole_unit_is_frozen_and_thawed(
     for frozen, thawed, lines in run(ranks, steps):
         check_same(frozen, part)
         check_same(thawed, whole)
-        assert "reduce blocks.0" not in lines
-        assert "reduce blocks.1" in lines
+        assert ["reduce blocks.0" in of_pass for of_pass in lines] == [ranks > 1, False]
+        assert all("reduce blocks.1" in of_pass for of_pass in lines)
 
 
 @pytest.mark.parametrize("collected", [False, True])

@@ -31,7 +31,7 @@ def run(ranks: int, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = 
     if ranks == 1:
         single: Collectives = SingleCollectives()
         return [fn(FaultyCollectives(single, faults) if faults else single, *args)]
-    return run_threads(ranks, fn, *args, faults=faults, timeout=30)
+    return run_threads(ranks, fn, *args, faults=faults)
 
 
 def seeded(make: Callable[[], M], device: torch.device | str = "cpu") -> M:
@@ -102,10 +102,29 @@ def full_gradients(module: nn.Module) -> Grads:
             for parameter, fragment in zip(shown, handle.layout.fragments(handle.rank), strict=True):
                 if parameter.grad is not None:
                     shard[fragment.in_shard.as_slice()] = parameter.grad.reshape(-1)
+            everyone = unit.plan.topology.shard.exchange(missing, label="test")
+            missing = [
+                nobody_has_gradient(handle, n, list(of)) for n, of in enumerate(zip(*everyone, strict=True))
+            ]
         full = gather_full(unit, handle, shard.detach())
         for fqn, view, absent in zip(handle.layout.fqns, full_views(handle, full), missing, strict=True):
             found[prefix + fqn] = None if absent else view.clone()
     return found
+
+
+def is_part_of_shard(tensor: Tensor, unit: Unit) -> bool:
+    """Whether `tensor` lies in the memory of the unit's shards, as what a sharded module shows does."""
+    shards = {handle.flat_param.untyped_storage().data_ptr() for handle in unit.handles}
+    return tensor.untyped_storage().data_ptr() in shards
+
+
+def nobody_has_gradient(handle: FlatParamHandle, index: int, missing: Sequence[bool]) -> bool:
+    """Whether no rank has a gradient of parameter `index`; all ranks with elements of it must agree."""
+    slot = handle.layout.slots[index]
+    owners = handle.layout.ranks_of(index) if slot.span else range(handle.layout.world_size)
+    (nobody,) = {missing[rank] for rank in owners}
+    assert all(absent for rank, absent in enumerate(missing) if rank not in owners)
+    return nobody
 
 
 def mean_gradients(module: nn.Module, losses: Callable[[nn.Module, int], Tensor], ranks: int) -> Grads:

@@ -26,7 +26,7 @@ FOUR_UNITS = Case(unequal, ("0", "1", "2", "3"))
 
 def measured(world_size: int, fn: Any, *args: Any) -> list[Any]:
     """`fn(ranks, *args)` per rank; the world copies straight from rank to rank, so that only `fn` allocates."""
-    return run_threads(world_size, fn, *args, timeout=30, deliver_late=False)
+    return run_threads(world_size, fn, *args, deliver_late=False)
 
 
 def nbytes_of(state: Any) -> int:

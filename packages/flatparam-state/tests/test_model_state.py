@@ -103,7 +103,8 @@ def test_saving_between_forward_and_backward_changes_no_gradient(use_orig_params
 
     for disturbed, quiet in zip(same_on_all(2, rank, True), same_on_all(2, rank, False), strict=True):
         assert [g is None for g in disturbed] == [g is None for g in quiet]
-        assert all(torch.equal(a, b) for a, b in zip(disturbed, quiet, strict=True))
+        assert all(a is None or torch.equal(a, b) for a, b in zip(disturbed, quiet, strict=True))
+        assert any(a is not None for a in disturbed)
 
 
 def test_rank0_only(use_orig_params: bool) -> None:
@@ -192,7 +193,7 @@ def test_a_module_shows_its_shards_again_afterwards(use_orig_params: bool) -> No
         assert [name for name, _ in after] == [name for name, _ in before]
         assert all(a is b for (_, a), (_, b) in zip(after, before, strict=True))
         model(torch.ones(2, 3)).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert all((p.grad is not None) == (p.numel() > 0) for p in model.parameters())
 
     same_on_all(2, rank)
 

@@ -63,7 +63,7 @@ def shard_case(
 
 def same_on_all(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """What `fn(ranks, *args)` returns on each rank of a world of threads."""
-    return run_threads(world_size, fn, *args, timeout=30)
+    return run_threads(world_size, fn, *args)
 
 
 def assert_same_tensor(found: Any, expected: Any, name: str = "") -> None:

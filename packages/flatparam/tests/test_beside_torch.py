@@ -118,10 +118,9 @@ def assert_same_training(mine: dict[str, Tensor], other: dict[str, Tensor], *, n
 
 @functools.cache
 def of_two_ranks() -> Any:
-    return run_processes(2, both, SETTINGS, timeout=110, pg_timeout=30)
+    return run_processes(2, both, SETTINGS)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_bits_of_torch(name: str, use_orig_params: bool) -> None:
     """S-030 to S-034, S-041, S-046 to S-051, S-070: on two ranks everything that both compute is equal to the bit."""
@@ -141,10 +140,9 @@ HYBRID: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def of_four_ranks() -> Any:
-    return run_processes(4, both, HYBRID, timeout=110, pg_timeout=30)
+    return run_processes(4, both, HYBRID)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", HYBRID)
 def test_the_bits_of_torch_on_a_mesh(name: str, use_orig_params: bool) -> None:
     """S-011, S-012, S-025, S-033: a mesh of two by two, a pair of groups and nodes of two train to the bits of torch."""
@@ -176,9 +174,8 @@ def gradients(package: Any, strategy: str, accumulated: bool, rank: int) -> dict
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.timeout(180)
 def test_several_forwards() -> None:
     """S-042: the gradients of two forwards before one backward have the bits of torch's, which can do no more."""
-    for of_rank in run_processes(2, several_forwards, timeout=110, pg_timeout=30):
+    for of_rank in run_processes(2, several_forwards):
         for mine, other in of_rank:
             assert_same_state(mine, other)

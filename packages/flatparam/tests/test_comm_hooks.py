@@ -76,15 +76,30 @@ def test_the_numbers_are_the_hooks() -> None:
 
 
 def test_a_hook_can_be_replaced_and_taken_away() -> None:
-    """L-29: a later call replaces the hook, `None` takes it away; torch allows one, for ever."""
+    """L-29: `None` takes the hook away, and another can be registered; torch allows one, for ever."""
 
     def rank(world: Collectives) -> Any:
         model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR)
         model.register_comm_hook(None, lambda state, gradient, shard: pytest.fail("was replaced"))
+        model.register_comm_hook(None, None)
         model.register_comm_hook(world, averaging)
         train(model, torch.optim.Adam(model.parameters()), inputs(world.rank, 1))
         model.register_comm_hook(None, None)
         return model
+
+    on_ranks(2, rank)
+
+
+def test_a_second_hook_is_refused() -> None:
+    """S-071: as in FSDP1 a unit has one hook; a second one is an error that names the unit, and no unit has got it."""
+
+    def rank(world: Collectives) -> Any:
+        model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR)
+        inner = FSDP.fsdp_modules(model)[-1]
+        inner.register_comm_hook(world, averaging)
+        with pytest.raises(AssertionError, match=r"unit '\w+' has a communication hook .* already"):
+            model.register_comm_hook(None, lambda state, gradient, shard: pytest.fail("was registered"))
+        train(model, torch.optim.Adam(model.parameters()), inputs(world.rank, 1))
 
     on_ranks(2, rank)
 
@@ -94,7 +109,7 @@ def test_a_hook_is_a_function() -> None:
 
     def rank(world: Collectives) -> None:
         model = FSDP(mlp())
-        with pytest.raises(TypeError, match="can be called, found int"):
+        with pytest.raises(ValueError, match="can be called, found int"):
             model.register_comm_hook(None, 3)  # type: ignore[arg-type]
         model(torch.ones(2, 3)).sum().backward()
 

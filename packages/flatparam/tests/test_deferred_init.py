@@ -91,7 +91,7 @@ def test_training_from_the_meta_device(policy: Any, use_orig_params: bool) -> No
 
 
 def test_whom_param_init_fn_is_called_with() -> None:
-    """S-018: breadth first, every module of the unit that has something on the meta device; no unit, nothing ignored."""
+    """S-018: breadth first, each module with something on the meta device in it, its own or not; no unit, nothing ignored."""
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2))
     names = {child: name for name, child in module.named_modules()}
     for child in (module[0][0], module[1]):
@@ -106,7 +106,7 @@ def test_whom_param_init_fn_is_called_with() -> None:
         fill(child)
 
     model = FSDP(module, HERE, param_init_fn=note)
-    assert called == ["1", "0.0"]
+    assert called == ["", "0", "1", "0.0"]
     assert torch.equal(model.state_dict()["0.1.weight"], real)
 
 
@@ -202,6 +202,29 @@ def test_a_real_rank_and_meta_ranks() -> None:
         assert_same_state(state, expected)
 
 
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Sequential})], ids=["whole", "policy"])
+@pytest.mark.parametrize("make", [Normed, Transformer])
+def test_a_real_rank_and_meta_ranks_of_deep_units(make: Any, policy: Any, use_orig_params: bool) -> None:
+    """S-018, S-020: the same where a unit has modules in modules, buffers and ties, whichever order ranks make them in."""
+
+    def rank(world: Collectives) -> Any:
+        torch.manual_seed(3)
+        module = make() if world.rank == 0 else on_meta(make)
+        model = FSDP(
+            module,
+            param_init_fn=fill,
+            auto_wrap_policy=policy,
+            sync_module_states=True,
+            use_orig_params=use_orig_params,
+        )
+        return model.state_dict()
+
+    torch.manual_seed(3)
+    expected = make().state_dict()
+    for state in on_ranks(3, rank):
+        assert_same_state(state, expected)
+
+
 def test_tied_parameters_on_the_meta_device() -> None:
     """S-018: a tie of the meta module is one of the wrapped module."""
 
@@ -228,4 +251,4 @@ def test_memory_of_deferred_values() -> None:
         fill(child)
 
     FSDP(module, HERE, param_init_fn=note)
-    assert whole == [0, 0, 0, 0]
+    assert whole == [0] * 5  # the sequence, and each layer

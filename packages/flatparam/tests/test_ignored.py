@@ -85,9 +85,21 @@ def test_a_wrapper_among_the_ignored_is_refused() -> None:
     """S-017: a wrapped module cannot be left whole any more; the error says so."""
     module = mlp()
     module[2] = FSDP(module[2], HERE)
-    for ignored in ([module[2]], [nn.Sequential(module[2])]):
+    for ignored in (module[2], module[2].module):
         with pytest.raises(ValueError, match="ignored_modules"):
-            FSDP(module, HERE, ignored_modules=ignored)
+            FSDP(module, HERE, ignored_modules=[ignored])
+
+
+def test_units_below_an_ignored_module_stay_units(use_orig_params: bool) -> None:
+    """S-017: what a unit holds is not ignored with a module around it; it trains, the rest of that module is whole."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 1))
+    whole = module[0][1].weight
+    unit = module[0][0] = FSDP(module[0][0], HERE, use_orig_params=use_orig_params)
+    model = FSDP(module, HERE, ignored_modules=[module[0]], use_orig_params=use_orig_params)
+    model(torch.ones(2, 3)).sum().backward()
+    assert module[0][1].weight is whole
+    assert FSDP.fsdp_modules(model) == [model, unit]
+    assert all(parameter.grad is not None for parameter in unit.parameters())
 
 
 def test_modules_and_parameters_mixed_are_refused() -> None:
@@ -101,7 +113,7 @@ def test_modules_and_parameters_mixed_are_refused() -> None:
 def test_parameters_as_modules_are_refused() -> None:
     """S-017: `ignored_modules` takes modules only."""
     module = mlp()
-    with pytest.raises(TypeError, match="ignored_modules"):
+    with pytest.raises(ValueError, match="ignored_modules"):
         FSDP(module, HERE, ignored_modules=list(module.parameters()))
 
 

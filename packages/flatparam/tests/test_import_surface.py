@@ -13,6 +13,8 @@ import torch.distributed.fsdp.wrap
 import flatparam
 import flatparam.wrap
 
+from .patience import PATIENCE
+
 NAMES = [
     "FullyShardedDataParallel",
     "ShardingStrategy",
@@ -83,7 +85,7 @@ print(json.dumps(facts))
 def fresh() -> dict[str, Any]:
     """What a fresh interpreter, in which every warning is an error, says after importing, wrapping and training."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -141,8 +141,8 @@ def test_between_a_gpu_and_the_cpu(strategy: ShardingStrategy, precision: Any, u
         facts = {(p.device.type, p.grad.device.type) for p in held}, {p.is_pinned() for p in held}
         return set(seen), facts, {n.device.type for n in norms}, model.state_dict()
 
-    plain = run_threads(2, rank, CPUOffload(), timeout=60)
-    offloaded = run_threads(2, rank, OFFLOAD, timeout=60)
+    plain = run_threads(2, rank, CPUOffload())
+    offloaded = run_threads(2, rank, OFFLOAD)
     for (_, _, _, expected), (seen, (places, pinned), norms, state) in zip(plain, offloaded, strict=True):
         assert seen == {device}
         assert (places, pinned, norms) == ({("cpu", "cpu")}, {True}, {"cpu"})

@@ -39,7 +39,7 @@ def test_a_number_without_an_accelerator() -> None:
 def test_a_device_that_is_not_there() -> None:
     """A named device that the machine has not is an error that names it, and nothing is wrapped."""
     module = mlp()
-    with pytest.raises((ValueError, RuntimeError, AssertionError), match=r"(?i)cuda"):
+    with pytest.raises(ValueError, match=r"device_id: .* found cuda:0, which torch cannot use here"):
         FSDP(module, HERE, device_id="cuda:0", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     assert list(dict(module.named_parameters())) == list(dict(mlp().named_parameters()))
 

@@ -26,12 +26,12 @@ WRONG: list[tuple[str, Any, Any]] = [
     ("backward_prefetch", ours.ShardingStrategy.FULL_SHARD, TypeError),
     ("cpu_offload", True, TypeError),
     ("mixed_precision", torch.bfloat16, TypeError),
-    ("auto_wrap_policy", {nn.Linear}, ValueError),
-    ("auto_wrap_policy", 3, ValueError),
+    ("auto_wrap_policy", {nn.Linear}, TypeError),
+    ("auto_wrap_policy", 3, TypeError),
     ("ignored_modules", 3, TypeError),
-    ("ignored_modules", ["0"], TypeError),
-    ("ignored_states", ["0.weight"], TypeError),
-    ("device_id", 1.5, ValueError),
+    ("ignored_modules", ["0"], ValueError),
+    ("ignored_states", ["0.weight"], ValueError),
+    ("device_id", 1.5, TypeError),
     ("param_init_fn", "xavier", ValueError),
     ("process_group", (SingleCollectives(), SingleCollectives()), ValueError),
     ("process_group", (1, 2), (TypeError, ValueError)),
@@ -117,11 +117,12 @@ def test_a_policys_override_that_is_refused(override: dict[str, Any]) -> None:
 
 
 def test_wrapping_twice() -> None:
-    """A module that is a unit already is not made one again."""
+    """A module that has got a parameter since it was wrapped is not wrapped again: no unit would hold that one."""
     module = mlp()
     FSDP(module, HERE)
+    module.extra = nn.Linear(2, 2)
     before = facts_of(module)
-    with pytest.raises(FlatParamError, match="already"):
+    with pytest.raises(FlatParamError, match="'extra.weight', which no unit holds"):
         FSDP(module, HERE)
     assert facts_of(module) == before
 

@@ -168,5 +168,6 @@ def test_a_model_without_wrappers() -> None:
     """Asking and setting are harmless where there is nothing to set."""
     with FSDP.state_dict_type(mlp(), FULL):
         pass
-    FSDP.set_state_dict_type(mlp(), FULL)
-    FSDP.get_state_dict_type(mlp())
+    before = FSDP.set_state_dict_type(mlp(), FULL)
+    assert (before.state_dict_type, before.state_dict_config, before.optim_state_dict_config) == (None,) * 3
+    assert FSDP.get_state_dict_type(mlp()) is None

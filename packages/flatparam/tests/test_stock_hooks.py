@@ -294,7 +294,7 @@ def test_complex_gradients_are_refused(hook: Any) -> None:
 
 
 def test_hooks_of_units_are_their_own() -> None:
-    """L-29, L-35: a hook can be given to one unit, be replaced and be taken away; the others reduce by themselves."""
+    """L-29, L-35: a hook can be given to one unit, be taken away and given anew; the others reduce by themselves."""
     calls: list[str] = []
 
     def noting(state: tuple[str, Any], grad: torch.Tensor, output: torch.Tensor) -> None:
@@ -304,6 +304,7 @@ def test_hooks_of_units_are_their_own() -> None:
 
     def register(model: FSDP, replicate: Any) -> None:
         model.register_comm_hook(("all", model.process_group), noting)
+        model[0].register_comm_hook(None, None)
         model[0].register_comm_hook(("first", model.process_group), noting)
         model[2].register_comm_hook(None, None)
 

@@ -198,11 +198,16 @@ def test_one_rank_becomes_no_shard() -> None:
 
 
 def test_no_shard_is_deprecated_as_in_torch() -> None:
-    """S-012: asking for `NO_SHARD` emits one FutureWarning, however many units a policy makes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        FSDP(mlp(), SingleCollectives(), ShardingStrategy.NO_SHARD, auto_wrap_policy=LINEAR)
-    assert [w.category for w in caught] == [FutureWarning]
+    """S-012: asking for `NO_SHARD` emits one FutureWarning, however many units a policy makes; a rank alone is not told."""
+
+    def rank(world: Collectives) -> None:
+        FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=LINEAR)
+
+    for ranks in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            on_ranks(ranks, rank)
+        assert [w.category for w in caught] == ([] if ranks == 1 else [FutureWarning] * ranks)
 
 
 def test_the_default_is_full_shard() -> None:

@@ -9,11 +9,12 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from flatparam import BackwardPrefetch, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
 from flatparam_core import FlatParameter, FlatParamHandle
+from flatparam_runtime import BackwardOrder
 
 from .models import Batch, Block, Transformer, mlp, seeded
 from .worlds import on_ranks
@@ -174,6 +175,36 @@ def test_facts_about_the_ranks() -> None:
 
     facts = on_ranks(3, rank)
     assert facts == [(r, 3, ShardingStrategy.SHARD_GRAD_OP, torch.device("cpu")) for r in range(3)]
+
+
+def test_settings_of_the_schedule(use_orig_params: bool) -> None:
+    """A wrapper tells what it was asked for, unit by unit, and follows what it is set to; a wrong value changes nothing."""
+    model: Any = FSDP(
+        mlp(),
+        HERE,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        backward_prefetch=None,
+        forward_prefetch=True,
+        limit_all_gathers=False,
+        use_orig_params=use_orig_params,
+    )
+    below = model.module[0]
+    for wrapper in (model, below):
+        assert wrapper.backward_prefetch is None
+        assert wrapper.forward_prefetch is True
+        assert wrapper.limit_all_gathers is False
+    below.backward_prefetch = BackwardPrefetch.BACKWARD_POST
+    below.forward_prefetch = 3
+    with pytest.raises(TypeError, match="backward_prefetch"):
+        below.backward_prefetch = "BACKWARD_PRE"
+    with pytest.raises(ValueError, match="-1"):
+        below.forward_prefetch = -1
+    assert (below.backward_prefetch, below.forward_prefetch) == (BackwardPrefetch.BACKWARD_POST, 3)
+    plan = below._unit.plan.prefetch
+    assert (plan.backward, plan.forward) == (BackwardOrder.AFTER_COMPUTE, 3)
+    assert (model.backward_prefetch, model.forward_prefetch) == (None, True)
+    assert [len(wrapper.params) for wrapper in FSDP.fsdp_modules(model)] == [0, 1, 1, 1]
+    assert below.params == [handle.flat_param for handle in below._unit.handles]
 
 
 def test_torchs_enums_and_configurations_are_accepted() -> None:

@@ -16,7 +16,7 @@ from flatparam_core import clean_fqn
 
 def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """What `fn(ranks, *args)` returns on each rank of a world of threads."""
-    return run_threads(world_size, fn, *args, timeout=30)
+    return run_threads(world_size, fn, *args)
 
 
 def wrapped_names(model: nn.Module, kind: type[nn.Module] = FullyShardedDataParallel) -> set[str]:

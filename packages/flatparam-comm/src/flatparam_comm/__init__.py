@@ -21,6 +21,7 @@ from flatparam_comm.hooked import CommHook, HookedCollectives
 from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group import ProcessGroupCollectives, engine_of, process_group_of
+from flatparam_comm.ranks_only import RanksOnly
 from flatparam_comm.recording import RecordingCollectives
 from flatparam_comm.shared_memory import SharedMemoryCollectives, shared_memory
 from flatparam_comm.silent import SilentCollectives
@@ -42,7 +43,9 @@ from flatparam_core import (
     Precision,
     Residency,
     Span,
+    Threshold,
     Transitions,
+    all_thresholds,
     clean_fqn,
     discover,
     each_module,
@@ -54,6 +57,8 @@ from flatparam_core import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Threshold",
+    "all_thresholds",
     "COMPLETED",
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
@@ -95,6 +100,7 @@ __all__ = [
     "Residency",
     "SharedMemoryCollectives",
     "SilentCollectives",
+    "RanksOnly",
     "SingleCollectives",
     "Span",
     "Topology",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import attrs
 import torch
@@ -11,9 +12,15 @@ from torch import Tensor
 
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import MismatchError
+from flatparam_core import Threshold
 
 __all__ = ["broadcast_tensors"]
 
+BUCKET_NBYTES: Final = Threshold(
+    "comm.broadcast_bucket_nbytes",
+    250 * 2**20,
+    "Tensors that one rank sends to all travel together up to here; a larger one by itself, without a copy.",
+)
 #: Each tensor begins at a multiple of this many bytes in its bucket, so that it can be viewed in any dtype.
 _ALIGNMENT = 16
 
@@ -41,7 +48,7 @@ def broadcast_tensors(
     tensors: Sequence[Tensor],
     *,
     root: int = 0,
-    bucket_nbytes: int = 250 * 2**20,
+    bucket_nbytes: int | None = None,
     label: str = "broadcast_tensors",
 ) -> None:
     """Overwrite `tensors` by those of rank `root`; blocks (on CUDA: orders the current stream) until it is done.
@@ -51,6 +58,8 @@ def broadcast_tensors(
     `bucket_nbytes`, one after another, so the extra memory is one bucket. A tensor that alone fills a bucket travels
     without one (and without extra memory if it is contiguous). Raises ValueError for a `bucket_nbytes` below 1.
     """
+    if bucket_nbytes is None:
+        bucket_nbytes = BUCKET_NBYTES.value
     if bucket_nbytes < 1:
         raise ValueError(f"broadcast_tensors: expected bucket_nbytes >= 1, found {bucket_nbytes}")
     plain = [tensor.detach() for tensor in tensors]

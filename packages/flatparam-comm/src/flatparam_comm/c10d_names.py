@@ -3,14 +3,20 @@
 torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
 `reduce_scatter_single` and warns about the old names; 2.11 and 2.12 have the old ones only. Everything is looked up
 when it is called, so that importing this package works on a torch that was built without `torch.distributed`.
+
+torch names a group that only its own ranks make after a count that each rank keeps for itself: up to 2.13 of the
+groups that it is in, and since 2.14 of those that it made, which then also names the groups that everyone makes. Where
+ranks have made different groups before, they would wait for groups of different names. So we name such groups.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -158,16 +164,20 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
     Ranks are those within `group`. Every rank of `group` calls it.
     """
     members = members_of(group)
-    everyone = len(members) == _first_of("get_world_size")()
-    made = _first_of("new_group")(
-        [members[rank] for rank in ranks],
-        backend=_first_of("get_backend_config")(group),
-        timeout=timeout_of(group),
-        # torch's default is that every rank of the *world* must call; inside a smaller group only its members can.
-        use_local_synchronization=not everyone,
-    )
+    chosen = [members[rank] for rank in ranks]
+    options = {"backend": _first_of("get_backend_config")(group), "timeout": timeout_of(group)}
     is_member = members.index(_first_of("get_rank")()) in ranks
-    return made if is_member else None
+    made: ProcessGroup
+    if len(members) == _first_of("get_world_size")():
+        made = _first_of("new_group")(chosen, **options)
+        return made if is_member else None
+    # torch's default is that every rank of the *world* must call; inside a smaller group only its members can.
+    name = _NAMES.agree(group, chosen)
+    if not is_member:
+        return None
+    with _NAMES.given_by_torch_to_be(name):
+        made = _first_of("new_group")(chosen, use_local_synchronization=True, **options)
+    return made
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
@@ -184,6 +194,43 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+@final
+class _Names:
+    """The names of groups that are made inside a group: the same on all of their ranks, whatever else these made."""
+
+    __slots__ = ("_last", "_replacing")
+
+    def __init__(self) -> None:
+        """Begin with a process that has made no such group."""
+        self._last = 0
+        self._replacing = threading.Lock()
+
+    def agree(self, group: ProcessGroup, ranks: Sequence[int]) -> str:
+        """A name that no group of these ranks has had. Every rank of `group` calls it, and gets the same."""
+        self._last = 1 + max(exchange(self._last, group))
+        return f"flatparam {self._last}: {' '.join(map(str, ranks))}"
+
+    @contextmanager
+    def given_by_torch_to_be(self, name: str) -> Iterator[None]:
+        """Have the group that this thread makes meanwhile called `name`, and torch's own counts left as they are."""
+        module: Any = dist.distributed_c10d
+        thread = threading.get_ident()
+        with self._replacing:
+            of_torch = module._process_group_name
+
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return name if threading.get_ident() == thread else of_torch(*args, **kwargs)
+
+            module._process_group_name = ours
+            try:
+                yield
+            finally:
+                module._process_group_name = of_torch
+
+
+_NAMES: Final = _Names()
 
 
 def _c10d_op(op: ReduceOp) -> Any:

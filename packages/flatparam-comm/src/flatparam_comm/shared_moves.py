@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.shared_segment import Slot
+from flatparam_core import Threshold
 
 __all__ = ["OPS", "REDUCTIONS", "Call", "Move"]
 
@@ -37,8 +38,12 @@ _BY_NUMBER: Final = tuple(REDUCTIONS)
 _DTYPES: Final = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 )
-#: Below this it is cheaper to copy a rank's own part again than to cut it out.
-_WORTH_CUTTING: Final = 1 << 14
+WORTH_CUTTING: Final = Threshold(
+    "comm.worth_cutting_nbytes",
+    1 << 14,
+    "Through shared memory, what is gathered in place is copied whole below this; from here on without the own part.",
+    least=0,
+)
 
 OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "barrier", "subgroup")
 _DTYPE_BITS, _DETAIL_BITS, _NUMEL_BITS = 7, 13, 40
@@ -137,7 +142,7 @@ class _Gather:
 
     def take(self, target: Tensor, source: Tensor) -> None:
         in_place = source.data_ptr() == target.data_ptr() + self.rank * self.nbytes
-        if not in_place or self.nbytes < _WORTH_CUTTING:
+        if not in_place or self.nbytes < WORTH_CUTTING.value:
             target.copy_(self.whole)
             return
         if self.start:

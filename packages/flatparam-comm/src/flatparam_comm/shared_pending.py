@@ -13,11 +13,16 @@ from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.shared_moves import Call, Move
 from flatparam_comm.shared_segment import Slot
+from flatparam_core import Threshold
 
 __all__ = ["NOTHING", "Place", "SharedPending"]
 
-#: Views that a slot keeps; a program has as many as it has units of different sizes.
-_MOST_MOVES: Final = 512
+MOST_MOVES: Final = Threshold(
+    "comm.most_moves",
+    512,
+    "Views that a slot of shared memory keeps for the next call of the same size; with more it begins anew.",
+)
+"""A program has as many as it has units of different sizes."""
 _PAIR: Final = struct.Struct("qq")
 NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -55,7 +60,7 @@ class Place:
             with torch.inference_mode(
                 False
             ):  # views that are made in inference mode can be written to there only
-                if self.slot.reserve(call.slot_nbytes(self.size)) or len(self.moves) >= _MOST_MOVES:
+                if self.slot.reserve(call.slot_nbytes(self.size)) or len(self.moves) >= MOST_MOVES.value:
                     self.moves.clear()
                 found = call.move(self.slot, self.rank, self.size), call.code
             self.moves[op, dtype, numel, detail] = found

@@ -17,6 +17,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from flatparam_core import Threshold
+
 __all__ = ["SLOTS", "Segment", "Slot", "round_to_pages"]
 
 #: How many collectives may be under way between the fastest rank and the slowest.
@@ -24,7 +26,11 @@ SLOTS: Final = 2
 SLOT_SPAN: Final = 1 << 40
 _WORD: Final = 8
 _WORDS_IN_LINE: Final = 8
-_LEAST_MAPPED: Final = 1 << 16
+LEAST_MAPPED: Final = Threshold(
+    "comm.least_mapped_nbytes",
+    1 << 16,
+    "A slot of shared memory has at least this; for more it is mapped anew, in powers of two.",
+)
 
 
 def round_to_pages(nbytes: int) -> int:
@@ -113,7 +119,7 @@ class Slot:
         self.used = max(self.used, nbytes)
         if nbytes <= self.memory.numel():
             return False
-        mapped = max(_LEAST_MAPPED, 1 << (nbytes - 1).bit_length())
+        mapped = max(LEAST_MAPPED.value, 1 << (nbytes - 1).bit_length())
         self.memory = torch.frombuffer(mmap.mmap(self.fd, mapped, offset=self.offset), dtype=torch.uint8)
         return True
 

@@ -13,6 +13,7 @@ from flatparam_comm import c10d_names as c10d
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.current import current_collectives
 from flatparam_comm.process_group import ProcessGroupCollectives
+from flatparam_comm.ranks_only import HasRanks, RanksOnly
 from flatparam_comm.shared_host import host_identity
 from flatparam_comm.shared_memory import (
     SharedMemoryCollectives,
@@ -81,6 +82,7 @@ def resolve_topology(
     | a pair of a name and one of these | by that name, the ranks of this host in that of None | the second |
     | a `DeviceMesh` of one dimension | its group | - |
     | a `DeviceMesh` of two | that of dimension 1 | that of dimension 0 |
+    | a stand-in with `rank()` and `size()` | it: enough to shard, not to communicate | - |
 
     `with_shared_memory` does for a topology, such as that of a mesh, what `"auto"` does for a group.
 
@@ -178,6 +180,9 @@ def _as_collectives(given: object) -> Collectives:
             "expected a process group that this process is in, found one that new_group() made for other ranks: "
             "pass each rank the group that it is in"
         )
+    if callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None)):
+        stand_in: HasRanks = given  # type: ignore[assignment]  # it has just been looked at
+        return RanksOnly(stand_in) if stand_in.size() > 1 else SingleCollectives()
     raise _not_ranks(given)
 
 

@@ -21,6 +21,7 @@ from flatparam_core.replan import Move, Place, replan
 from flatparam_core.residency import Residency
 from flatparam_core.spans import Span
 from flatparam_core.specs import ParamSpec
+from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
 
 __version__ = "0.1.0"
@@ -55,7 +56,9 @@ __all__ = [
     "Residency",
     "Slot",
     "Span",
+    "Threshold",
     "Transitions",
+    "all_thresholds",
     "clean_fqn",
     "discover",
     "each_module",

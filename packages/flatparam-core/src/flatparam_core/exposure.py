@@ -87,15 +87,15 @@ class Exposure(Protocol):
         Args:
             reduced: 1-D, `layout.shard_numel` elements, on the shard's device; the exposure keeps it. A dtype other
                 than the shard's becomes that of `.grad`.
-            arrived: for each parameter, non-zero where some rank had a gradient; the others keep theirs, or `None`.
+            arrived: for each parameter, non-zero if some rank had a gradient; the others keep theirs, or `None`. So do
+                originals of which other ranks have all elements.
         """
         ...
 
 
 def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) -> torch.Tensor:
     """The part of a parameter that a shard holds, as a view of the shard's memory `flat`, in its `fragment_shape`."""
-    shape = fragment_shape(layout.slots[fragment.index].spec.shape, fragment.in_shard.numel)
-    return flat[fragment.in_shard.as_slice()].view(shape)
+    return flat[fragment.in_shard.as_slice()].view(fragment_shape(layout, fragment))
 
 
 def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

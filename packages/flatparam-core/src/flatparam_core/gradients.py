@@ -14,6 +14,7 @@ from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError
 from flatparam_core.layout import FlatLayout
 from flatparam_core.pool import BufferPool
+from flatparam_core.thresholds import Threshold
 
 __all__ = ["GradientLedger"]
 
@@ -23,7 +24,12 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.promote_types(wide, narrow) == wide
 
 
-SMALL_NBYTES: Final = 2**16
+SMALL_NBYTES: Final = Threshold(
+    "core.small_gradient_nbytes",
+    2**16,
+    "Gradients up to here that arrive together are copied by a few calls for all; a larger one by a call of its own.",
+    least=0,
+)
 """Up to here a gradient costs more to handle than to copy."""
 
 
@@ -44,7 +50,7 @@ class _Batch:
         previous = -2
         for at, index in enumerate(indices):
             span = buffer.layout.slots[index].span
-            if span.numel * buffer.tensor.itemsize > SMALL_NBYTES:
+            if span.numel * buffer.tensor.itemsize > SMALL_NBYTES.value:
                 large.append(at)
                 continue
             small.append(at)
@@ -122,16 +128,21 @@ class GradientLedger:
             self.open()
             batch = self._batch(tuple(indices))
             one_by_one = batch.large
-            with torch.no_grad():
-                torch._foreach_copy_(
-                    [self._slots[indices[at]] for at in batch.small], [gradients[at] for at in batch.small]
-                )
-                for stretch in batch.stretches if divisor != 1.0 else ():
-                    stretch.div_(divisor)
-            for at in batch.small:
-                self.deposited[indices[at]] = 1
+            if batch.small:  # torch refuses an empty list
+                self._deposit_small(batch, indices, gradients, divisor)
         for at in one_by_one:
             self.deposit(indices[at], gradients[at], divisor=divisor)
+
+    def _deposit_small(
+        self, batch: _Batch, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float
+    ) -> None:
+        slots = [self._slots[indices[at]] for at in batch.small]
+        with torch.no_grad():
+            torch._foreach_copy_(slots, [gradients[at] for at in batch.small])
+            for stretch in batch.stretches if divisor != 1.0 else ():
+                stretch.div_(divisor)
+        for at in batch.small:
+            self.deposited[indices[at]] = 1
 
     def _batch(self, indices: tuple[int, ...]) -> _Batch:
         if indices not in self._batches:

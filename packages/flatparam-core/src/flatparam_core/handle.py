@@ -64,6 +64,8 @@ class FlatParamHandle:
     """The full parameters; the buffer of the current form is allocated exactly while not SHARDED."""
     gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
+    trained: list[bool] = attrs.field(init=False)
+    """For each parameter, whether it was to get a gradient when the full parameters were shown last."""
     taken_over: tuple[str, ...] = ()
     """The parameters whose data, given by the user, the last unshard has copied to the shard."""
     _attributes: tuple[dict[str, object], ...] = ()
@@ -77,6 +79,10 @@ class FlatParamHandle:
     @_home.default
     def _look_where_it_is(self) -> ShardMemory:
         return ShardMemory.of(self.flat_param)
+
+    @trained.default
+    def _look_what_is_trained(self) -> list[bool]:
+        return list(self.exposure.requires_grad())
 
     @_has_presenters.default
     def _look_for_presenters(self) -> bool:
@@ -294,7 +300,9 @@ class FlatParamHandle:
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         unsharded = RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
-        wanted = self.exposure.requires_grad()
+        wanted = list(self.exposure.requires_grad())
+        if wanted != self.trained:  # else it stays the same object
+            self.trained = wanted
         if not self.leaves:
             self.form.make_leaves(self._attributes, wanted)
             for index, leaf in enumerate(self.leaves):

@@ -38,10 +38,18 @@ class OriginalExposure:
     _changes: int = 0
     """Of originals that are gone."""
     _pieces: ShardPieces = attrs.field(init=False)
+    _is_here: list[bool] = attrs.field(init=False)
+    """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
 
     @_pieces.default
     def _cut(self) -> ShardPieces:
         return ShardPieces.of(self.flat_param.flat_layout, self.flat_param.rank)
+
+    @_is_here.default
+    def _look_what_is_here(self) -> list[bool]:
+        layout = self.flat_param.flat_layout
+        fragments = layout.fragments(self.flat_param.rank)
+        return [bool(f.in_shard) or not slot.span for f, slot in zip(fragments, layout.slots, strict=True)]
 
     @classmethod
     def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
@@ -146,8 +154,10 @@ class OriginalExposure:
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """See `Exposure.add_gradient`."""
         originals, gradients = self._originals, self._pieces.views(reduced)
-        if not all(arrived) or not all(map(_REQUIRES_GRAD, originals)):
-            wanted = [a and p.requires_grad for a, p in zip(arrived, originals, strict=True)]
+        is_here = self._is_here
+        if not all(arrived) or not all(is_here) or not all(map(_REQUIRES_GRAD, originals)):
+            triples = zip(arrived, is_here, originals, strict=True)
+            wanted = [a and here and p.requires_grad for a, here, p in triples]
             originals = list(itertools.compress(originals, wanted))
             gradients = list(itertools.compress(gradients, wanted))
         for parameter, gradient in zip(originals, gradients, strict=True):

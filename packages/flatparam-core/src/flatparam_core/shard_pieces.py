@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ import attrs
 import torch
 from typing_extensions import Self, final
 
-from flatparam_core.layout import FlatLayout
+from flatparam_core.layout import FlatLayout, Fragment
 
 __all__ = ["ShardPieces", "fragment_shape"]
 
@@ -47,7 +48,7 @@ class ShardPieces:
         cut = torch._C._nn.unflatten_dense_tensors(shard, self._templates)
         if -1 not in self._filled:
             return [cut[at] for at in self._filled]
-        empty = {shape: shard[:0].view(shape) for shape in {*self.shapes} if not shape[0]}
+        empty = {shape: shard[:0].view(shape) for shape in {*self.shapes} if not math.prod(shape)}
         return [
             empty[shape] if at < 0 else cut[at] for at, shape in zip(self._filled, self.shapes, strict=True)
         ]
@@ -58,13 +59,17 @@ class ShardPieces:
         return [nothing if at < 0 else cut[at] for at in self._filled]
 
 
-def fragment_shape(shape: Shape, numel: int) -> Shape:
-    """That of the `numel` elements that a rank owns of a parameter of `shape`.
+def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
+    """The shape in which a rank has its part of a parameter.
 
-    They lie along the first dimension, and the others are there, of length 1. So an optimizer's rule that asks for the
-    number of dimensions (no weight decay below two) decides as on the full parameter.
+    The elements lie along the first dimension, and the others are there, of length 1. So an optimizer's rule that asks
+    for the number of dimensions (no weight decay below two) decides as on the full parameter. If nothing is sharded, it
+    is the parameter's own shape, unless that is 0-d or empty, or its elements do not lie in row-major order.
     """
-    return (numel, *(1,) * (len(shape) - 1))
+    spec = layout.slots[fragment.index].spec
+    if layout.world_size == 1 and spec.shape and spec.numel and spec.is_row_major:
+        return spec.shape
+    return (fragment.in_shard.numel, *(1,) * (len(spec.shape) - 1))
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,9 +79,9 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
     cut: list[Shape] = []
     filled: list[int] = []
     end = 0
-    for slot, fragment in zip(layout.slots, layout.fragments(rank), strict=True):
+    for fragment in layout.fragments(rank):
         span = fragment.in_shard
-        shapes.append(fragment_shape(slot.spec.shape, span.numel))
+        shapes.append(fragment_shape(layout, fragment))
         if not span:
             filled.append(-1)
             continue
@@ -87,4 +92,4 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
         end = span.stop
     if end < layout.shard_numel:
         cut.append((layout.shard_numel - end,))
-    return tuple(shapes), tuple(cut), tuple(shape[0] for shape in cut), tuple(filled)
+    return tuple(shapes), tuple(cut), tuple(map(math.prod, cut)), tuple(filled)

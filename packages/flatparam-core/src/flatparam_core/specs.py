@@ -79,6 +79,12 @@ class ParamSpec:
         return tuple(step for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
 
     @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie in the order of the indices, the last counting fastest."""
+        order = zip(self.shape, contiguous_stride(self.shape), self.stride, strict=True)
+        return not self.numel or all(size == 1 or step == own for size, step, own in order)
+
+    @property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-d parameter."""
         return math.prod(self.shape)

@@ -9,7 +9,9 @@ from flatparam_comm import (
     ParamSpec,
     SingleCollectives,
     Span,
+    Threshold,
     Topology,
+    all_thresholds,
     broadcast_tensors,
     clean_fqn,
     memory_view,
@@ -28,6 +30,7 @@ from flatparam_runtime.inspection import full_views, gather_full, inspecting, re
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.ranges import in_range
+from flatparam_runtime.shape_rules import allow_shards
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
 from flatparam_runtime.summon import summon_full_params
 from flatparam_runtime.tree import (
@@ -45,6 +48,8 @@ from flatparam_runtime.unit import Unit
 __version__ = "0.1.0"
 
 __all__ = [
+    "Threshold",
+    "all_thresholds",
     "BackwardOrder",
     "BufferDtype",
     "Casting",
@@ -72,6 +77,7 @@ __all__ = [
     "UnitPlan",
     "UnitTree",
     "broadcast_tensors",
+    "allow_shards",
     "clean_fqn",
     "clip_grad_norm_",
     "full_views",

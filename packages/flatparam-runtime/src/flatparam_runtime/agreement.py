@@ -124,9 +124,10 @@ def _facts(unit: Unit) -> Iterator[_Fact]:
     yield _Fact(f"the mixed precision of {who}", str(plan.precision))
     yield _Fact(f"use_orig_params of {who}", str(plan.use_orig_params))
     for handle in unit.handles:
-        for slot in handle.layout.slots:
+        for slot, trained in zip(handle.layout.slots, handle.exposure.requires_grad(), strict=True):
             spec = slot.spec
-            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}")
+            how = "trained" if trained else "frozen"
+            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}")
 
 
 def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:
@@ -218,9 +219,26 @@ def _agree(units: Sequence[Unit], known: dict[FlatParamHandle, bytes], fingerpri
             known[handle] = found[start:stop]
             start = stop
     if combined != own:
+        _check_training(units)
         deeds = _everyone(units[0], fingerprint.deeds(units), "order")
         raise DivergenceError(_first_divergence(deeds, _rank(units[0])))
     fingerprint.agreed()
+
+
+def _check_training(units: Sequence[Unit]) -> None:
+    """Raise DivergenceError, on every rank, if the ranks train different parameters, naming the first."""
+    handles = [(unit, handle) for unit in units for handle in unit.handles]
+    everyone = _everyone(units[0], [bytes(handle.trained) for _, handle in handles], "what is trained")
+    for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
+        for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
+            if len(set(flags)) > 1:
+                told = "; ".join(
+                    f"rank {r} {'trains' if on else 'has frozen'} it" for r, on in enumerate(flags)
+                )
+                raise DivergenceError(
+                    f"rank {_rank(units[0])}: parameter {fqn!r} of unit {unit.name!r} is not trained on all ranks: "
+                    f"{told}; set requires_grad in the same way on every rank"
+                )
 
 
 def _first_divergence(everyone: Sequence[Sequence[Deed]], rank: int) -> str:

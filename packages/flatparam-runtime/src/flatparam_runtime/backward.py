@@ -8,13 +8,13 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import attrs
 import torch
 from typing_extensions import Self, final
 
-from flatparam_comm import FlatParamError, FlatParamHandle
+from flatparam_comm import FlatParamError, FlatParamHandle, Threshold
 from flatparam_runtime.agreement import agree_on_gradients
 from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.fingerprint import Fingerprint
@@ -29,7 +29,11 @@ from flatparam_runtime.watching import watches, will_run
 
 __all__ = ["BackwardPass"]
 
-MAX_REDUCTIONS_IN_FLIGHT = 1
+MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
+    "runtime.reductions_in_flight",
+    1,
+    "So many units' gradients are reduced while the next unit's are collected; above, the oldest is waited for.",
+)
 """While one unit's gradients are reduced, the next unit's are collected: two buffers at most."""
 
 
@@ -301,7 +305,7 @@ class BackwardPass:
 
     @profiled("rate_limiter")
     def _make_room(self) -> None:
-        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
+        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
             self._settle(self.reducing.popleft())
 
     def settle_until(self, unit: Unit) -> None:

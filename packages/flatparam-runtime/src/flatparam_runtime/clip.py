@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -41,6 +42,12 @@ def clip_grad_norm_(
     known = {id(g) for gradients in sharded.values() for g in gradients}
     whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
     everything = [g for gradients in sharded.values() for g in gradients] + whole
+    if not everything and any(parameter.numel() for parameter in module.parameters()):
+        warnings.warn(
+            "clip_grad_norm_ found no gradient on this rank: call it after backward() and before zero_grad(); the norm "
+            "is that of the other ranks, or zero",
+            stacklevel=3,
+        )
     device = everything[0].device if everything else _device(module)
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():

@@ -32,6 +32,18 @@ class CommHooks:
     all_gather: Callable[[Tensor, Tensor], None] | None = None
     """`(shard, full parameters to write)`."""
 
+    def check_free(self, stage: HookStage, unit: str) -> None:
+        """Make sure that `unit` has no hook at `stage` yet.
+
+        Raises:
+            AssertionError: if it has one, as FSDP1 does.
+        """
+        if getattr(self, stage, None) is not None:
+            raise AssertionError(
+                f"unit {unit!r} has a communication hook at the stage {stage!r} already: take it away first, by "
+                "registering None"
+            )
+
     def set(self, stage: HookStage, state: Any, hook: Callable[..., Any] | None, *, in_place: bool) -> None:
         """Have `hook(state, input, output)` called at `stage`, or `hook(state, tensor)` where it works in place.
 

@@ -12,20 +12,30 @@ from typing_extensions import final
 if TYPE_CHECKING:
     from flatparam_runtime.unit import Unit
 
+from flatparam_comm import Threshold
+
 __all__ = ["Deed", "DeedKind", "Fingerprint"]
 
-DeedKind: TypeAlias = Literal["gather", "reduce"]
+DeedKind: TypeAlias = Literal["gather", "reduce", "train"]
 
-_KINDS: Final[dict[DeedKind, int]] = {"gather": 1, "reduce": 2}
+_KINDS: Final[dict[DeedKind, int]] = {"gather": 1, "reduce": 2, "train": 3}
 _MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK: Final = 2**64 - 1
-_LOG_LENGTH: Final = 2**16
+LOG_LENGTH: Final = Threshold(
+    "runtime.log_length",
+    2**16,
+    "Collectives since the ranks last agreed are remembered, two numbers each, up to here; then the list begins anew.",
+    least=2,
+)
 
 
 @final
 @attrs.frozen
 class Deed:
-    """One collective of one unit. `nbytes` are those of the full parameters or gradients."""
+    """One collective of one unit, or a change of what it trains.
+
+    `nbytes` are those of the full parameters or gradients; of a change a checksum of what is trained from now on.
+    """
 
     kind: DeedKind
     unit: str
@@ -35,6 +45,8 @@ class Deed:
 
     def __str__(self) -> str:
         names = ", ".join(self.parameters[:2]) + (", ..." if len(self.parameters) > 2 else "")
+        if self.kind == "train":
+            return f"change of requires_grad in unit {self.unit!r} ({names})"
         return f"{self.kind} of unit {self.unit!r} ({names}; {self.nbytes:,} bytes)"
 
 
@@ -59,7 +71,7 @@ class Fingerprint:
             self.before_each(unit, _deed(kind, unit, nbytes))
         what = unit.number * 4 + _KINDS[kind]
         self.value = ((self.value ^ what) * _MULTIPLIER + nbytes) & _MASK
-        if len(self._log) >= _LOG_LENGTH:
+        if len(self._log) >= LOG_LENGTH.value:
             del self._log[:]
         self._log.append(what)
         self._log.append(nbytes)

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from flatparam_comm import FlatParameter, owner_of
+from flatparam_comm import FlatParameter, Threshold, owner_of
 from flatparam_runtime.stand_in import DTYPES, MAX_NUMEL, StandIn, State, alike
 
 __all__ = ["Pieces", "can_be_cut", "is_long"]
 
-_GRAIN: Final = 1 << 15
+GRAIN: Final = Threshold(
+    "runtime.thread_grain_numel",
+    1 << 15,
+    "Pieces of a step have at least so many elements for each thread, if that is more than `runtime.step_numel`.",
+    least=0,
+)
 """Elements that torch gives to one thread at least (at::internal::GRAIN_SIZE)."""
 
 
@@ -47,7 +52,7 @@ def can_be_cut(parameter: nn.Parameter, state: State) -> bool:
 
 def _piece_numel() -> int:
     """Elements of a piece: every thread has something to do."""
-    return max(MAX_NUMEL, torch.get_num_threads() * _GRAIN)
+    return max(MAX_NUMEL.value, torch.get_num_threads() * GRAIN.value)
 
 
 @final

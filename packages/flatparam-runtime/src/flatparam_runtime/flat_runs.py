@@ -28,12 +28,10 @@ _GRAD: Final = attrgetter("grad")
 @final
 @attrs.define(eq=False)
 class Row:
-    """Where tensors lie that are one: their distances from the first, in elements; empty tensors come last."""
+    """Where tensors lie that are one: their distances from the first, in elements."""
 
     offsets: tuple[int, ...]
     numel: int
-    empty: int = 0
-    """How many empty tensors there are."""
     _distances: tuple[int, ...] = ()
     """In bytes."""
     _addresses: list[int] = attrs.field(factory=list)
@@ -49,7 +47,7 @@ class Row:
         if addresses != self._addresses:
             if not self._distances:
                 self._distances = tuple(offset * itemsize for offset in self.offsets)
-            if addresses != [*map(addresses[0].__add__, self._distances), *[0] * self.empty]:
+            if addresses != [*map(addresses[0].__add__, self._distances)]:
                 return None
             self._addresses = addresses
         storage = first.untyped_storage()
@@ -104,26 +102,16 @@ class Run:
     """Where the optimizer's state has that of the first parameter."""
 
     @classmethod
-    def of(cls, solid: Sequence[nn.Parameter], empty: Sequence[nn.Parameter], names: Iterable[str]) -> Self:
-        """The run of `solid`, in the order of their memory, and `empty`, which have no elements on this rank."""
-        offsets: tuple[int, ...] = ()
-        numel = 0
-        if solid:
-            start, itemsize = solid[0].data_ptr(), solid[0].itemsize
-            offsets = tuple((parameter.data_ptr() - start) // itemsize for parameter in solid)
-            numel = offsets[-1] + solid[-1].numel()
-        return cls((*solid, *empty), Row(offsets, numel, len(empty)), tuple(names))
-
-    @property
-    def _solid(self) -> int:
-        """How many of the parameters, the first ones, have elements; of an empty run the first stands for all."""
-        return len(self.row.offsets) or 1
+    def of(cls, parameters: Sequence[nn.Parameter], names: Iterable[str]) -> Self:
+        """The run of `parameters`, in the order of their memory."""
+        start, itemsize = parameters[0].data_ptr(), parameters[0].itemsize
+        offsets = tuple((parameter.data_ptr() - start) // itemsize for parameter in parameters)
+        return cls(tuple(parameters), Row(offsets, offsets[-1] + parameters[-1].numel()), tuple(names))
 
     def _row(self, name: str) -> Row:
         row = self._rows.get(name)
         if row is None:
-            offsets = self.row.offsets
-            row = self._rows[name] = Row(offsets, self.row.numel, 0 if offsets else 1)
+            row = self._rows[name] = Row(self.row.offsets, self.row.numel)
         return row
 
     def stand_ins(self, state: State) -> list[StandIn] | None:
@@ -132,7 +120,7 @@ class Run:
         gradients = [*map(_GRAD, self.parameters)]
         if parameter is None or set(map(type, gradients)) != {Tensor}:
             return None
-        parameter.grad = self._row(".grad").join(gradients[: self._solid])
+        parameter.grad = self._row(".grad").join(gradients)
         if parameter.grad is None:
             return None
         states = self._states(state)
@@ -162,7 +150,7 @@ class Run:
     def _join(self, name: str, states: list[Any]) -> Tensor | None:
         shared = self.shared.get(name)
         if shared is None:
-            return self._row(name).join(list(map(itemgetter(name), states[: self._solid])))
+            return self._row(name).join(list(map(itemgetter(name), states)))
         return shared.value if shared.is_in(list(map(itemgetter(name), states))) else None
 
     def settle(self, stepped: Sequence[StandIn], state: State) -> None:
@@ -192,8 +180,7 @@ class Run:
 
     def parts(self, flat: Tensor) -> Iterator[Tensor]:
         """The views of `flat`, 1-D, that belong to the parameters, in their shapes."""
-        starts = (*self.row.offsets, *[0] * self.row.empty)
-        for parameter, start in zip(self.parameters, starts, strict=True):
+        for parameter, start in zip(self.parameters, self.row.offsets, strict=True):
             yield flat[start : start + parameter.numel()].view(parameter.shape)
 
     def gather(self, state: State) -> None:
@@ -202,7 +189,7 @@ class Run:
             tensors = [state[parameter][name] for parameter in self.parameters]
             if not tensors[0].dim():
                 self.give(name, tensors[0].clone(), state)
-            elif self._row(name).join(tensors[: self._solid]) is None:
+            elif self._row(name).join(tensors) is None:
                 flat = tensors[0].new_zeros(self.row.numel)
                 for part, tensor in zip(self.parts(flat), tensors, strict=True):
                     part.copy_(tensor)
@@ -211,22 +198,13 @@ class Run:
 
 def find_runs(parameters: Sequence[nn.Parameter], state: State) -> list[Run]:
     """The runs among `parameters`, which are original parameters, have gradients, and share their hyper-parameters."""
-    solid: list[_Piece] = []
-    empty: dict[Hashable, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        piece = _Piece.of(parameter, state)
-        if piece is not None and piece.stop > piece.start:
-            solid.append(piece)
-        elif piece is not None:
-            empty.setdefault(piece.likeness, []).append(parameter)
-    runs: list[Run] = []
-    # Empty ones go with the longest of their kind: a parameter that is alone may stay alone.
-    for stretch in sorted(_stretches(solid), key=len, reverse=True):
-        rest = empty.pop(stretch[0].likeness, [])
-        if len(stretch) + len(rest) > 1:
-            runs.append(Run.of([piece.parameter for piece in stretch], rest, stretch[0].names))
-    runs.extend(Run.of((), rest, tuple(state.get(rest[0], ()))) for rest in empty.values() if len(rest) > 1)
-    return runs
+    found = [_Piece.of(parameter, state) for parameter in parameters if parameter.numel()]
+    stretches = _stretches([piece for piece in found if piece is not None])
+    return [
+        Run.of([piece.parameter for piece in stretch], stretch[0].names)
+        for stretch in stretches
+        if len(stretch) > 1
+    ]
 
 
 @final
@@ -293,7 +271,7 @@ def _stretches(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     stretches: list[list[_Piece]] = []
     for piece in chain.from_iterable(sorted(own, key=attrgetter("start")) for own in handles.values()):
         last = stretches[-1] if stretches else []
-        nbytes = MAX_NUMEL * piece.parameter.itemsize
+        nbytes = MAX_NUMEL.value * piece.parameter.itemsize
         if last and piece.follows(last[-1]) and piece.stop - last[0].start <= nbytes:
             last.append(piece)
         else:

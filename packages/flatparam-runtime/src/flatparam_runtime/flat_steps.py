@@ -28,6 +28,7 @@ from typing_extensions import Self, final
 from flatparam_comm import owner_of
 from flatparam_runtime.flat_pieces import Pieces, can_be_cut, is_long
 from flatparam_runtime.flat_runs import find_runs
+from flatparam_runtime.shape_rules import check_sees_no_shards
 from flatparam_runtime.stand_in import StandIn, State, Substitution
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
@@ -75,7 +76,10 @@ def notice_optimizers() -> None:
 
 
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or type(optimizer) not in _STEPS:
+    if torch.compiler.is_compiling():
+        return
+    if type(optimizer) not in _STEPS:
+        check_sees_no_shards(optimizer)
         return
     own = vars(optimizer)
     collect = own.get(_COLLECT)

@@ -12,13 +12,20 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, final
 
+from flatparam_comm import Threshold
+
 __all__ = ["InitialWeights"]
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CODES: Final = {1: "B", 2: "h", 4: "i", 8: "q", 16: "q"}
 """The same for Python's arrays."""
 
-FEW: Final = 256
+FEW: Final = Threshold(
+    "runtime.few_numel",
+    256,
+    "The checksum of a parameter's first values is made by Python up to so many elements, and by an operator above.",
+    least=0,
+)
 """Up to so many elements a parameter in CPU memory is added up by Python, which takes less than to call an operator."""
 
 
@@ -41,7 +48,7 @@ class InitialWeights:
         others: dict[str, Tensor] = {}
         with torch.no_grad():
             for fqn, parameter in zip(fqns, parameters, strict=True):
-                if type(parameter) is nn.Parameter and parameter.numel() <= FEW and parameter.is_cpu:
+                if type(parameter) is nn.Parameter and parameter.numel() <= FEW.value and parameter.is_cpu:
                     small[fqn] = _sum_of_few(parameter)
                 else:
                     others[fqn] = _sum(parameter)

@@ -13,7 +13,7 @@ from flatparam_runtime.phases import Phase
 from flatparam_runtime.tree import tree_of
 from flatparam_runtime.unit import Unit
 
-__all__ = ["full_views", "gather_full", "inspecting", "refuse_in_a_pass", "shown"]
+__all__ = ["InAPassError", "full_views", "gather_full", "inspecting", "refuse_in_a_pass", "shown"]
 
 
 def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
@@ -60,14 +60,18 @@ def inspecting(unit: Unit) -> Iterator[None]:
         unit.move(Phase.IDLE)
 
 
+class InAPassError(FlatParamError, AssertionError):
+    """Something is asked for inside a forward or backward pass that can only be done outside; FSDP1 asserts it."""
+
+
 def refuse_in_a_pass(unit: Unit) -> None:
     """Check that no pass is under way in the tree of `unit`.
 
     Raises:
-        FlatParamError: where one is.
+        InAPassError: if one is.
     """
     if tree_of(unit).is_in_a_pass:
-        raise FlatParamError(
+        raise InAPassError(
             f"unit {unit.name!r}: inside a forward or backward pass full parameters cannot be summoned, state neither "
             "saved nor loaded, and the model neither moved nor cast"
         )

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
+from flatparam_comm import Threshold
+
 __all__ = ["DTYPES", "MAX_NUMEL", "StandIn", "State", "Substitution", "alike"]
 
 State: TypeAlias = "MutableMapping[Tensor, dict[str, Any]]"
 """An optimizer's: for each parameter, its state tensors by name."""
 
-MAX_NUMEL: Final = 1 << 18
+MAX_NUMEL: Final = Threshold(
+    "runtime.step_numel",
+    1 << 18,
+    "An optimizer steps neighbours as one tensor of up to so many elements, and a longer one on the CPU in pieces.",
+)
 """Elements of a tensor that is stepped, at most: the temporaries of a step still fit into a cache, and what a step
 costs beside its elements is lost among them."""
 

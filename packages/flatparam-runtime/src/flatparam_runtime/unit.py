@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -88,7 +89,7 @@ class Unit:
     """The module's forward calls under way, the innermost last."""
     instruments: list[Instrument] = attrs.field(factory=list)
     unsynced: set[FlatParamHandle] = attrs.field(factory=set)
-    """What was trained by backward passes in `no_sync` since the last reduction: the same on every rank."""
+    """What was trained since the last reduction, by backward passes in `no_sync` or until it was frozen."""
     requires_all_reduce: bool = True
     """Whether reduced shards are summed over their copies, where there are any, or wait for a pass that does."""
     divide_factor: float | None = None
@@ -312,6 +313,13 @@ class Unit:
         if self.fingerprint is not None:
             self.fingerprint.note(kind, self, nbytes)
 
+    def _note_training(self, handle: FlatParamHandle, was_trained: bool) -> None:
+        """Have the ranks compare, at the end of the pass, which parameters of `handle` are trained from now on."""
+        self._note("train", zlib.crc32(bytes(handle.trained)))
+        if was_trained and not any(handle.trained) and self.plan.topology.data_parallel_size > 1:
+            # Another rank may still train it: it is reduced once more, and then all ranks are told of the difference.
+            self.unsynced.add(handle)
+
     def finish_unshard(self) -> None:
         """Wait for the gather and show the full parameters; nothing where they are shown."""
         for lender in self.lenders:
@@ -320,7 +328,10 @@ class Unit:
             return
         self._wait_for_gathers()
         for handle in self.handles:
+            before = handle.trained
             handle.finish_unshard()
+            if handle.trained is not before:
+                self._note_training(handle, any(before))
         if self.instruments:
             self.emit("use", self.unsharded_nbytes)
 

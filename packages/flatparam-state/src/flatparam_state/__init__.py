@@ -46,7 +46,7 @@ from flatparam_state.tensor_file import (
     read_header,
 )
 from flatparam_state.tilings import Tiling, is_sharded_tensor
-from flatparam_state.wanted import Streamed, Wanted, from_first
+from flatparam_state.wanted import Streamed, Wanted, as_tensor, from_first, is_tensor_like, shape_of
 
 __version__ = "0.1.0"
 
@@ -83,6 +83,7 @@ __all__ = [
     "UnknownFormatError",
     "Verification",
     "Wanted",
+    "as_tensor",
     "cast_model",
     "chunk_spans",
     "clean_keys",
@@ -92,6 +93,7 @@ __all__ = [
     "gather",
     "held_parameters",
     "is_sharded_tensor",
+    "is_tensor_like",
     "join_path",
     "load_model_state",
     "load_optimizer_state",
@@ -103,6 +105,7 @@ __all__ = [
     "places_of",
     "read_header",
     "select",
+    "shape_of",
     "shard_of",
     "split_path",
     "state_shown",

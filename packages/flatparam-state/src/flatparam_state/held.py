@@ -35,6 +35,13 @@ class Held:
         """Whether it is a flat parameter, whose states have the length of the shard."""
         return self.place is not None and self.parameter is self.place.handle.flat_param
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is an original of which other ranks have all elements, so that it is never stepped here."""
+        if self.place is None or self.is_flat or self.parameter.numel():
+            return False
+        return any(self.place.handle.layout.slots[index].spec.numel for index in self.indices)
+
 
 def held_parameters(model: nn.Module) -> Mapping[int, Held]:
     """Every parameter of `model` that an optimizer may hold, by identity."""
@@ -93,6 +100,11 @@ class Holding:
         names = {clean_fqn(name): held[id(p)] for name, p in model.named_parameters() if id(p) in held}
         names |= {fqn: item for item in held.values() if not item.is_flat for fqn in item.fqns}
         return cls(tuple((group, tuple(found)) for group, found in held_by(optimizer, held)), names)
+
+    @property
+    def by_group(self) -> list[Sequence[Held]]:
+        """What the parameters of each group stand for."""
+        return [found for _, found in self.groups]
 
     @property
     def items(self) -> list[Held]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,11 +12,13 @@ from torch import nn
 from typing_extensions import final
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.chunking import OWN_CHUNKER, Chunker
-from flatparam_state.held import Held, Holding, numbered
+from flatparam_state.chunking import OWN_CHUNKER, Chunker, is_dtensor
+from flatparam_state.held import Held, Holding, held_parameters, numbered
+from flatparam_state.optim_agreement import agree_on_holdings
 from flatparam_state.optim_save import COUNTERS, PER_RANK, copy_value, is_equal
-from flatparam_state.places import places_in
-from flatparam_state.wanted import Stored, Streamed, Wanted, from_first
+from flatparam_state.places import Place, places_in
+from flatparam_state.tilings import is_sharded_tensor
+from flatparam_state.wanted import Stored, Streamed, Wanted, as_tensor, from_first, is_tensor_like, shape_of
 
 __all__ = ["AsItIs", "load_optimizer_state"]
 
@@ -62,25 +64,73 @@ def load_optimizer_state(
     """
     if rank0_only:
         state_dict = _streamed(model, state_dict)
-    saved, saved_groups = _checked(state_dict)
-    holding = Holding.of(model, optimizer)
+    places = list(places_in(model))
+    moves_between_ranks = rank0_only or _has_cut_values(state_dict)
+    try:
+        saved, saved_groups = _checked(state_dict)
+        holding = Holding.of(model, optimizer)
+    except FlatParamError as error:
+        if moves_between_ranks:
+            agree_on_holdings(places, (), error=error)
+        raise
+    held = agree_on_holdings(places, holding.by_group) if moves_between_ranks else {}
     kinds = _Kinds.of(holding, saved, chunker or OWN_CHUNKER)
+    loaded = _loaded(model, places, holding, held, kinds)
     state: dict[Any, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     current = optimizer.state_dict() if is_named else None
     for keys, (group, found) in zip(_keys(holding, current), holding.groups, strict=True):
         for key, item in zip(keys, found, strict=True):
-            values = {name: kinds.value(item, name) for name in _state_names(item, saved)}
+            values = loaded[item]
             if values:
                 state[key] = values
             elif current is not None and key in current["state"]:
                 state[key] = current["state"][key]
-        names = [fqn for item in found for fqn in item.fqns]
-        settings = _settings(names, saved_groups) if names else {}
+        settings = _settings(
+            [fqn for item in found for fqn in _with_settings(item, saved, saved_groups)], saved_groups
+        )
         groups.append({**group, **settings, "params": list(keys)})
     of_parameters = {fqn for group in saved_groups for fqn in group["params"]}
     others = {key: _arrived(value) for key, value in saved.items() if key not in of_parameters}
     return {"state": {**state, **others}, "param_groups": groups}
+
+
+def _loaded(
+    model: nn.Module, places: Sequence[Place], holding: Holding, held: Collection[str], kinds: _Kinds
+) -> dict[Held, dict[str, Any]]:
+    """The state of each parameter that the optimizer holds, made in the order of the model, the same on every rank.
+
+    A rank that has no element of a parameter, and so need not hold it, takes part in what the others do for it.
+    """
+    mine = _by_place(holding.items)
+    known = _by_place(held_parameters(model).values())
+    order = [
+        mine.get(at) or known[at]
+        for place in places
+        for at, fqn in zip(_places_of_parameters(place), place.fqns, strict=True)
+        if at in mine or fqn in held
+    ]
+    order += sorted((item for item in holding.items if item.place is None), key=lambda item: item.fqns)
+    loaded: dict[Held, dict[str, Any]] = {}
+    for item in dict.fromkeys(order):
+        names = list(dict.fromkeys(name for fqn in item.fqns for name in kinds.saved.get(fqn, {})))
+        values = {name: kinds.value(item, name) for name in sorted(names)}
+        loaded[item] = {} if item.is_elsewhere else {name: values[name] for name in names}
+    return loaded
+
+
+def _by_place(items: Iterable[Held]) -> dict[tuple[int, int], Held]:
+    """By handle and index there, the first of `items` for each."""
+    found: dict[tuple[int, int], Held] = {}
+    for item in items:
+        if item.place is not None:
+            for index in item.indices:
+                found.setdefault((id(item.place.handle), index), item)
+    return found
+
+
+def _places_of_parameters(place: Place) -> list[tuple[int, int]]:
+    return [(id(place.handle), index) for index in range(len(place.fqns))]
 
 
 def _arrived(value: Any) -> Any:
@@ -118,9 +168,9 @@ def _streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, A
         return {**state, "state": entries}
 
     def described(fqn: str, name: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return Streamed(tuple(value.shape), value.dtype)
-        return value
+        if is_tensor_like(value) and shape_of(value):
+            return Streamed(shape_of(value), as_tensor(value).dtype)
+        return _concrete(value)
 
     def arriving(fqn: str, name: str, value: Any) -> Any:
         if not isinstance(value, Streamed):
@@ -159,10 +209,6 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
     return state_dict["state"], state_dict["param_groups"]
 
 
-def _state_names(item: Held, saved: State) -> list[str]:
-    return sorted({name for fqn in item.fqns for name in saved.get(fqn, {})})
-
-
 @attrs.frozen(eq=False)
 class _Kinds:
     """Which of the saved states are shaped like their parameters."""
@@ -196,11 +242,13 @@ class _Kinds:
 
     def value(self, item: Held, name: str) -> Any:
         """What this rank's optimizer holds of one state of one of its parameters."""
-        entries = {fqn: self.saved[fqn][name] for fqn in item.fqns if name in self.saved.get(fqn, {})}
+        entries = {
+            fqn: _concrete(self.saved[fqn][name]) for fqn in item.fqns if name in self.saved.get(fqn, {})
+        }
         own = {fqn: _of_this_rank(item, fqn, name, value) for fqn, value in entries.items()}
         if (
             item.place is not None
-            and name in self.shaped
+            and (name in self.shaped or any(_is_cut(value) for value in entries.values()))
             and not any(isinstance(value, AsItIs) or _is_per_rank(value) for value in entries.values())
             and any(value is not None for value in own.values())
         ):
@@ -215,6 +263,26 @@ class _Kinds:
                     "them units of their own"
                 )
         return copy_value(first, None)
+
+
+def _has_cut_values(state_dict: Any) -> bool:
+    """Whether some state is cut over ranks, which then have to communicate; the same on every rank."""
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    entries = state.values() if isinstance(state, Mapping) else ()
+    return any(
+        map(_is_cut, (value for each in entries if isinstance(each, Mapping) for value in each.values()))
+    )
+
+
+def _is_cut(value: Any) -> bool:
+    """Whether ranks hold parts of it, so that it can only be shaped like the parameter."""
+    return is_sharded_tensor(value) or is_dtensor(value)
+
+
+def _concrete(value: Any) -> Any:
+    """The tensor, if `value` stands for one."""
+    is_stand_in = is_tensor_like(value) and not isinstance(value, torch.Tensor)
+    return as_tensor(value) if is_stand_in else value
 
 
 def _wanted(item: Held) -> dict[str, Wanted]:
@@ -285,8 +353,16 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
     return shard
 
 
+def _with_settings(item: Held, saved: State, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of `item` that the saved groups must have; one that no unit holds may have been in no optimizer."""
+    known = {name for group in groups for name in group["params"]} | saved.keys()
+    return [fqn for fqn in item.fqns if item.place is not None or fqn in known]
+
+
 def _settings(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The hyperparameters that the saved groups give to the parameters `names`, which must be the same for all."""
+    if not names:
+        return {}
     home = {name: group for group in groups for name in group["params"]}
     for name in names:
         if name not in home:

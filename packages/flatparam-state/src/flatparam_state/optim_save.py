@@ -16,9 +16,11 @@ from flatparam_runtime import Collectives, FlatParamError
 from flatparam_state.codec import gather, shard_of
 from flatparam_state.forms import FormKind, StateForm
 from flatparam_state.held import Held, Holding
+from flatparam_state.optim_agreement import agree_on_holdings
 from flatparam_state.places import Place, places_in
+from flatparam_state.tilings import is_sharded_tensor
 
-__all__ = ["COUNTERS", "PER_RANK", "optimizer_state_dict"]
+__all__ = ["COUNTERS", "PER_RANK", "complete_groups", "optimizer_state_dict"]
 
 COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 """The 0-d states of torch's optimizers that are not shaped like the parameter."""
@@ -48,18 +50,25 @@ def optimizer_state_dict(
         offload_to_cpu: put tensors on the CPU.
         rank0_only: only rank 0 gets the state, other ranks an empty dict.
         form: instead of the two; see `StateForm`.
-        state_dict: what `optimizer.state_dict()` gave, by number or by name; by default it is asked.
+        state_dict: what `optimizer.state_dict()` gave, by number or by name; by default it is asked. If it has no
+            groups, the result has none.
 
     Raises:
-        FlatParamError: where the optimizer holds a parameter that is not the model's, or the state one that the
-            optimizer does not hold.
+        FlatParamError: on every rank, if an optimizer holds a parameter that is not the model's, the state one that the
+            optimizer does not hold, or if a rank's optimizer lacks a parameter or a state that another rank's has.
     """
     form = form or StateForm(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
     raw = optimizer.state_dict() if state_dict is None else state_dict
-    holding = Holding.of(model, optimizer)
-    states, others = _by_parameter(raw["state"], holding)
+    places = list(places_in(model))
+    try:
+        holding = Holding.of(model, optimizer)
+        states, others = _by_parameter(raw["state"], holding)
+    except FlatParamError as error:
+        agree_on_holdings(places, (), error=error)
+        raise
+    held = agree_on_holdings(places, holding.by_group, states)
     found: dict[str, dict[str, Any]] = {}
-    for place, fqn, name, value in _sharded_states(list(places_in(model)), states, form):
+    for place, fqn, name, value in _sharded_states(places, states, form):
         if form.keeps(place):
             found.setdefault(fqn, {})[name] = value
     for item, values in states.items():
@@ -67,11 +76,13 @@ def optimizer_state_dict(
             found[item.fqns[0]] = {name: copy_value(value, form.device) for name, value in values.items()}
     if form.rank0_only and not _is_first(model):
         return {}
-    names = [fqn for item in holding.items for fqn in item.fqns]
-    return {
-        "state": {fqn: found[fqn] for fqn in names if fqn in found} | others,
-        "param_groups": [_named(group, holding) for group in raw["param_groups"]],
-    }
+    names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
+    named: dict[str, Any] = {"state": {fqn: found[fqn] for fqn in names if fqn in found} | others}
+    if "param_groups" in raw:
+        groups = [_named(group, holding) for group in raw["param_groups"]]
+        complete_groups(groups, held)
+        named["param_groups"] = groups
+    return named
 
 
 def _by_parameter(
@@ -93,6 +104,15 @@ def _by_parameter(
     return {item: state[key] for key, item in meant.items()}, others
 
 
+def complete_groups(groups: Sequence[dict[str, Any]], held: Mapping[str, int]) -> None:
+    """Add the names in `held` that no group has, since only other ranks hold elements of them, to their groups."""
+    known = {name for group in groups for name in group["params"]}
+    for fqn, number in held.items():
+        if fqn not in known and number < len(groups):
+            for key in {"params", "param_names"} & groups[number].keys():
+                groups[number][key].append(fqn)
+
+
 def _named(group: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
     """The group with the names of parameters, also where the optimizer was made from named parameters."""
     meant = holding.resolve(group["params"])
@@ -101,7 +121,9 @@ def _named(group: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
 
 
 def copy_value(value: Any, device: torch.device | None) -> Any:
-    """`value` with memory of its own, on `device` where one is given."""
+    """`value` with memory of its own, on `device` where one is given; a `ShardedTensor` as it is."""
+    if is_sharded_tensor(value):  # of a parameter that no unit holds: only who made it knows its ranks
+        return value
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, Mapping):
@@ -111,6 +133,12 @@ def copy_value(value: Any, device: torch.device | None) -> Any:
 
 def is_equal(a: Any, b: Any) -> bool:
     """Whether two values are the same; tensors by their elements, dtype and shape."""
+    if a is b:
+        return True
+    if is_sharded_tensor(a) or is_sharded_tensor(
+        b
+    ):  # to compare their elements, ranks would have to communicate
+        return False
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return (
             isinstance(a, torch.Tensor)
@@ -128,14 +156,18 @@ class _Local:
 
     parts: dict[int, torch.Tensor] = attrs.field(factory=dict)
     plain: dict[int, Any] = attrs.field(factory=dict)
+    unlike: set[int] = attrs.field(factory=set)
+    """Parameters of which the rank has no element, and a state that is not shaped like nothing."""
 
     @property
     def facts(self) -> dict[int, Any]:
         """What the other ranks have to know."""
         cpu = torch.device("cpu")
-        return {index: _Part(part.dtype) for index, part in self.parts.items()} | {
-            index: copy_value(value, cpu) for index, value in self.plain.items()
-        }
+        return (
+            {index: _Part(part.dtype) for index, part in self.parts.items()}
+            | {index: copy_value(value, cpu) for index, value in self.plain.items()}
+            | dict.fromkeys(self.unlike, _Unlike())
+        )
 
 
 @final
@@ -146,6 +178,12 @@ class _Part:
     dtype: torch.dtype
 
 
+@final
+@attrs.frozen
+class _Unlike:
+    """In place of a value that may be stale, on a rank that never steps the parameter: it is not shaped like it."""
+
+
 def _local(place: Place, states: Mapping[Held, Mapping[str, Any]]) -> dict[str, _Local]:
     layout, rank = place.handle.layout, place.handle.rank
     found: dict[str, _Local] = {}
@@ -154,6 +192,10 @@ def _local(place: Place, states: Mapping[Held, Mapping[str, Any]]) -> dict[str, 
             continue
         for name, value in values.items():
             local = found.setdefault(name, _Local())
+            if item.is_elsewhere:
+                if not (isinstance(value, torch.Tensor) and value.shape == item.parameter.shape):
+                    local.unlike.update(item.indices)
+                continue
             for index in item.indices:
                 if not (isinstance(value, torch.Tensor) and value.shape == item.parameter.shape):
                     local.plain[index] = value
@@ -182,6 +224,8 @@ class _Agreement:
     locals: list[tuple[Place, dict[str, _Local]]]
     facts: list[list[dict[str, dict[int, Any]]]]
     """By rank, and by flat parameter."""
+    mixed: set[tuple[int, str, int]]
+    """The states that only some ranks have in the shape of their part."""
     raw: list[dict[tuple[int, str, int], Any]]
     """By rank: parts that are not gathered, since other ranks have something else there."""
 
@@ -195,9 +239,9 @@ class _Agreement:
                 for name, values in by_name.items():
                     for index, value in values.items():
                         seen.setdefault((number, name, index), set()).add(isinstance(value, _Part))
-        mixed = [key for key, kinds in seen.items() if len(kinds) > 1]
+        mixed = {key for key, kinds in seen.items() if len(kinds) > 1}
         if not mixed:
-            return cls(locals_, facts, [])
+            return cls(locals_, facts, mixed, [])
         parts = {
             (number, name, index): local.parts[index].cpu()
             for number, (_, named) in enumerate(locals_)
@@ -205,7 +249,7 @@ class _Agreement:
             for index in local.parts
             if (number, name, index) in mixed
         }
-        return cls(locals_, facts, group.exchange(parts, label="optimizer state"))
+        return cls(locals_, facts, mixed, group.exchange(parts, label="optimizer state"))
 
     def states(self, number: int, form: StateForm) -> Iterator[tuple[Place, str, str, Any]]:
         """The states of one flat parameter: of each its place, the parameter, its name and its value."""
@@ -216,10 +260,11 @@ class _Agreement:
             found: dict[int, list[tuple[int, Any]]] = {}
             for rank, each in enumerate(by_rank):
                 for index, value in each.get(name, {}).items():
-                    found.setdefault(index, []).append((rank, value))
+                    if not isinstance(value, _Unlike):
+                        found.setdefault(index, []).append((rank, value))
             dtypes: dict[int, torch.dtype] = {}
             for index, values in sorted(found.items()):
-                if all(isinstance(value, _Part) for _, value in values):
+                if (number, name, index) not in self.mixed and isinstance(values[0][1], _Part):
                     dtypes[index] = values[0][1].dtype
                 else:
                     value = self._plain(place, mine, number, name, index, values)

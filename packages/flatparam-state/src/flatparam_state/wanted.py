@@ -25,7 +25,16 @@ from flatparam_state.chunking import OWN_CHUNKER, Chunker, is_dtensor
 from flatparam_state.places import Place
 from flatparam_state.tilings import Tiling, is_sharded_tensor
 
-__all__ = ["Streamed", "Stored", "StoredTensor", "Wanted", "from_first"]
+__all__ = [
+    "Streamed",
+    "Stored",
+    "StoredTensor",
+    "Wanted",
+    "as_tensor",
+    "from_first",
+    "is_tensor_like",
+    "shape_of",
+]
 
 
 class Stored(abc.ABC):
@@ -57,18 +66,40 @@ class Streamed:
     topology: Topology | None = None
     """The ranks it is for; known where it is to arrive."""
     device: torch.device | None = None
-    tensor: torch.Tensor | None = None
+    tensor: Any = None
 
     def arrive(self) -> torch.Tensor:
         """The tensor, on every rank; every rank calls it. Extra memory: the tensor, until it is dropped."""
         assert self.topology is not None, "it is completed before it is used"
         full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.tensor is not None:
-            full.copy_(self.tensor.detach())
+            full.copy_(as_tensor(self.tensor))
         for group in (self.topology.replicate, self.topology.shard):
             if group is not None and group.size > 1:
                 broadcast_tensors(group, [full], label="state of the first rank")
         return full
+
+
+def is_tensor_like(value: Any) -> bool:
+    """Whether it is a tensor, or stands for one; see `as_tensor`."""
+    return isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """`value`, detached, if it is a tensor; else the tensor that it stands for, as torch's functions see it.
+
+    Something stands for a tensor if it has `__torch_function__`, as what is read from a file when it is needed.
+    """
+    tensor: torch.Tensor = torch.detach(value)
+    return tensor
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or of what stands for one; that is only made a tensor if it does not say."""
+    try:
+        return tuple(value.size() if isinstance(value, torch.Tensor) else value.shape)
+    except AttributeError:
+        return tuple(as_tensor(value).shape)
 
 
 def from_first(topology: Topology, value: Any, *, label: str) -> Any:
@@ -143,9 +174,9 @@ class Wanted:
         """What is found where `value` is not this tensor in one of its forms; the same on every rank."""
         if isinstance(value, (Streamed, StoredTensor)):
             return None if value.shape == self.spec.shape else f"shape {value.shape}"
-        if not isinstance(value, torch.Tensor):
+        if not is_tensor_like(value):
             return type(value).__name__
-        shape = tuple(value.size())
+        shape = shape_of(value)
         if is_dtensor(value) and self.is_presented:
             shape = _local_shape(value)
         return None if shape == self.spec.shape else f"shape {shape}"
@@ -159,6 +190,8 @@ class Wanted:
         if isinstance(value, StoredTensor):
             return value.part(self.spec, self.span)
         span = self.span.as_slice()
+        if not isinstance(value, torch.Tensor) and is_tensor_like(value):
+            value = as_tensor(value)
         if isinstance(value, Streamed):
             value = value.arrive()
         elif is_dtensor(value):

@@ -21,6 +21,7 @@ from flatparam_state.checkpoint import (
 )
 
 from ..accounting import AllocatedBytes
+from ..patience import PATIENCE
 from .runs import Setup, assert_equal_state, full_state, resumed
 from .small import ALONE, SmallRun
 
@@ -36,7 +37,7 @@ class Gate:
     def __call__(self, moment: Moment) -> None:
         if moment is Moment.FILE_OPENED:
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -54,7 +55,7 @@ def test_training_goes_on_while_it_is_written(use_orig_params: bool, tmp_path: P
             tmp_path, model, optimizer, ranks=world, asynchronous=True, on_moment=gate
         )
         checkpointer.save(3, extra=extra)
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE)
         setup.train(model, optimizer, range(3, 6))
         extra["order"].zero_()
         assert checkpointer.steps() == []
@@ -189,11 +190,16 @@ def test_real_processes(tmp_path: Path) -> None:
 
 ENDLESS = """
 from flatparam_state.checkpoint.background import Background
-Background(lambda own_part, cancelled: cancelled.wait(1800), "a save that waits for a dead rank")
+Background(lambda own_part, cancelled: cancelled.wait({seconds}), "a save that waits for a dead rank")
 raise SystemExit(7)
 """
 
 
 def test_a_failing_program_ends(tmp_path: Path) -> None:
     """A program that fails without closing its checkpointer does not wait for other ranks for ever."""
-    assert subprocess.run([sys.executable, "-c", ENDLESS], timeout=60).returncode == 7
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", ENDLESS.format(seconds=4 * PATIENCE)], timeout=PATIENCE
+        ).returncode
+        == 7
+    )

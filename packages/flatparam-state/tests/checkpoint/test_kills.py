@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,12 @@ import torch
 
 from flatparam_state.checkpoint import Moment, open_checkpoint, verify_checkpoint
 
-from .small import KillAt, SmallRun, end_of, fork, same
+from .small import KillAt, KillAtCall, SmallRun, end_of, fork, same
 
 RANDOM_KILLS = int(os.environ.get("FLATPARAM_RANDOM_KILLS", "200"))
+
+CALLS_OF_A_SAVE = 10_000
+"""Roughly, of the five steps before it, and of resuming too."""
 
 BEFORE_THE_COMMIT = [*list(Moment)[: list(Moment).index(Moment.RENAMED)]]
 
@@ -60,12 +62,17 @@ def test_killed_at_each_moment(moment: Moment, asynchronous: bool, tmp_path: Pat
 
 
 def test_killed_at_random(tmp_path: Path) -> None:
-    """Each time the latest checkpoint is whole, nothing that was saved is lost, and all kills later the run is the same."""
+    """Each time the latest checkpoint is whole, nothing that was saved is lost, and all kills later the run is the same.
+
+    A kill comes at a call that is drawn at random, of three saves and what is between, however long calls take.
+    """
     root, generator = tmp_path / "run", random.Random(5)
+    uninterrupted(tmp_path / "before", 10)  # imports what is imported late, which is no run's work
     total, lost, step, within = 40 * RANDOM_KILLS, 0, 0, 0
     progress = tmp_path / "progress"
 
-    def work() -> None:
+    def work(kill: KillAtCall) -> None:
+        kill.start()
         run = SmallRun(root, keep=2)
         run.resume()
         progress.write_text(f"{run.step}")
@@ -74,10 +81,8 @@ def test_killed_at_random(tmp_path: Path) -> None:
             progress.write_text(f"{run.step}")
 
     for _ in range(RANDOM_KILLS):
-        pid = fork(work)
-        time.sleep(generator.uniform(0, 0.06))  # the moment is the point of the test
-        os.kill(pid, signal.SIGKILL)
-        assert end_of(pid) == -signal.SIGKILL
+        kill = KillAtCall(generator.randrange(1, 4 * CALLS_OF_A_SAVE))
+        assert end_of(fork(lambda kill=kill: work(kill))) == -signal.SIGKILL  # type: ignore[misc]
         if root.exists():
             within += any("." in path.name for path in root.iterdir())
         if (root / "latest").exists():

@@ -1,25 +1,35 @@
-"""flatparam: a drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`."""
+"""flatparam: a drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
-from flatparam.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-from flatparam_core import FlatParameter
-from flatparam_state import Checkpointer, CheckpointError, Loaded
+What it exports is imported when it is first asked for, so that the command line can answer without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatparam.api import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+    from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+    from flatparam_core import FlatParameter
+    from flatparam_runtime import allow_shards
+    from flatparam_state import Checkpointer, CheckpointError, Loaded
 
 __version__ = "0.1.0"
 
@@ -44,4 +54,56 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "allow_shards",
 ]
+
+_HOMES = {
+    "flatparam.api": (
+        "BackwardPrefetch",
+        "CPUOffload",
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "MixedPrecision",
+        "OptimStateDictConfig",
+        "OptimStateKeyType",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
+    ),
+    "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
+    "flatparam_core": ("FlatParameter",),
+    "flatparam_runtime": ("allow_shards",),
+    "flatparam_state": (
+        "Checkpointer",
+        "CheckpointError",
+        "Loaded",
+    ),
+}
+"""Where the names are that this package exports."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """What this package exports, or a module of it."""
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        try:
+            value = importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 import attrs
 import torch
@@ -17,14 +18,29 @@ from flatparam_comm import Topology
 from flatparam_core import BoundParameter, discover
 from flatparam_runtime import Initialise, unit_of
 
-__all__ = ["initialiser"]
+__all__ = ["initialiser", "is_deferred"]
+
+
+def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
+    """Whether a unit's `tensors` still have to be made: here or, if rank 0's values count, on any rank.
+
+    In the second case all ranks go module by module, the ones with values too, and meet in the same broadcasts.
+    """
+    deferred = any(tensor.is_meta for tensor in tensors)
+    topology = resolved.plan.topology
+    if resolved.sync_module_states:
+        for group in (topology.replicate, topology.shard):
+            if group is not None and group.size > 1:
+                deferred = any(group.exchange(deferred, label="which ranks are on the meta device"))
+    return deferred
 
 
 def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
-    """What gives the unit's parameters their values, where some are on the meta device.
+    """What gives the unit's parameters their values, if some are on the meta device; see `is_deferred`.
 
-    Module by module, breadth first: `param_init_fn(module)`, or `to_empty()` and `reset_parameters()` of the modules
-    that hold parameters or buffers themselves. Each module's parameters are packed and let go before the next is made.
+    Module by module, breadth first: `param_init_fn(module)` of those that have tensors on the meta device in them, or
+    `to_empty()` and `reset_parameters()` of those that hold some themselves. Each module's parameters are packed and
+    let go before the next is made.
     """
     ignored = resolved.ignored
     bound = discover(
@@ -36,6 +52,19 @@ def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
     return _Initialiser(
         module, ignored, resolved.param_init_fn, resolved.device or torch.device("cpu"), topology, bound
     )
+
+
+_NO_WAY: Final = """\
+{kind} has parameters or buffers on the meta device and no reset_parameters(), so nothing says what their values are:
+pass param_init_fn, a function that is called with each module and gives its own tensors memory and values, such as
+
+    def param_init_fn(module):
+        module.to_empty(device="{device}", recurse=False)
+        model._init_weights(module)  # of a Hugging Face model; or whatever your model initialises its modules with
+
+and FullyShardedDataParallel(model, param_init_fn=param_init_fn, ...). If modules of the model initialise those inside
+them, as in GPT-2, T5, Mamba and Whisper, build (or load) the model on rank 0 and leave it on the meta device elsewhere:
+then pass sync_module_states=True and a param_init_fn that only calls to_empty, on every rank."""
 
 
 @final
@@ -54,7 +83,7 @@ class _Initialiser:
         holders = {(info.module, info.param_name): b for b in self.bound for info in b.infos}
         to_come = {b: len(b.infos) for b in self.bound}
         for child in _own_modules(self.module, self.ignored):
-            if any(tensor.is_meta for tensor in _tensors(child, self.ignored)):
+            if self._has_to_be_made(child):
                 self._make(child)
             if self.topology is not None:
                 broadcast_from_first(self.topology, list(_tensors(child, self.ignored)))
@@ -69,12 +98,19 @@ class _Initialiser:
                 if not to_come[b]:
                     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
+    def _has_to_be_made(self, child: nn.Module) -> bool:
+        """Whether tensors of `child` are on the meta device; for a user's function also those of modules inside it."""
+        inside = [child] if self.function is None else _own_modules(child, self.ignored)
+        return any(tensor.is_meta for each in inside for tensor in _tensors(each, self.ignored))
+
     def _make(self, child: nn.Module) -> None:
         try:
+            if self.function is None and not callable(getattr(child, "reset_parameters", None)):
+                raise AttributeError(_NO_WAY.format(kind=type(child).__name__, device=self.device))
             with torch.no_grad():
                 if self.function is not None:
                     self.function(child)
-                elif any(True for _ in _tensors(child, self.ignored)):
+                else:
                     child.to_empty(device=self.device, recurse=False)
                     child.reset_parameters()  # type: ignore[operator]  # by convention; an error is told below
         except BaseException as error:

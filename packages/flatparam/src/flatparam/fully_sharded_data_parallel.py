@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatparam import placement
-from flatparam._fsdp_extensions import flatten_extended, needs_extensions
 from flatparam.api import BackwardPrefetch, CPUOffload, ShardingStrategy
 from flatparam.auto_wrap import wrap_below
-from flatparam.compiling import mark_for_compiler
-from flatparam.debug_log import watch_for_debugging
-from flatparam.deferred_init import initialiser
 from flatparam.legacy_optim import WithLegacyOptim
 from flatparam.private_names import WithPrivateNames
 from flatparam.resolve import Arguments, resolve
+from flatparam.sharding import unit_for
+from flatparam.wrapper_settings import WithSettings
 from flatparam.wrapper_state import WithState, wrappers_in
-from flatparam_comm import Collectives, engine_of, process_group_of
-from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn, owner_of
+from flatparam_comm import Collectives, RanksOnly, engine_of, process_group_of
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, FlatParameter, clean_fqn, owner_of
 from flatparam_runtime import (
     HookStage,
     Phase,
@@ -34,7 +31,6 @@ from flatparam_runtime import (
     no_sync,
     refuse_in_a_pass,
     register_forward_method,
-    shard_module,
     shown,
     summon_full_params,
     unit_of,
@@ -45,7 +41,7 @@ from flatparam_runtime import (
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
+class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPrivateNames):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -124,36 +120,18 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         resolved = resolve(module, given)
         if auto_wrap_policy is not None:
             wrap_below(type(self), module, given, resolved)
-        modules = placement.own_modules(module, resolved.ignored)
-        tensors = list(placement.own_tensors(modules, resolved.ignored))
-        if needs_extensions(tensors):
-            flatten_extended(module, resolved.ignored)
-            tensors = list(placement.own_tensors(modules, resolved.ignored))
-        initialise = initialiser(module, resolved) if any(tensor.is_meta for tensor in tensors) else None
-        if resolved.device is not None:
-            placement.move(tensors, resolved.device)
-        if resolved.sync_module_states and initialise is None:
-            placement.broadcast_from_first(resolved.plan.topology, tensors)
-        unit = shard_module(
-            module,
-            resolved.plan,
-            ignored_modules=resolved.ignored.modules,
-            ignored_parameters=resolved.ignored.parameters,
-            device=resolved.device,
-            initialise=initialise,
-        )
-        watch_for_debugging(unit)
+        unit = unit_for(module, resolved)
         # None of these is a parameter or a module, which nn.Module's __setattr__ would look for in each.
         vars(self).update(
             sharding_strategy=resolved.strategy,
             mixed_precision=resolved.mixed_precision,
             cpu_offload=CPUOffload(resolved.plan.storage_device is not None),
+            limit_all_gathers=limit_all_gathers,
             _unit=unit,
             _clean_names=clean_names,
         )
         self._attach_state()
         self._modules[FSDP_WRAPPED_MODULE] = module
-        mark_for_compiler(modules)
 
     # The wrapped module
 
@@ -192,7 +170,7 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
     def process_group(self) -> Any:
         """The ranks that the parameters are sharded over."""
         engine = engine_of(self._group)
-        return process_group_of(engine) or engine
+        return engine.group if isinstance(engine, RanksOnly) else process_group_of(engine) or engine
 
     @property
     def _group(self) -> Collectives:
@@ -214,15 +192,25 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         """Where the unit's parameters live."""
         return self._unit.device
 
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameters that this wrapper holds, in both settings of `use_orig_params`."""
+        return [handle.flat_param for handle in self._unit.handles]
+
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one, as far as any forward pass has shown."""
         return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in `module`, itself included, depth first, each once; `root_only`: the outermost ones."""
+        """The wrappers in `module`, itself included, depth first, each once.
+
+        Args:
+            root_only: the outermost ones, without those that a forward pass has shown to be inside another.
+        """
         found = wrappers_in(module, root_only=root_only)
-        return [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
+        wrappers = [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
+        return [wrapper for wrapper in wrappers if wrapper._is_root] if root_only else wrappers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside with its full parameters in place, and keep what it changes.
@@ -264,15 +252,24 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
     def register_comm_hook(
         self, state: object, hook: Callable[..., Any] | None, *, stage: HookStage = "reduce"
     ) -> None:
-        """Have `hook` called instead of a collective of this unit and of all units inside; a later call replaces it.
+        """Have `hook` called instead of a collective of this unit and of all units inside.
 
         Args:
             state: passed to the hook.
             hook: for `"reduce"`, FSDP1's: `(state, gradient, shard to write)`, or `(state, gradient)` in place where
                 nothing is sharded; it averages too. For `"all_reduce"`: `(state, shard of the gradient)`, in place,
                 over the copies of a shard; it averages too. For `"all_gather"`: `(state, shard, full to write)`.
-                `None` takes the hook away.
+                `None` takes the hook away, so that another can be registered.
+
+        Raises:
+            ValueError: if it cannot be called.
+            AssertionError: if a unit has a hook for this stage already. In either case none is registered.
         """
+        if hook is not None and not callable(hook):
+            raise ValueError(f"expected a communication hook that can be called, found {type(hook).__name__}")
+        if hook is not None:
+            for unit in units_in(self):
+                unit.hooks.check_free(stage, unit.name)
         for unit in units_in(self):
             whole = stage == "reduce" and unit.plan.topology.shard.size == 1
             unit.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
@@ -359,6 +356,19 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithPrivateNames):
         clean = self._clean_names or self._unit.summoned is not None or self._unit.phase is Phase.INSPECTING
         for name, value in pairs:
             yield (clean_fqn(name) if clean else name), value
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Refuse torch's functions for distributed state, which ask each module for this, and would save parts.
+
+        Raises:
+            FlatParamError: on every rank, naming the functions to call.
+        """
+        raise FlatParamError(
+            f"rank {self.rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and would "
+            "take this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
+            "(get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, "
+            "set_optimizer_state_dict, set_state_dict), with the same arguments"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the shards as wholes; the original parameters follow as views of them."""

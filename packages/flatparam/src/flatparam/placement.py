@@ -46,7 +46,8 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    inner = [getattr(tensor, name) for name in names]  # of a DTensor its mesh too
+    return [part for part in inner if isinstance(part, torch.Tensor)]
 
 
 def broadcast_from_first(topology: Topology, tensors: Sequence[torch.Tensor]) -> None:

@@ -16,10 +16,18 @@ from flatparam.compat import as_config, as_enum
 from flatparam.environment import Environment
 from flatparam.topologies import resolve_groups
 from flatparam_comm import Topology
-from flatparam_core import Precision, each_module
+from flatparam_core import FSDP_WRAPPED_MODULE, Precision, each_module
 from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan, unit_of
 
-__all__ = ["FULL_PRECISION", "Arguments", "Ignored", "Resolved", "resolve"]
+__all__ = [
+    "FULL_PRECISION",
+    "Arguments",
+    "Ignored",
+    "Resolved",
+    "backward_prefetch_of",
+    "resolve",
+    "resolve_prefetch",
+]
 
 _FREES_EARLY = {
     ShardingStrategy.FULL_SHARD: True,
@@ -141,12 +149,9 @@ def resolve(module: nn.Module, arguments: Arguments, environment: Environment | 
     strategy = ShardingStrategy.FULL_SHARD
     if arguments.sharding_strategy is not None:
         strategy = as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
-    if strategy is ShardingStrategy.NO_SHARD and not isinstance(arguments.process_group, Topology):
-        warnings.warn(
-            "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
-            FutureWarning,
-            stacklevel=4,
-        )
+    is_deprecated = strategy is ShardingStrategy.NO_SHARD and not isinstance(
+        arguments.process_group, Topology
+    )
     if arguments.param_init_fn is not None and not callable(arguments.param_init_fn):
         raise ValueError(f"param_init_fn: expected a function of a module, found {arguments.param_init_fn!r}")
     ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
@@ -159,6 +164,12 @@ def resolve(module: nn.Module, arguments: Arguments, environment: Environment | 
         has_policy=arguments.auto_wrap_policy is not None,
         environment=environment,
     )
+    if is_deprecated and topology.data_parallel_size > 1:  # one rank shards nothing in any case
+        warnings.warn(
+            "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
+            FutureWarning,
+            stacklevel=4,
+        )
     precision, casting, buffer_dtype = resolve_precision(arguments.mixed_precision)
     plan = UnitPlan(
         topology,
@@ -210,6 +221,11 @@ def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchP
     return PrefetchPlan(int(forward_prefetch), _BACKWARD_ORDER[backward_prefetch])
 
 
+def backward_prefetch_of(prefetch: PrefetchPlan) -> BackwardPrefetch | None:
+    """What FSDP1 calls the plan's order of the backward pass."""
+    return next(asked for asked, order in _BACKWARD_ORDER.items() if order is prefetch.backward)
+
+
 def resolve_precision(mixed_precision: Any) -> tuple[Precision, Casting, BufferDtype]:
     """The dtypes of parameters and gradients, of inputs, and of buffers.
 
@@ -235,7 +251,8 @@ def resolve_device(
     and those whose shards are to be kept in CPU memory, to the current accelerator where there is one.
 
     Raises:
-        ValueError: where `device_id` is no device, or parameters are on other accelerators.
+        TypeError: where `device_id` is nothing that names a device.
+        ValueError: where parameters are on other accelerators.
     """
     asked = None if device_id is None else _device(device_id)
     found = {
@@ -268,12 +285,16 @@ def resolve_device(
 
 def _device(device_id: Any) -> torch.device:
     if not isinstance(device_id, (int, str, torch.device)):
-        raise ValueError(f"device_id: expected an int, a string or a torch.device, found {device_id!r}")
+        raise TypeError(f"device_id: expected an int, a string or a torch.device, found {device_id!r}")
     if isinstance(device_id, int) and not torch.accelerator.is_available():
         return torch.device("cpu")
     device = torch.device(device_id)
     if device.type == "cpu":
         return torch.device("cpu")  # the CPU has no index that means anything
+    if device.type != "meta" and not torch.get_device_module(device).is_available():
+        raise ValueError(
+            f"device_id: expected a device of this machine, found {device}, which torch cannot use here"
+        )
     if device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
         warnings.warn(
@@ -283,11 +304,12 @@ def _device(device_id: Any) -> torch.device:
 
 
 def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """What the two arguments ask for, of which at most one may be given.
+    """What the two arguments ask for, of which at most one may be given; units below an ignored module stay units.
 
     Raises:
-        TypeError: for something that is no module or parameter.
-        ValueError: for both arguments, or a mix of modules and parameters.
+        TypeError: for something that is no collection.
+        ValueError: for both arguments, for something in one that is no module or parameter, for a mix of them, or for a
+            module that is wrapped.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states exclude each other: pass one of them")
@@ -301,10 +323,10 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
         raise ValueError("ignored_states: expected all modules or all parameters, found both")
     for item in items:
         if not isinstance(item, nn.Module):
-            raise TypeError(f"{name}: expected an iterable of modules, found {type(item).__name__} in it")
-        if any(unit_of(child) is not None for child in item.modules()):
+            raise ValueError(f"{name}: expected an iterable of modules, found {type(item).__name__} in it")
+        if FSDP_WRAPPED_MODULE in item._modules or unit_of(item) is not None:
             raise ValueError(
-                f"{name} should not include wrapped modules: {type(item).__name__} is, or has one inside"
+                f"{name} should not include wrapped modules, and this {type(item).__name__} is one"
             )
         if item is module:
             warnings.warn(f"{name} holds the module that is wrapped: none of it is sharded", stacklevel=4)
@@ -320,6 +342,8 @@ def _iterable(name: str, value: Any) -> Iterable[Any]:
 
 
 def _ignored(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Ignored:
-    below = frozenset(child for module in modules for child in module.modules())
+    below = frozenset(
+        child for module in modules for child in each_module(module, lambda child: unit_of(child) is not None)
+    )
     every = (*parameters, *(p for module in below for p in module.parameters(recurse=False)))
     return Ignored(below, frozenset(map(id, every)), tuple(every))

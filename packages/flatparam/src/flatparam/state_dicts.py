@@ -30,18 +30,21 @@ from flatparam.api import (
 from flatparam.compat import as_config, as_enum
 from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_runtime import Unit, inside, unit_of
+from flatparam_runtime import Unit, inside
 from flatparam_state import (
     OWN_CHUNKER,
     FormKind,
     ModelLoad,
     StateForm,
     Streamed,
+    as_tensor,
     clean_keys,
     from_first,
     is_sharded_tensor,
+    is_tensor_like,
     places_in,
     places_of,
+    shape_of,
     state_shown,
 )
 
@@ -63,6 +66,21 @@ _KINDS: Final = {
 def default_settings() -> StateDictSettings:
     """Full tensors on every rank, where they are."""
     return resolve_settings(StateDictType.FULL_STATE_DICT)
+
+
+def no_settings() -> StateDictSettings:
+    """What FSDP1 tells of a module without wrappers."""
+    nothing: Any = None
+    return StateDictSettings(nothing, nothing, nothing)
+
+
+def form_of_settings(settings: StateDictSettings) -> tuple[StateDictType, type, type]:
+    """The settings without the fields of their configurations, in which wrappers of one form may differ."""
+    return (
+        settings.state_dict_type,
+        type(settings.state_dict_config),
+        type(settings.optim_state_dict_config),
+    )
 
 
 def resolve_settings(
@@ -108,19 +126,17 @@ def saving(
 ) -> Iterator[None]:
     """While torch collects `wrapper`'s state in `state`, show its form of the parameters; then clean the names."""
     config = settings.state_dict_config
-    inner = wrapper._modules[FSDP_WRAPPED_MODULE]
-    unit = None if inner is None else unit_of(inner)
-    if unit is not None:
-        _check_form(unit, settings.state_dict_type)
+    unit: Unit = wrapper._unit  # type: ignore[assignment]  # nn.Module's attributes may be anything
+    _check_form(unit, settings.state_dict_type)
     with state_shown(wrapper, form_of(settings.state_dict_type, config)) as stand_ins:
         yield
     clean_keys(state, prefix)
     stand_ins.resolve(state, prefix)
-    if inner is not None and getattr(config, "rank0_only", False) and _is_later(unit):
-        for name in _own_buffers(inner):
+    if getattr(config, "rank0_only", False) and unit.plan.topology.group.rank > 0:
+        for name in _own_buffers(wrapper):
             state.pop(prefix + name, None)
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-    for name, dtype in unit.buffers.original_dtypes.items() if unit is not None else ():
+    for name, dtype in unit.buffers.original_dtypes.items():
         if prefix + name in state and not is_local:
             state[prefix + name] = state[prefix + name].to(dtype)
     if config.offload_to_cpu:
@@ -132,15 +148,21 @@ def saving(
                 )  # one on the meta device stands in for what an outer wrapper puts there
 
 
-def _is_later(unit: Unit | None) -> bool:
-    """Whether another rank is the first of those that share the unit."""
-    return unit is not None and unit.plan.topology.group.rank > 0
+def _own_modules(wrapper: nn.Module) -> set[nn.Module]:
+    """The modules of the wrapper's unit.
+
+    A wrapper for activation checkpointing, which may have been put around the unit's module since, is one of them.
+    """
+    inner = wrapper._modules[FSDP_WRAPPED_MODULE]
+    assert inner is not None, "the wrapper always has its module"
+    unit: Unit = wrapper._unit  # type: ignore[assignment]  # nn.Module's attributes may be anything
+    return {inner, *inside(inner), unit.module, *inside(unit.module)}
 
 
-def _own_buffers(inner: nn.Module) -> Iterator[str]:
-    """The names of the buffers of a unit's own modules, below the unit."""
-    own = {inner, *inside(inner)}
-    for path, module in inner.named_modules():
+def _own_buffers(wrapper: nn.Module) -> Iterator[str]:
+    """The names of the buffers of the unit's own modules, below the wrapper."""
+    own = _own_modules(wrapper)
+    for path, module in wrapper.named_modules():
         if module in own:
             yield from (clean_fqn(f"{path}.{name}" if path else name) for name in module._buffers)
 
@@ -179,7 +201,7 @@ def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     skeleton = from_first(
         topology,
         {
-            key: Streamed(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            key: Streamed(shape_of(value), as_tensor(value).dtype) if is_tensor_like(value) else value
             for key, value in state.items()
         },
         label="state dict",
@@ -254,11 +276,8 @@ class Loading:
         if outermost is None or outermost._errors is not errors:
             outermost = _LOCAL.outermost = self
             self._inside.clear()
-        inner = wrapper._modules[FSDP_WRAPPED_MODULE]
-        assert inner is not None, "the wrapper always has its module"
-        unit = unit_of(inner)
-        places = () if unit is None else places_of(unit)
-        self._current = ModelLoad.begin(places, {inner, *inside(inner)}, chunker())
+        unit: Unit = wrapper._unit  # type: ignore[assignment]  # nn.Module's attributes may be anything
+        self._current = ModelLoad.begin(places_of(unit), _own_modules(wrapper), chunker())
         self._errors = errors
         outermost._inside.append(self._current)
         below = f"{prefix}{FSDP_WRAPPED_MODULE}."

@@ -190,7 +190,7 @@ def chosen_by(
     """The submodules of `root` that `policy` chooses, each with the wrapper's arguments; `root` itself is not one.
 
     Raises:
-        ValueError: for a policy that is neither a policy object nor callable.
+        TypeError: for a policy that is neither a policy object nor callable.
     """
     run = getattr(policy, "_run_policy", None)
     if run is not None:
@@ -201,7 +201,7 @@ def chosen_by(
             for module in _chosen(root, policy, ignored_modules, ignored_parameters, ask_for_root=False)[0]
         }
     else:
-        raise ValueError(f"auto_wrap_policy: expected a policy object or a function, found {policy!r}")
+        raise TypeError(f"auto_wrap_policy: expected a policy object or a function, found {policy!r}")
     targets.pop(root, None)
     return targets
 

@@ -45,14 +45,25 @@ class WithState(nn.Module):
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> StateDictSettings | None:
-        """Choose the form of the state of every wrapper in `module`; returns the settings before."""
+    ) -> StateDictSettings:
+        """Choose the form of the state of every wrapper in `module`.
+
+        Returns:
+            The first wrapper's settings before, to be set again; three times `None` where there is no wrapper.
+
+        Raises:
+            RuntimeError: where a configuration is not one of the form's.
+            AssertionError: where the forms before differ, so that one call could not set them again.
+        """
         settings = state_dicts.resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = wrappers_in(module)
-        before = WithState.get_state_dict_type(module)
+        before = [wrapper._settings for wrapper in wrappers]
+        assert len({state_dicts.form_of_settings(each) for each in before}) <= 1, (
+            "the wrappers in this module have different state dict types"
+        )
         for wrapper in wrappers:
             wrapper._settings = settings
-        return before
+        return before[0] if before else state_dicts.no_settings()
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from flatparam.command.options import nbytes_of
+from flatparam.command.values import nbytes_of
 from flatparam_state import open_source
 
 from .calling import Caller, entries, tree
@@ -142,7 +142,7 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
     """States that differ between ranks without being cut like their parameter are not left out without a word."""
     facts = {"per_rank": ("optimizer/state/head.weight/rows",)}
     source = attrs.evolve(open_source(flatparam.directory / "a.pt"), facts=facts)
-    monkeypatch.setattr("flatparam.command.options.open_source", lambda *paths, format: source)
+    monkeypatch.setattr("flatparam.command.opening.open_source", lambda *paths, format: source)
     found = flatparam("export", "@run", "@new.pt", "--to", "torch")
     assert found.status == 2
     assert "'optimizer/state/head.weight/rows'" in found.err

@@ -73,7 +73,6 @@ def baseline(server: Server, tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_memory(tmp_path: Path, server: Server, baseline: int) -> None:
     """Every command keeps the promise on a checkpoint four times as large; measured as the kernel counts it."""
     run = tmp_path / "run"
@@ -96,7 +95,6 @@ def test_memory(tmp_path: Path, server: Server, baseline: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_gigabytes(tmp_path: Path, server: Server, baseline: int) -> None:
     """More than two gigabytes are inspected, and read and exported, within the promise; zeros are written as holes."""
     sparse_run(tmp_path / "run", infos(52, SHAPE), world_size=2)
@@ -110,7 +108,6 @@ def test_gigabytes(tmp_path: Path, server: Server, baseline: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_scattered_tensor_of_torch(tmp_path: Path, server: Server, baseline: int) -> None:
     """A transposed tensor of 153 MiB, which lies scattered in its file, is exported without being held."""
     torch.save({"w": torch.zeros(5000, 8000).t()}, tmp_path / "a.pt")
@@ -118,7 +115,6 @@ def test_a_scattered_tensor_of_torch(tmp_path: Path, server: Server, baseline: i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_measure_sees_memory(tmp_path: Path, server: Server, baseline: int) -> None:
     """The peak of a command is not less than what it must hold, a few chunks; so the other tests can fail."""
     sparse_safetensors(tmp_path / "a.safetensors", infos(2, SHAPE))

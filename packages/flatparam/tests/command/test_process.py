@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import flatparam
+from flatparam.command import arguments, converting
+from flatparam_state import FORMATS
 
 from .calling import entries, make_all
 from .sparse import infos, sparse_run
@@ -112,3 +114,30 @@ def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
         os.close(theirs)
         os.close(ours)
         assert ("B/s" in seen) == shown
+
+
+def test_help_does_not_import_torch() -> None:
+    """What only reads the arguments comes at once: nothing that takes seconds is imported, and formats are those of state."""
+    code = (
+        "import sys\n"
+        "from flatparam.command import main\n"
+        "for arguments in (['--help'], ['ckpt', 'export', '--help'], ['--version'], ['ckpt', 'inspect', '--depth', 'x']):\n"
+        "    try:\n"
+        "        main(arguments)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'flatparam_core')))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert set(arguments.FORMATS) == set(FORMATS)
+    assert set(arguments.EXPORTS) == set(converting._EXPORTS)
+
+
+def test_everything_exported_is_there() -> None:
+    """Each name of the package is found when it is asked for, its modules too, and no other."""
+    for name in flatparam.__all__:
+        assert getattr(flatparam, name) is not None
+        assert name in dir(flatparam)
+    assert flatparam.wrap.ModuleWrapPolicy is not None
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_thing'"):
+        _ = flatparam.no_such_thing

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -28,6 +28,10 @@ from flatparam_state.checkpoint.moments import OnMoment, nothing
 from flatparam_state.checkpoint.optimizer_pieces import add_optimizer, optimizers_by_name
 from flatparam_state.checkpoint.parts import Contribution, Ticket, report_path
 from flatparam_state.errors import CheckpointError
+from flatparam_state.optim_agreement import Holds, first_hole, group_numbers
+from flatparam_state.optim_save import complete_groups
+from flatparam_state.places import places_in
+from flatparam_state.source import join_path
 from flatparam_state.tensor_file import Staging
 
 __all__ = ["Checkpointer", "Optimizers"]
@@ -155,34 +159,64 @@ class Checkpointer:
     def _begin(self, step: int, extra: Any, rank_extra: Any) -> tuple[Contribution, Ticket]:
         """Agree that the save can begin: every rank has what it writes, there is room, and rank 0 has the lock."""
         contribution = Contribution()
+        holds: dict[tuple[str, ...], Holds] = {}
 
         def prepare() -> Ticket | None:
-            self._contribute(contribution, extra, rank_extra)
+            holds.update(self._contribute(contribution, extra, rank_extra))
             return self._committer.prepare(step) if self._ranks.rank == 0 else None
 
         ticket, failure, cause = attempt(prepare, self._ranks.rank, directory=self._root)
-        fact = (ticket, contribution.disk_nbytes, free_nbytes(self._root))
+        fact = (ticket, contribution.disk_nbytes, free_nbytes(self._root), holds)
         try:
             facts = agree(self._ranks, failure, fact, label="begin to save", cause=cause)
             shared: Ticket = facts[0][0]
-            self._check_space(shared, [need for _, need, _ in facts], [free for _, _, free in facts])
+            self._check_optimizers(contribution, [told for _, _, _, told in facts])
+            self._check_space(shared, [need for _, need, _, _ in facts], [free for _, _, free, _ in facts])
         except CheckpointError:
             if ticket is not None:
                 self._committer.abandon(ticket)
             raise
         return contribution, shared
 
-    def _contribute(self, contribution: Contribution, extra: Any, rank_extra: Any) -> None:
+    def _contribute(
+        self, contribution: Contribution, extra: Any, rank_extra: Any
+    ) -> dict[tuple[str, ...], Holds]:
+        """Add all that this rank saves; returns what each of its optimizers holds."""
         rank = self._ranks.rank
+        holds: dict[tuple[str, ...], Holds] = {}
         if self._model is not None:
             check_at_rest(self._model)
             add_model(self._model, rank, contribution)
             for at, optimizer in self._optimizers.items():
-                add_optimizer(self._model, optimizer, at, rank, contribution)
+                holds[at] = add_optimizer(self._model, optimizer, at, rank, contribution)
         if rank == 0:
             add_values(contribution, ("extra",), extra)
         if rank_extra is not None:
             add_values(contribution, ("rank_extra", str(rank)), rank_extra)
+        return holds
+
+    def _check_optimizers(
+        self, contribution: Contribution, told: Sequence[Mapping[tuple[str, ...], Holds]]
+    ) -> None:
+        """Refuse to save if a rank's optimizer lacks what another's has, of the ranks that share a model."""
+        own = [] if self._model is None else [fqn for place in places_in(self._model) for fqn in place.fqns]
+        alike: dict[tuple[tuple[str, ...], bytes], dict[int, Holds]] = {}
+        for rank, held in enumerate(told):
+            for at, holds in held.items():
+                alike.setdefault((at, holds.model), {})[rank] = holds
+        for (at, model), ranks in alike.items():
+            mine = told[self._ranks.rank].get(at)
+            known = mine is not None and mine.model == model
+            hole = first_hole(ranks, own if known else ())
+            if hole is not None:
+                raise CheckpointError(
+                    f"{join_path(at)}: {hole.message}",
+                    rank=hole.rank,
+                    fqn=hole.fqn,
+                    hint=f"{hole.hint}; nothing was written",
+                )
+            if known and self._ranks.rank == 0:
+                complete_groups(contribution.tree(*at, "param_groups"), group_numbers(ranks.values(), own))
 
     def _check_space(self, ticket: Ticket, needs: list[int], frees: list[int]) -> None:
         if sum(needs) > min(frees):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -15,6 +14,11 @@ from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: the owner that is written into the file decides
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = ["DirectoryLock"]
 
 _NAME: Final = "lock"
@@ -24,7 +28,8 @@ _NAME: Final = "lock"
 class DirectoryLock:
     """Holds `<root>/lock`. The operating system takes it back when the process dies, however it dies.
 
-    Where the file system has no locks, the owner's process id decides, on its own host.
+    If the file system has no locks, the owner's process id decides, on its own host; if the operating system has none,
+    the owner is taken to be alive until its file is deleted.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_root")
@@ -52,7 +57,7 @@ class DirectoryLock:
         if self.is_held:
             return
         path = self._root / _NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
             self._take(descriptor, path)
             owner = {
@@ -61,7 +66,8 @@ class DirectoryLock:
                 "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, json.dumps(owner).encode() + b"\n")
         except BaseException:
             os.close(descriptor)
             raise
@@ -70,6 +76,8 @@ class DirectoryLock:
     def _take(self, descriptor: int, path: Path) -> None:
         owner = _owner(descriptor)
         try:
+            if fcntl is None:
+                raise OSError("this system has no locks of whole files")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _refusal(self._root, owner) from None
@@ -92,7 +100,8 @@ class DirectoryLock:
 
 def _owner(descriptor: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        found = json.loads(os.read(descriptor, 4096))
     except ValueError:  # nobody, or one who is just writing
         return {}
     return found if isinstance(found, dict) else {}
@@ -101,6 +110,8 @@ def _owner(descriptor: int) -> dict[str, Any]:
 def _is_alive(pid: object) -> bool:
     if type(pid) is not int or pid <= 0:
         return False
+    if fcntl is None:  # elsewhere signal 0 may end the process that it is sent to
+        return pid != os.getpid()
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -128,4 +139,5 @@ def _forget_all() -> None:
 
 
 # A child that outlives its killed parent (a worker of a data loader, say) must not keep the directory locked.
-os.register_at_fork(after_in_child=_forget_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

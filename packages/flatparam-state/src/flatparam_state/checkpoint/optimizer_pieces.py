@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import Span
+from flatparam_runtime import Span, Threshold
 from flatparam_state.checkpoint.manifest import Copy, TensorRecord
 from flatparam_state.checkpoint.model_pieces import (
     ModelTensor,
@@ -22,12 +22,19 @@ from flatparam_state.checkpoint.values import encode, inline, reference
 from flatparam_state.checkpoint.writing import OwnedPiece, row_major_chunks
 from flatparam_state.errors import CheckpointError
 from flatparam_state.held import Held, held_by, held_parameters
+from flatparam_state.optim_agreement import Holds
 from flatparam_state.optim_save import COUNTERS
+from flatparam_state.places import places_in
 from flatparam_state.source import TensorInfo, join_path
 
 __all__ = ["add_optimizer", "optimizers_by_name"]
 
-_INLINE_NBYTES: Final = 1024
+INLINE_NBYTES: Final = Threshold(
+    "state.inline_nbytes",
+    1024,
+    "A tensor that belongs to a parameter as a whole is in the manifest up to here; a larger one in the rank's file.",
+    least=0,
+)
 
 
 def optimizers_by_name(
@@ -50,22 +57,26 @@ def add_optimizer(
     at: tuple[str, ...],
     rank: int,
     contribution: Contribution,
-) -> None:
-    """Add what `rank` saves of `optimizer`, under the keys `at`.
+) -> Holds:
+    """Add what `rank` saves of `optimizer`, under the keys `at`; returns what to compare with the other ranks.
 
     Raises:
-        FlatParamError: where a parameter is not the model's, or a state is something that cannot be saved.
+        FlatParamError: if a parameter is not the model's, or a state is something that cannot be saved.
     """
     tensors = {name: tensor for tensor in model_tensors(model) for name in tensor.names}
     adding = _Adding(at, rank, contribution, tensors)
     groups: list[dict[str, Any]] = []
+    by_group: list[Sequence[Held]] = []
     for group, found in held_by(optimizer, held_parameters(model)):
         fqns = [fqn for item in found for fqn in item.fqns]
         groups.append({**group, **{key: fqns for key in ("params", "param_names") if key in group}})
         for item in found:
             adding.add(item, optimizer.state.get(item.parameter, {}))
+        by_group.append(found)
     if rank == 0:
         add_values(contribution, (*at, "param_groups"), groups)
+    states = {item: optimizer.state.get(item.parameter, {}) for found in by_group for item in found}
+    return Holds.of(list(places_in(model)), by_group, states)
 
 
 class _Adding:
@@ -84,7 +95,7 @@ class _Adding:
         self._tensors = tensors
 
     def add(self, item: Held, state: Mapping[Any, Any]) -> None:
-        if item.place is None and self._rank != 0:
+        if (item.place is None and self._rank != 0) or item.is_elsewhere:
             return
         for name, value in state.items():
             if not isinstance(name, str):
@@ -103,8 +114,6 @@ class _Adding:
         handle = item.place.handle
         flat = value.reshape(-1)
         for fqn, index in zip(item.fqns, item.indices, strict=True):
-            if not item.is_flat and not flat.numel() and self._tensors[fqn].info.numel:
-                continue  # an empty state of an empty part: it may be of any kind
             fragment = handle.layout.fragment(index, handle.rank)
             mine = flat[fragment.in_shard.as_slice()] if item.is_flat else flat
             share = share_of(fragment.in_param, item.place)
@@ -127,7 +136,7 @@ class _Adding:
 
     def _copy_value(self, fqn: str, name: str, value: Any) -> Any:
         path = join_path((PER_RANK, str(self._rank), *self._at, fqn, name))
-        if type(value) is Tensor and value.nbytes > _INLINE_NBYTES:
+        if type(value) is Tensor and value.nbytes > INLINE_NBYTES.value:
             record = TensorRecord(TensorInfo(value.shape, value.dtype), whole=True)
             self._piece(path, record, Span(0, value.numel()), value.detach())
             return reference(path)

@@ -61,6 +61,13 @@ class Contribution:
         values = len(json.dumps([self.values, [copy.to_json() for copy in self.copies.values()]]))
         return self.nbytes + 2 * (names + values) + 2**15
 
+    def tree(self, *at: str) -> Any:
+        """What is under the keys `at` of `values`, encoded."""
+        tree: Any = self.values
+        for key in at:
+            tree = tree[key]
+        return tree
+
     def staged(self) -> Self:
         """The same with all bytes in host memory of its own."""
         return attrs.evolve(self, pieces=[piece.staged() for piece in self.pieces])
@@ -141,11 +148,11 @@ def merge(ticket: Ticket, reports: Sequence[Report], version: str) -> Manifest:
     except ValueError as error:
         raise CheckpointError(f"the ranks do not save one model: {error}") from error
     for path, record in tensors.items():
-        if path.startswith("model/") and record.gaps:
+        if record.gaps:
             gap = record.gaps[0]
             raise CheckpointError(
                 f"no rank has elements [{gap.start}, {gap.stop}) of {path!r}",
-                fqn=split_path(path)[1],
+                fqn=split_path(path)[1 if path.startswith("model/") else -2],
                 hint="pass all ranks that share the model as `ranks`",
             )
     values: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from flatparam_state.checkpoint.model_pieces import ModelTensor, extra_state_mod
 from flatparam_state.checkpoint.reading import CheckpointReader
 from flatparam_state.errors import CheckpointError
 from flatparam_state.optim_load import AsItIs, load_optimizer_state
-from flatparam_state.optim_save import PER_RANK
+from flatparam_state.optim_save import COUNTERS, PER_RANK
 from flatparam_state.source import join_path, split_path
 from flatparam_state.wanted import Stored, StoredTensor
 
@@ -206,11 +206,17 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
     for fqn, plain in tree.get("state", {}).items():
         for name, value in plain.items():
             note(join_path((*prefix, fqn, name)), reader.decode(value))
+    state = {fqn: _counters_first(values) for fqn, values in state.items()}
     groups = reader.decode(tree["param_groups"])
     for group in groups:
         for key in {"params", "param_names"} & group.keys():
             group[key] = [name_now(fqn) for fqn in group[key]]
     return {"state": state, "param_groups": groups}
+
+
+def _counters_first(values: dict[str, Any]) -> dict[str, Any]:
+    """The order in which the optimizers of torch make them: files have what is cut like the parameter first."""
+    return dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
 
 
 def _tree(reader: CheckpointReader, at: tuple[str, ...]) -> dict[str, Any]:

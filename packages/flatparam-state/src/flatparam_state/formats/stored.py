@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from flatparam_runtime import Span
+from flatparam_runtime import Span, Threshold
 from flatparam_state.boxes import Box, row_major_boxes
 from flatparam_state.byte_file import ByteFile, tensor_of
 from flatparam_state.errors import CheckpointError
@@ -24,8 +24,12 @@ __all__ = ["Storage", "Stored", "StridedTensor", "read_boxes", "row_major"]
 
 # A read may fetch this many times the bytes that it needs before it is split into smaller ones.
 _WASTE: Final = 2
-# And this many bytes at least: a read costs about as much as copying so many.
-_WORTH_A_READ: Final = 1 << 16
+WORTH_A_READ: Final = Threshold(
+    "state.worth_a_read_nbytes",
+    1 << 16,
+    "Up to so many bytes are fetched in one read, though not all are needed; above, only if most of them are.",
+    least=0,
+)
 
 
 @attrs.frozen(eq=False)
@@ -151,7 +155,7 @@ class StridedTensor(Stored):
 
     def _read_box(self, file: ByteFile, box: Box, out: Tensor) -> None:
         extent = _extent(box.sizes, self.strides)
-        if extent * out.itemsize > max(_WORTH_A_READ, _WASTE * out.nbytes) and out.numel() > 1:
+        if extent * out.itemsize > max(WORTH_A_READ.value, _WASTE * out.nbytes) and out.numel() > 1:
             _, dim = max((stride, dim) for dim, stride in enumerate(self.strides) if box.sizes[dim] > 1)
             half = box.sizes[dim] // 2
             for start, size in ((0, half), (half, box.sizes[dim] - half)):

@@ -1,18 +1,32 @@
-"""The command line as a whole."""
+"""What can be said on the command line. Nothing here imports torch, so that help comes at once."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Final
-
-import torch
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
 
 from flatparam import __version__
-from flatparam.command import comparing, converting, inspecting, verifying
-from flatparam.command.options import STATUS
+from flatparam.command.values import dtype_name, natural, nbytes_of, positive, tolerance
 
-__all__ = ["parser"]
+__all__ = ["EXPORTS", "FORMATS", "parser"]
 
+FORMATS: Final = ("flatparam", "safetensors", "deepspeed", "dcp", "torch")
+"""The formats that are read."""
+EXPORTS: Final = ("hf", "torch", "dcp")
+"""The formats that are written for other programs."""
+PARTS: Final = ("model", "optimizer", "extra")
+STATUS: Final = """\
+exit status:
+  0    all is well
+  1    the checkpoints differ, or the checkpoint is damaged
+  2    the arguments are wrong, or an input cannot be read
+  130  interrupted (143: terminated); nothing half written is left
+"""
 _EXAMPLES: Final = """\
 examples:
   flatparam ckpt inspect runs/a                          the latest checkpoint of a run, as a tree
@@ -31,11 +45,37 @@ and no code in a checkpoint is run.
 """
 
 
+class _Later:
+    """A function of a module of the commands, which is imported when it is called."""
+
+    def __init__(self, module: str, function: str) -> None:
+        self._module, self._function = module, function
+
+    def __call__(self, chosen: argparse.Namespace) -> int:
+        module = importlib.import_module(f"flatparam.command.{self._module}")
+        status: int = getattr(module, self._function)(chosen)
+        return status
+
+
+class _Versions(argparse.Action):
+    """Show the versions and exit; torch's is read from its metadata."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the versions, and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "not installed"
+        sys.stdout.write(f"flatparam {__version__}, torch {torch}\n")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; what it returns has a function `run` that takes it."""
     top = argparse.ArgumentParser(prog="flatparam", description="Tools of the flatparam library.")
-    version = f"flatparam {__version__}, torch {torch.__version__}"
-    top.add_argument("--version", action="version", version=version)
+    top.add_argument("--version", action=_Versions)
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     checkpoints = groups.add_parser(
         "ckpt",
@@ -45,8 +85,150 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
-    inspecting.add_to(commands)
-    verifying.add_to(commands)
-    comparing.add_to(commands)
-    converting.add_to(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_diff(commands)
+    _add_converting(commands)
     return top
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `inspect`."""
+    text = "show what is in a checkpoint, as a tree with shapes, dtypes and bytes, and who wrote it"
+    added = _command(commands, "inspect", text, "inspecting", "run")
+    added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
+    added.add_argument("--json", action="store_true", help="everything as one JSON object")
+    added.add_argument("--depth", type=natural, help="show this many levels of the tree")
+    _add_reading(added)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `verify`."""
+    text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
+    added = _command(commands, "verify", text, "verifying", "run")
+    added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
+    _add_reading(added, parts=False)
+    _add_progress(added)
+
+
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `diff`."""
+    text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
+    added = _command(commands, "diff", text, "comparing", "run")
+    added.add_argument("first", metavar="A", help="a checkpoint")
+    added.add_argument("second", metavar="B", help="another")
+    added.add_argument(
+        "--tolerance",
+        type=tolerance,
+        default=0.0,
+        help="the largest absolute difference that is none (default: 0)",
+    )
+    added.add_argument(
+        "--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers"
+    )
+    added.add_argument("--all", action="store_true", help="show all differences, and not the first twenty")
+    _add_reading(added, pair=False)
+    _add_progress(added)
+
+
+def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `reshard`, `import` and `export`."""
+    text = "write a checkpoint anew as another number of ranks would have; it need not be done before loading"
+    _add_own(commands, "reshard", text, needs_world_size=True)
+    text = "make a checkpoint directory of flatparam from a checkpoint of another format"
+    _add_own(commands, "import", text, needs_world_size=False)
+    text = "write a checkpoint in the format of another program"
+    added = _command(commands, "export", text, "converting", "export")
+    _add_paths(added, "a new file or directory")
+    added.add_argument(
+        "--to", choices=EXPORTS, required=True, help="Hugging Face safetensors, torch.save, DCP"
+    )
+    added.add_argument(
+        "--max-shard-size",
+        type=nbytes_of,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="hf: the most bytes of tensors in a file, such as 2GB (default: 5GB)",
+    )
+    added.add_argument("--world-size", type=positive, default=1, help="dcp: the number of files (default: 1)")
+    _add_writing(added)
+
+
+def _add_own(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    *,
+    needs_world_size: bool,
+) -> None:
+    added = _command(commands, name, text, "converting", "write_own")
+    _add_paths(added, "the directory of a run; made where it is not there")
+    added.add_argument(
+        "--world-size",
+        type=positive,
+        required=needs_world_size,
+        default=1,
+        help="the number of ranks" + ("" if needs_world_size else " (default: 1)"),
+    )
+    added.add_argument("--step", type=natural, help="the step of the new one (default: the same, or 0)")
+    _add_writing(added)
+
+
+def _add_paths(added: argparse.ArgumentParser, destination: str) -> None:
+    added.add_argument(
+        "source", metavar="SRC", nargs="?", help="the checkpoint to read; or give --model, --optimizer"
+    )
+    added.add_argument("destination", metavar="DEST", type=Path, help=destination)
+
+
+def _add_writing(added: argparse.ArgumentParser) -> None:
+    added.add_argument(
+        "--dtype", type=dtype_name, help="cast the model's floating-point tensors, such as to bfloat16"
+    )
+    added.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    _add_reading(added)
+    _add_progress(added)
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    module: str,
+    function: str,
+) -> argparse.ArgumentParser:
+    """Add a command that does `text`, by calling a function of a module that is imported when the command is run."""
+    added = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.set_defaults(run=_Later(module, function))
+    return added
+
+
+def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bool = True) -> None:
+    """Add the options of a command that reads a checkpoint."""
+    added.add_argument(
+        "--from", dest="format", choices=FORMATS, help="its format; found out by looking otherwise"
+    )
+    added.set_defaults(only=None)
+    if parts:
+        added.add_argument(
+            "--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated"
+        )
+    if pair:
+        added.add_argument(
+            "--model", metavar="PATH", help="the model's file, where there is one for the optimizer too"
+        )
+        added.add_argument("--optimizer", metavar="PATH", help="the optimizer's file beside that of --model")
+
+
+def _add_progress(added: argparse.ArgumentParser) -> None:
+    """Add the options of a command that may take long."""
+    added.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    added.add_argument(
+        "--no-progress", action="store_true", help="show no progress bar (there is none in a pipe)"
+    )

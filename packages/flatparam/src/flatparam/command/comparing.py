@@ -10,48 +10,20 @@ import attrs
 import torch
 from typing_extensions import final
 
-from flatparam.command.options import add_reading, command, parts_of, say
-from flatparam.command.progress import add_progress, showing
+from flatparam.command.opening import parts_of
+from flatparam.command.output import say
+from flatparam.command.progress import showing
 from flatparam_core import Span
 from flatparam_state import Source, TensorInfo, open_source
 
-__all__ = ["add_to"]
+__all__ = ["run"]
 
 _AT_ONCE_NBYTES: Final = 1 << 21  # bytes of a tensor that are compared at once
 _WIDE_NUMEL: Final = 1 << 18  # elements that are compared in float64 at once
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
-    added = command(commands, "diff", text, _run)
-    added.add_argument("first", metavar="A", help="a checkpoint")
-    added.add_argument("second", metavar="B", help="another")
-    added.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        default=0.0,
-        help="the largest absolute difference that is none (default: 0)",
-    )
-    added.add_argument(
-        "--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers"
-    )
-    added.add_argument("--all", action="store_true", help="show all differences, and not the first twenty")
-    add_reading(added, pair=False)
-    add_progress(added)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text!r}")
-    return number
-
-
-def _run(chosen: argparse.Namespace) -> int:
+def run(chosen: argparse.Namespace) -> int:
+    """Compare the checkpoints; returns the exit status."""
     first, second = (
         parts_of(open_source(path, format=chosen.format), chosen.only)
         for path in (chosen.first, chosen.second)

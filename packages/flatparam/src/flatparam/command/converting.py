@@ -9,18 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from flatparam.command.options import (
-    add_reading,
-    command,
-    dtype_of,
-    natural,
-    nbytes_of,
-    opened,
-    positive,
-    say,
-    shown_nbytes,
-)
-from flatparam.command.progress import add_progress, showing
+import torch
+
+from flatparam.command.opening import opened
+from flatparam.command.output import say, shown_nbytes
+from flatparam.command.progress import showing
 from flatparam_state import (
     CheckpointError,
     Source,
@@ -32,66 +25,7 @@ from flatparam_state import (
     write_torch_file,
 )
 
-__all__ = ["add_to"]
-
-
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands."""
-    text = "write a checkpoint anew as another number of ranks would have; it need not be done before loading"
-    _add_own(commands, "reshard", text, needs_world_size=True)
-    text = "make a checkpoint directory of flatparam from a checkpoint of another format"
-    _add_own(commands, "import", text, needs_world_size=False)
-    text = "write a checkpoint in the format of another program"
-    added = command(commands, "export", text, _export)
-    _add_paths(added, "a new file or directory")
-    added.add_argument(
-        "--to", choices=tuple(_EXPORTS), required=True, help="Hugging Face safetensors, torch.save, DCP"
-    )
-    added.add_argument(
-        "--max-shard-size",
-        type=nbytes_of,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="hf: the most bytes of tensors in a file, such as 2GB (default: 5GB)",
-    )
-    added.add_argument("--world-size", type=positive, default=1, help="dcp: the number of files (default: 1)")
-    _add_writing(added)
-
-
-def _add_own(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    text: str,
-    *,
-    needs_world_size: bool,
-) -> None:
-    added = command(commands, name, text, _write_own)
-    _add_paths(added, "the directory of a run; made where it is not there")
-    added.add_argument(
-        "--world-size",
-        type=positive,
-        required=needs_world_size,
-        default=1,
-        help="the number of ranks" + ("" if needs_world_size else " (default: 1)"),
-    )
-    added.add_argument("--step", type=natural, help="the step of the new one (default: the same, or 0)")
-    _add_writing(added)
-
-
-def _add_paths(added: argparse.ArgumentParser, destination: str) -> None:
-    added.add_argument(
-        "source", metavar="SRC", nargs="?", help="the checkpoint to read; or give --model, --optimizer"
-    )
-    added.add_argument("destination", metavar="DEST", type=Path, help=destination)
-
-
-def _add_writing(added: argparse.ArgumentParser) -> None:
-    added.add_argument(
-        "--dtype", type=dtype_of, help="cast the model's floating-point tensors, such as to bfloat16"
-    )
-    added.add_argument("--dry-run", action="store_true", help="only say what would be written")
-    add_reading(added)
-    add_progress(added)
+__all__ = ["export", "write_own"]
 
 
 _EXPORTS: Final[dict[str, Callable[..., dict[str, int]]]] = {
@@ -101,14 +35,16 @@ _EXPORTS: Final[dict[str, Callable[..., dict[str, int]]]] = {
 }
 
 
-def _write_own(chosen: argparse.Namespace) -> int:
+def write_own(chosen: argparse.Namespace) -> int:
+    """Write a checkpoint of our own; returns the exit status."""
     source = _to_convert(chosen)
     step = source.facts.get("step", 0) if chosen.step is None else chosen.step
     write = partial(write_checkpoint, world_size=chosen.world_size, step=step)
     return _converted(source, chosen, write)
 
 
-def _export(chosen: argparse.Namespace) -> int:
+def export(chosen: argparse.Namespace) -> int:
+    """Write a checkpoint for another program; returns the exit status."""
     options = {
         "hf": {"max_shard_nbytes": chosen.max_shard_size},
         "torch": {},
@@ -130,7 +66,7 @@ def _to_convert(chosen: argparse.Namespace) -> Source:
             f"parameter, such as {differing[0]!r}; no other format or number of ranks can hold them",
             hint="leave the optimizer out with --only model",
         )
-    return source if chosen.dtype is None else cast_model(source, chosen.dtype)
+    return source if chosen.dtype is None else cast_model(source, getattr(torch, chosen.dtype))
 
 
 def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:

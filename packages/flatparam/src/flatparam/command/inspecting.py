@@ -12,25 +12,17 @@ from typing import Any
 import attrs
 from typing_extensions import final
 
-from flatparam.command.options import add_reading, command, natural, opened, say, shown_nbytes
+from flatparam.command.opening import opened
+from flatparam.command.output import say, shown_nbytes
 from flatparam_state import Source, TensorInfo, split_path
 
-__all__ = ["add_to"]
+__all__ = ["run"]
 
 _VALUE_WIDTH = 60
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    text = "show what is in a checkpoint, as a tree with shapes, dtypes and bytes, and who wrote it"
-    added = command(commands, "inspect", text, _run)
-    added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
-    added.add_argument("--json", action="store_true", help="everything as one JSON object")
-    added.add_argument("--depth", type=natural, help="show this many levels of the tree")
-    add_reading(added)
-
-
-def _run(chosen: argparse.Namespace) -> int:
+def run(chosen: argparse.Namespace) -> int:
+    """Show the checkpoint; returns the exit status."""
     source = opened(chosen)
     if chosen.json:
         json.dump(_as_json(source), sys.stdout, indent=2, default=str)

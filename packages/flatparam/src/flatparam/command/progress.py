@@ -7,15 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["add_progress", "showing"]
-
-
-def add_progress(added: argparse.ArgumentParser) -> None:
-    """Add the options of a command that may take long."""
-    added.add_argument("--quiet", action="store_true", help="say nothing but errors")
-    added.add_argument(
-        "--no-progress", action="store_true", help="show no progress bar (there is none in a pipe)"
-    )
+__all__ = ["showing"]
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from flatparam.command.arguments import parser
-from flatparam.command.options import say
-from flatparam_state import CheckpointError
+from flatparam.command.output import say
 
 __all__ = ["main"]
 
@@ -30,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         half written.
     """
     chosen = parser().parse_args(arguments)
+    from flatparam_state import CheckpointError  # imports torch, which takes seconds: not for help
+
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, _terminate)

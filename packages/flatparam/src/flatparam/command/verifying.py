@@ -5,23 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from flatparam.command.options import ArgumentsError, add_reading, command, opened, say, shown_nbytes
-from flatparam.command.progress import add_progress, showing
+from flatparam.command.opening import ArgumentsError, opened
+from flatparam.command.output import say, shown_nbytes
+from flatparam.command.progress import showing
 from flatparam_state import CheckpointError, Source, UnknownFormatError, verify_source
 
-__all__ = ["add_to"]
+__all__ = ["run"]
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
-    added = command(commands, "verify", text, _run)
-    added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
-    add_reading(added, parts=False)
-    add_progress(added)
-
-
-def _run(chosen: argparse.Namespace) -> int:
+def run(chosen: argparse.Namespace) -> int:
+    """Verify the checkpoint; returns the exit status."""
     try:
         source = opened(chosen)
     except (ArgumentsError, UnknownFormatError):

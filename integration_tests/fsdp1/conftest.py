@@ -1,0 +1,24 @@
+"""The worlds that answer the questions of this folder, started once for all that pytest has collected."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from integration_tests.fsdp1.asking import Answers, Question
+
+
+@pytest.fixture(scope="session")
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """One world for each number of ranks; the workers of one pytest run share them."""
+    questions: dict[int, list[Question]] = {}
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and isinstance(callspec.params.get("question"), Question):
+            questions.setdefault(item.function.ranks, []).append(callspec.params["question"])
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    root = Path(root, "fsdp1-answers")
+    root.mkdir(exist_ok=True)
+    return Answers(questions, root)

@@ -1,0 +1,61 @@
+"""Sizes at which the code takes another way: named, listed in one place, and settable."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+import attrs
+from typing_extensions import final
+
+__all__ = ["Threshold", "all_thresholds"]
+
+_MADE: Final[dict[str, Threshold]] = {}
+
+
+@final
+@attrs.define(eq=False)
+class Threshold:
+    """A number on which a way through the code depends; results do not.
+
+    It is one for the process. Set it before what depends on it is made: a model, a checkpoint, a group.
+    """
+
+    name: str = attrs.field(on_setattr=attrs.setters.frozen)
+    """The layer and the noun, as in `core.small_gradient_nbytes`; no two have the same."""
+    value: int
+    ways: str = attrs.field(on_setattr=attrs.setters.frozen)
+    """What is done up to it, and what above it."""
+    least: int = attrs.field(default=1, kw_only=True, on_setattr=attrs.setters.frozen)
+    """The smallest value with which everything works."""
+    default: int = attrs.field(init=False, on_setattr=attrs.setters.frozen)
+
+    @default.default
+    def _remember(self) -> int:
+        return self.value
+
+    def __attrs_post_init__(self) -> None:
+        if self.name in _MADE:
+            raise ValueError(f"there is a threshold {self.name!r} already")
+        _MADE[self.name] = self
+
+    @contextlib.contextmanager
+    def set_to(self, value: int) -> Iterator[None]:
+        """Have `value` in its place inside the context.
+
+        Raises:
+            ValueError: if it is below `least`.
+        """
+        if value < self.least:
+            raise ValueError(f"{self.name}: expected a number of at least {self.least}, found {value}")
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+def all_thresholds() -> list[Threshold]:
+    """Every threshold of the layers that have been imported, by name."""
+    return [_MADE[name] for name in sorted(_MADE)]

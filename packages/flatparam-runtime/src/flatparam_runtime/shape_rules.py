@@ -1,0 +1,166 @@
+"""Optimizers whose rule is not the same for each element, and that shards would have train to other numbers."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Final
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import final
+
+from flatparam_comm import FlatParamError, FlatParameter, owner_of
+
+__all__ = ["allow_shards", "check_sees_no_shards"]
+
+_LOOKS_AT_SHAPES: Final = (
+    *(
+        "adafactor",
+        "adamini",
+        "adam_mini",
+        "apollo",
+        "galore",
+        "kfac",
+        "muon",
+        "novograd",
+        "psgd",
+        "scion",
+        "shampoo",
+    ),
+    *("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "soap", "spam"),
+)
+"""In the names of classes that compute with rows, columns or the norm of a parameter."""
+_LOOKS_AT_ALL: Final = ("dadapt", "lbfgs", "prodigy")
+"""In the names of those that compute with all parameters at once, whatever their shapes."""
+_PARTS_OF_WORDS: Final = frozenset({"came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam"})
+"""Of these names, those that count at the end only: elsewhere they may be part of another word."""
+_TREATS_EACH_ALONE: Final = (
+    *(
+        "adabelief",
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamax",
+        "adamw",
+        "adan",
+        "ademamix",
+        "asgd",
+        "cpuadam",
+        "lion",
+    ),
+    *("nadam", "radam", "rmsprop", "rprop", "schedulefree", "sgd", "sophia", "sophiag", "sparseadam"),
+)
+"""At the end of the names of those that treat each element alone."""
+_PREFIXES: Final = ("fused", "distributed", "singledevice", "paged", "deepspeed")
+
+_IS_KNOWN: Final = "_flatparam_may_see_shards"
+
+
+def allow_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Say that `optimizer` treats each element alone, or knows what to do with the shards that it is given."""
+    setattr(optimizer, _IS_KNOWN, True)
+
+
+def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step of an optimizer that looks at shapes, and holds parameters that have lost theirs.
+
+    An optimizer of an unknown kind is told of in a warning, once.
+
+    Raises:
+        FlatParamError: naming the optimizer, a parameter, and what to do; nothing has been stepped.
+    """
+    if vars(optimizer).get(_IS_KNOWN, False):
+        return
+    kind = type(optimizer)
+    names = [_plain_name(base) for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)]
+    if any(_names_one_of(name, _LOOKS_AT_SHAPES) for name in names):
+        part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
+        looks_at = "the shapes of the parameters that it steps"
+    elif any(_names_one_of(name, _LOOKS_AT_ALL) for name in names):
+        part = next((part for part in _parts(optimizer) if part.is_sharded), None)
+        looks_at = "all parameters at once"
+    elif any(_plain_name(base).endswith(_TREATS_EACH_ALONE) for base in _with_this_step(kind)):
+        return
+    else:
+        part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
+        if part is not None:
+            _warn(kind.__name__, part)
+            allow_shards(optimizer)
+        return
+    if part is not None:
+        raise FlatParamError(
+            f"rank {part.rank}: {kind.__name__} looks at {looks_at}, and would train other numbers without a word: of "
+            f"{part.fqn!r}, of shape {part.whole}, it holds {part.found}. Use an optimizer that treats each element "
+            "alone (AdamW, SGD and so on; docs/guides/optimizers.md lists them), or have parameters kept whole on each "
+            "rank, with NO_SHARD and use_orig_params=True; if this one knows of shards, call "
+            "flatparam.allow_shards(optimizer)"
+        )
+
+
+def _warn(kind: str, part: _Part) -> None:
+    warnings.warn(
+        f"{kind} is not an optimizer that flatparam knows, and sees shards: of {part.fqn!r}, of shape {part.whole}, it "
+        f"holds {part.found}. If it treats each element alone, nothing is lost; flatparam.allow_shards(optimizer) says "
+        "so. If it looks at shapes or norms, it trains other numbers: have parameters kept whole, with NO_SHARD and "
+        "use_orig_params=True",
+        stacklevel=2,
+    )
+
+
+def _plain_name(kind: type) -> str:
+    name = kind.__name__.lower().lstrip("_")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _names_one_of(name: str, known: tuple[str, ...]) -> bool:
+    return name.endswith(known) or any(each in name for each in known if each not in _PARTS_OF_WORDS)
+
+
+def _with_this_step(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer]]:
+    """`kind`, and the classes that it has its `step` from, which torch wraps in each class anew."""
+    step = inspect.unwrap(kind.step)
+    bases = [base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)]
+    return [base for base in bases if base is kind or inspect.unwrap(base.step) is step]
+
+
+@final
+@attrs.frozen
+class _Part:
+    """What an optimizer holds of a sharded parameter."""
+
+    rank: int
+    fqn: str
+    whole: tuple[int, ...]
+    found: str
+    is_sharded: bool
+    """Whether other ranks hold elements too."""
+    has_lost_its_shape: bool
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            part = _part_of(parameter)
+            if part is not None:
+                yield part
+
+
+def _part_of(parameter: nn.Parameter) -> _Part | None:
+    if isinstance(parameter, FlatParameter):
+        layout = parameter.flat_layout
+        spec = layout.slots[0].spec
+        found = f"a part of a flat parameter of {parameter.numel()} elements"
+        return _Part(parameter.rank, spec.fqn, spec.shape, found, layout.world_size > 1, True)
+    owner = owner_of(parameter)
+    if owner is None:
+        return None
+    handle, index = owner
+    spec = handle.layout.slots[index].spec
+    is_sharded, shape = handle.layout.world_size > 1, tuple(parameter.shape)
+    has_lost = is_sharded or shape != spec.shape
+    return _Part(handle.rank, spec.fqn, spec.shape, f"a part of shape {shape}", is_sharded, has_lost)

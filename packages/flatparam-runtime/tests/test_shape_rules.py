@@ -1,0 +1,169 @@
+"""An optimizer that would train other numbers on shards is refused, and an unknown one is told of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam_comm import Collectives, FlatParamError, SingleCollectives
+from flatparam_runtime import allow_shards
+
+from .models import Stack, batch
+from .worlds import full_parameters, run, sharded
+
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+class Quiet(torch.optim.Optimizer):
+    """An optimizer of nobody's knowledge; it steps by the sign."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad.sign()
+
+
+def named(name: str) -> type[Quiet]:
+    return type(name, (Quiet,), {})
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() == 2]
+
+
+def step(
+    collectives: Collectives, make: Callable[..., Any], only: Callable[..., Any], **options: Any
+) -> None:
+    module = sharded(Stack, collectives, units=BLOCKS, **options)
+    optimizer = make(only(module))
+    module(batch(collectives.rank)).square().mean().backward()
+    before = full_parameters(module)
+    try:
+        if make is torch.optim.LBFGS:
+            optimizer.step(lambda: module(batch(collectives.rank)).square().mean())
+        else:
+            optimizer.step()
+    except FlatParamError:
+        after = full_parameters(module)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        raise
+
+
+REFUSED = [
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    *map(named, ("Lamb", "FusedLAMB", "LARS", "Shampoo", "SOAP")),
+]
+REFUSED += list(
+    map(named, ("MuonWithAuxAdam", "SingleDeviceMuon", "DistributedShampoo", "GaLoreAdamW8bit", "CAME"))
+)
+REFUSED += [named("Prodigy"), named("DAdaptAdam")]
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_looks_at_shapes_is_refused(make: Callable[..., Any], use_orig_params: bool) -> None:
+    """Before its first step every rank raises an error with the optimizer, a parameter and what to do; nothing moves."""
+
+    def rank(collectives: Collectives) -> str:
+        with pytest.raises(FlatParamError) as caught:
+            step(collectives, make, nn.Module.parameters, use_orig_params=use_orig_params)
+        return str(caught.value)
+
+    for number, message in enumerate(run(2, rank)):
+        assert message.startswith(f"rank {number}: {make.__name__} ")
+        assert "stem.weight" in message
+        assert "NO_SHARD" in message
+        assert "allow_shards" in message
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_is_refused() -> None:
+    """torch's own Muon takes shards of two dimensions without a word, so it is refused."""
+
+    def rank(collectives: Collectives) -> None:
+        with pytest.raises(FlatParamError, match="Muon looks at the shapes"):
+            step(collectives, torch.optim.Muon, matrices, use_orig_params=True)
+
+    run(2, rank)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *map(named, ("Lion", "FusedAdam", "AdamWScheduleFree", "MySGD")),
+        type("Mine", (torch.optim.AdamW,), {}),
+    ],
+    ids=lambda make: make.__name__,
+)
+def test_what_treats_each_element_alone_is_silent(make: Callable[..., Any], use_orig_params: bool) -> None:
+    """Known elementwise optimizers, and classes that only inherit their step, neither raise nor warn."""
+
+    def rank(collectives: Collectives) -> None:
+        step(collectives, make, nn.Module.parameters, use_orig_params=use_orig_params)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(2, rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_unknown_one_is_told_of_once(ranks: int) -> None:
+    """An unknown kind of optimizer warns once on each of several ranks, however often it steps; one rank has no shards."""
+
+    def steps(collectives: Collectives) -> None:
+        module = sharded(Stack, collectives, use_orig_params=True)
+        optimizer = Quiet(module.parameters())
+        for _ in range(3):
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(ranks, steps)
+    told = sum("Quiet is not an optimizer" in str(each.message) for each in caught)
+    assert told == (ranks if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("make", [named("Shampoo"), Quiet])
+def test_allowing_it(make: Callable[..., Any]) -> None:
+    """`allow_shards` turns off both."""
+
+    def allowed(parameters: Any) -> Any:
+        optimizer = make(parameters)
+        allow_shards(optimizer)
+        return optimizer
+
+    def rank(collectives: Collectives) -> None:
+        step(collectives, allowed, nn.Module.parameters, use_orig_params=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(2, rank)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.LBFGS, named("Shampoo"), Quiet])
+def test_whole_parameters_may_be_stepped_by_any(make: Callable[..., Any]) -> None:
+    """In a world of one the originals have their shapes, and every optimizer steps them as those of the plain model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(SingleCollectives(), make, nn.Module.parameters, use_orig_params=True)
+
+
+def test_optimizers_of_other_models_are_left_alone() -> None:
+    """What holds no parameter of a unit is not looked at."""
+    module = nn.Linear(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in (Quiet, named("Shampoo"), torch.optim.Adafactor):
+            optimizer = make(module.parameters())
+            module(torch.ones(1, 3)).sum().backward()
+            optimizer.step()

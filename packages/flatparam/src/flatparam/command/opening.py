@@ -1,0 +1,40 @@
+"""The checkpoint that the arguments name."""
+
+from __future__ import annotations
+
+import argparse
+
+from flatparam_state import CheckpointError, Source, open_source, select
+
+__all__ = ["ArgumentsError", "opened", "parts_of"]
+
+
+class ArgumentsError(CheckpointError):
+    """The arguments do not say what to do."""
+
+
+def opened(chosen: argparse.Namespace) -> Source:
+    """The checkpoint that the arguments name.
+
+    Raises:
+        ArgumentsError: where they name none, or both a path and a pair of files.
+        CheckpointError: where it cannot be opened.
+    """
+    pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
+    if bool(pair) == (chosen.source is not None):
+        raise ArgumentsError("give either the path of a checkpoint, or --model and --optimizer")
+    return parts_of(open_source(*(pair or [chosen.source]), format=chosen.format), chosen.only)
+
+
+def parts_of(source: Source, only: list[str] | None) -> Source:
+    """The parts of a source that were asked for.
+
+    Raises:
+        CheckpointError: where it has none of them.
+    """
+    if not only:
+        return source
+    chosen = select(source, only)
+    if not chosen.tensors and not chosen.values:
+        raise CheckpointError(f"the checkpoint has no {' and no '.join(only)}")
+    return chosen

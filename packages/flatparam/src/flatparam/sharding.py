@@ -1,0 +1,93 @@
+"""Making a module a unit, as the wrapper's arguments were resolved; or finding that it is one already."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from flatparam import placement
+from flatparam._fsdp_extensions import flatten_extended, needs_extensions
+from flatparam.compiling import mark_for_compiler
+from flatparam.debug_log import watch_for_debugging
+from flatparam.deferred_init import initialiser, is_deferred
+from flatparam.resolve import Resolved
+from flatparam_core import FlatParamError, FlatParameter, owner_of
+from flatparam_runtime import Unit, shard_module, unit_of
+
+__all__ = ["unit_for"]
+
+
+def unit_for(module: nn.Module, resolved: Resolved) -> Unit:
+    """The unit of `module`, which is made one, unless it was wrapped before.
+
+    Raises:
+        FlatParamError: if it was wrapped before, and has got parameters since that no unit holds.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return _shard(module, resolved)
+    _check_holds_all(module, unit, resolved)
+    _warn_of_other_plan(unit, resolved)
+    return unit
+
+
+def _shard(module: nn.Module, resolved: Resolved) -> Unit:
+    modules = placement.own_modules(module, resolved.ignored)
+    tensors = list(placement.own_tensors(modules, resolved.ignored))
+    if needs_extensions(tensors):
+        flatten_extended(module, resolved.ignored)
+        tensors = list(placement.own_tensors(modules, resolved.ignored))
+    initialise = initialiser(module, resolved) if is_deferred(tensors, resolved) else None
+    if resolved.device is not None:
+        placement.move(tensors, resolved.device)
+    if resolved.sync_module_states and initialise is None:
+        placement.broadcast_from_first(resolved.plan.topology, tensors)
+    unit = shard_module(
+        module,
+        resolved.plan,
+        ignored_modules=resolved.ignored.modules,
+        ignored_parameters=resolved.ignored.parameters,
+        device=resolved.device,
+        initialise=initialise,
+    )
+    watch_for_debugging(unit)
+    mark_for_compiler(modules)
+    return unit
+
+
+def _check_holds_all(module: nn.Module, unit: Unit, resolved: Resolved) -> None:
+    tensors = placement.own_tensors(placement.own_modules(module, resolved.ignored), resolved.ignored)
+    for tensor in tensors:
+        if (
+            isinstance(tensor, nn.Parameter)
+            and not isinstance(tensor, FlatParameter)
+            and owner_of(tensor) is None
+        ):
+            name = next(name for name, parameter in module.named_parameters() if parameter is tensor)
+            raise FlatParamError(
+                f"rank {unit.plan.topology.shard.rank}: {type(module).__name__} was wrapped before it got the "
+                f"parameter {name!r}, which no unit holds; wrap its module, and then the module around both"
+            )
+
+
+def _warn_of_other_plan(unit: Unit, resolved: Resolved) -> None:
+    """Say that arguments which differ from those of the first wrapping change nothing."""
+    before, asked = unit.plan, resolved.plan
+    differing = [
+        name
+        for name, mine, other in (
+            ("sharding_strategy", before.free_after_forward, asked.free_after_forward),
+            ("process_group", before.topology, asked.topology),
+            ("mixed_precision", (before.precision, before.casting), (asked.precision, asked.casting)),
+            ("cpu_offload", before.storage_device, asked.storage_device),
+            ("use_orig_params", before.use_orig_params, asked.use_orig_params),
+        )
+        if mine != other
+    ]
+    if differing:
+        warnings.warn(
+            f"unit {unit.name!r} was wrapped before, and its parameters stay as they were sharded then: "
+            f"{', '.join(differing)} of this wrapping {'have' if len(differing) > 1 else 'has'} no effect on them",
+            stacklevel=4,
+        )

@@ -1,0 +1,44 @@
+"""What a wrapper was asked for and follows, under FSDP1's names; setting one of them counts from the next pass on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import nn
+
+from flatparam.api import BackwardPrefetch
+from flatparam.resolve import backward_prefetch_of, resolve_prefetch
+from flatparam_runtime import Unit
+
+__all__ = ["WithSettings"]
+
+
+class WithSettings(nn.Module):
+    """What `FullyShardedDataParallel` tells of its settings; it is not used by itself."""
+
+    _unit: Unit
+    limit_all_gathers: bool
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When the next unit of the backward pass is gathered."""
+        return backward_prefetch_of(self._unit.plan.prefetch)
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, when: Any) -> None:
+        self._prefetch(backward=resolve_prefetch(False, when).backward)
+
+    @property
+    def forward_prefetch(self) -> int:
+        """Whether the next unit of the forward pass is gathered while this one computes; how many, if more than one."""
+        units = self._unit.plan.prefetch.forward
+        return units if units > 1 else bool(units)
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, units: int) -> None:
+        self._prefetch(forward=int(units))
+
+    def _prefetch(self, **changes: Any) -> None:
+        plan = self._unit.plan
+        self._unit.plan = attrs.evolve(plan, prefetch=attrs.evolve(plan.prefetch, **changes))

@@ -1,0 +1,180 @@
+"""The names of torch that the packages use, read from their sources, and which of them a torch lacks.
+
+    python tools/matrix/names.py    what the torch of this Python lacks, as JSON
+
+Standard library and torch only, as it is run in every environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["INSTEAD", "OF_OBJECTS", "lacks", "names_used", "private_attributes", "private_names", "unplaced"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+#: Names that some torch lacks, and what the packages do there.
+INSTEAD: Final[Mapping[str, str]] = {
+    "torch.distributed.all_gather_single": "calls `all_gather_into_tensor`, its name before",
+    "torch.distributed.reduce_scatter_single": "calls `reduce_scatter_tensor`, its name before",
+    "torch.distributed.all_gather_into_tensor": "calls `all_gather_single`, its name since 2.13",
+    "torch.distributed.reduce_scatter_tensor": "calls `reduce_scatter_single`, its name since 2.13",
+    "torch.UntypedStorage._swap_data_ptr_": (
+        "gives the memory of freed buffers back to the system, and keeps none for the next buffer (CPU only)"
+    ),
+}
+
+#: Private attributes of torch's objects, by name: the object that has them, as an expression.
+OF_OBJECTS: Final[Mapping[str, str]] = {
+    "_buffers": "torch.nn.Module()",
+    "_cdata": "torch.UntypedStorage",
+    "_enabled": "torch.amp.GradScaler('cpu')",
+    "_get_backend": "torch.distributed.ProcessGroup",
+    "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
+    "_init_group": "torch.optim.AdamW",
+    "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
+    "_metadata": "torch.nn.Module().state_dict()",
+    "_non_persistent_buffers_set": "torch.nn.Module()",
+    "_parameters": "torch.nn.Module()",
+    "_process_group_name": "torch.distributed.distributed_c10d",
+    "_swap_data_ptr_": "torch.UntypedStorage",
+    "_timeout": "torch._C._distributed_c10d.Backend.Options",
+    "_torchdynamo_disable": "torch.compiler.disable(lambda: None)",
+}
+#: Private attributes of the standard library's objects, and those that we give to torch's.
+_NOT_TORCHS: Final = frozenset(
+    {"_SubParsersAction", "_current_frames", "_exit", "_flatparam_owner", "_getframe", "_wrap_overrides"}
+)
+
+
+def names_used() -> list[str]:
+    """Return every name of torch that the packages' sources use, in full."""
+    found: set[str] = set()
+    for tree in _sources():
+        found |= set(_dotted(tree)) | set(_looked_up(tree))
+    for attribute in private_attributes() & OF_OBJECTS.keys():
+        found.add(f"{OF_OBJECTS[attribute]}.{attribute}")
+    return sorted(found)
+
+
+def private_names() -> list[str]:
+    """Return those of them that torch does not promise to keep."""
+    return [name for name in names_used() if re.search(r"\._[a-zA-Z]", name)]
+
+
+def unplaced() -> list[str]:
+    """Return the private attributes in the sources of which nobody has said whose they are."""
+    return sorted(private_attributes() - OF_OBJECTS.keys() - _NOT_TORCHS - _parts_of_dotted())
+
+
+def lacks() -> list[str]:
+    """Return the names that the torch of this process does not have."""
+    return [name for name in names_used() if not _is_there(name)]
+
+
+@functools.cache
+def _sources() -> tuple[ast.Module, ...]:
+    files = sorted((ROOT / "packages").glob("*/src/**/*.py"))
+    return tuple(ast.parse(file.read_text(encoding="utf-8")) for file in files)
+
+
+def _dotted(tree: ast.Module) -> Iterator[str]:
+    """What is imported of torch, and the chains of attributes that begin at such an import."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.split(".")[0] == "torch":
+                    yield each.name
+                    names[each.asname or "torch"] = each.name if each.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for each in node.names:
+                yield f"{node.module}.{each.name}"
+                names[each.asname or each.name] = f"{node.module}.{each.name}"
+    shorter = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in shorter:
+            root, *rest = _chain(node)
+            if root in names:
+                yield ".".join([names[root], *rest])
+
+
+def _chain(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [*_chain(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else [""]
+
+
+def _looked_up(tree: ast.Module) -> Iterator[str]:
+    """The functions of torch.distributed that flatparam_comm.c10d_names looks up."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_first_of":
+            for each in node.args:
+                if isinstance(each, ast.Constant):
+                    yield f"torch.distributed.{each.value!s}"
+
+
+@functools.cache
+def private_attributes() -> frozenset[str]:
+    """Return the private attributes that are read in the sources, and that no class or function of ours defines."""
+    ours: set[str] = set()
+    read: set[str] = set()
+    for tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                (ours if _chain(node)[0] in ("self", "cls") else read).add(node.attr)
+            elif isinstance(node, ast.Call) and _chain(node.func) in (["getattr"], ["hasattr"]):
+                read |= _strings(node.args)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                if node.targets[0].id == "__slots__":
+                    ours |= _strings(ast.walk(node.value))
+            elif isinstance(node, ast.Attribute):
+                read.add(node.attr)
+    return frozenset(name for name in read - ours if re.match(r"_[a-zA-Z]", name))
+
+
+def _strings(nodes: Iterable[ast.AST]) -> set[str]:
+    return {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def _parts_of_dotted() -> set[str]:
+    return {part for tree in _sources() for name in _dotted(tree) for part in name.split(".")}
+
+
+def _is_there(name: str) -> bool:
+    import torch
+
+    if "(" in name:  # an attribute of an object, which is made for it
+        owner, _, attribute = name.rpartition(".")
+        return hasattr(eval(owner, {"torch": torch}), attribute)
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        return _has(found, parts[end:])
+    return False
+
+
+def _has(found: Any, attributes: list[str]) -> bool:
+    for attribute in attributes:
+        if not hasattr(found, attribute):
+            return False
+        found = getattr(found, attribute)
+    return True
+
+
+if __name__ == "__main__":
+    print(json.dumps(lacks()))
