@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matrix import names
 from matrix.environments import RowError, find_python
-from matrix.main import counts, main, verdict
+from matrix.main import counts, main, repeated, verdict
 from matrix.rows import HOME_PYTHON, HOME_TORCH, PYTHONS, TORCHES, Row, all_rows, choose
 
 HERE = ".".join(map(str, sys.version_info[:2]))
@@ -94,6 +94,16 @@ def test_results_are_read_from_the_report(tmp_path: Path) -> None:
     report.write_text(REPORT)
     expected = {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a.b::wrong", "a.b::broken"]}
     assert counts(report) == expected
+
+
+def test_what_fails_once_is_no_failure() -> None:
+    """A test that passes when it is run alone has passed, and is named; one that fails twice has failed."""
+    first = {"passed": 1, "failed": 2, "skipped": 0, "failures": ["a.b::wrong", "a.b::late"]}
+    again = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["a.b::wrong"]}
+    assert repeated(first, again) == {
+        **{"passed": 2, "failed": 1, "skipped": 0, "failures": ["a.b::wrong"]},
+        "repeated": ["a.b::late"],
+    }
 
 
 def test_what_makes_a_row_fail() -> None:

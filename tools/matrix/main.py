@@ -10,8 +10,9 @@
 
 In each environment are an ordinary `pip install torch==VERSION`, the tools of the tests as tools/constraints.txt has
 them, and the five packages as wheels. Tested are all tests of the layers and the short ones of integration, without
-those marked `slow` or `gpu`. Results are entered in docs/compatibility.json, and the page is written from it. An
-environment takes five gigabytes of disk and some minutes to download; there is one at a time.
+those marked `slow` or `gpu`. Tests that fail run once more, one after the other: a failure is one that fails twice, and
+what passes alone is named in the results as "repeated". Results are entered in docs/compatibility.json, and the page is
+written from it. An environment takes five gigabytes of disk and some minutes to download; there is one at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .names import INSTEAD, names_used, private_names, unplaced
 from .page import write
 from .rows import Row, all_rows, choose
 
-__all__ = ["RESULTS", "SUITES", "counts", "main", "verdict"]
+__all__ = ["RESULTS", "SUITES", "counts", "main", "repeated", "verdict"]
 
 RESULTS: Final = ROOT / "docs" / "compatibility.json"
 SUITES: Final = {
@@ -43,19 +44,10 @@ SUITES: Final = {
         "integration_tests/state/test_torch_files.py",
     ),
 }
-# A test has as long as it needs on a machine that does something else too.
-PYTEST: Final = (
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "--timeout",
-    "900",
-    "-o",
-    "faulthandler_timeout=0",
-)
-WORKERS: Final = str(min(os.cpu_count() or 1, 4))
+# A test has as long as it needs on a machine that does something else too. pytest's own tracebacks fail on some
+# Pythons ("AST constructor recursion depth mismatch", 3.11.7), and take the whole run with them.
+PYTEST: Final = ("-m", "pytest", "-q", "--tb", "native", "--timeout", "900", "-o", "faulthandler_timeout=0")
+SPREAD: Final = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,7 +80,7 @@ def _outcome(row: Row, for_pytest: Sequence[str], *, keep: bool) -> str:
         with environment(row, keep=keep) as made:
             if for_pytest:
                 folders = [folder for suite in SUITES.values() for folder in suite]
-                code = made.show(*_pytest(folders), *for_pytest)
+                code = made.show(*_pytest(row, "chosen", folders), *SPREAD, *for_pytest)
                 return "ok, not entered" if code == 0 else f"FAILED: pytest ended with {code}"
             entry = _tested(row, made)
     except RowError as error:
@@ -104,18 +96,40 @@ def _tested(row: Row, made: Environment) -> dict[str, Any]:
     lacks = json.loads(made.run("-W", "ignore", "tools/matrix/names.py").stdout)
     entry: dict[str, Any] = {"torch": row.torch, "installed": installed, "python": python, "lacks": lacks}
     for suite, folders in SUITES.items():
-        report = HOME / f"{row.name}-{suite}.xml"
-        report.unlink(missing_ok=True)
-        code = made.show(*_pytest(folders), f"--junit-xml={report}")
-        if code not in (0, 1) or not report.exists():
-            raise RowError(f"pytest ended with {code} in the tests of {suite}")
-        entry[suite] = counts(report)
+        entry[suite] = _suite(row, made, suite, folders)
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return {**entry, "date": time.strftime("%Y-%m-%d"), "machine": machine}
 
 
-def _pytest(folders: Sequence[str]) -> list[str]:
-    return [*PYTEST, "-n", WORKERS, "--dist", "worksteal", "-m", "not gpu and not slow", *folders]
+def _suite(row: Row, made: Environment, suite: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Run the tests of a suite, and those that fail once more, alone."""
+    first = _reported(row, made, suite, folders, *SPREAD)
+    if not first["failed"]:
+        return first
+    again = _reported(row, made, suite, folders, "--last-failed", "--last-failed-no-failures", "none")
+    return repeated(first, again)
+
+
+def _reported(row: Row, made: Environment, suite: str, folders: Sequence[str], *how: str) -> dict[str, Any]:
+    report = HOME / f"{row.name}-{suite}.xml"
+    report.unlink(missing_ok=True)
+    code = made.show(*_pytest(row, suite, folders), *how, f"--junit-xml={report}")
+    if code not in (0, 1) or not report.exists():
+        raise RowError(f"pytest ended with {code} in the tests of {suite}")
+    return counts(report)
+
+
+def _pytest(row: Row, suite: str, folders: Sequence[str]) -> list[str]:
+    cache = HOME / f"{row.name}-{suite}.cache"  # which tests failed last
+    return [*PYTEST, "-o", f"cache_dir={cache}", "-m", "not gpu and not slow", *folders]
+
+
+def repeated(first: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of a run of which the failures were run once more: those that passed then have passed."""
+    failures = [name for name in first["failures"] if name in again["failures"]]
+    passed = [name for name in first["failures"] if name not in failures]
+    total = {"passed": first["passed"] + len(passed), "failed": len(failures), "skipped": first["skipped"]}
+    return {**total, "failures": failures, "repeated": passed}
 
 
 def counts(report: Path) -> dict[str, Any]:
