@@ -39,14 +39,15 @@ import flatparam.sharded_grad_scaler
 import flatparam.wrap
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
+from integration_tests.patience import PATIENCE
 
 DIFFERENCES = Path(__file__).parents[2] / "docs" / "differences-from-torch.md"
 
 #: How long a collective may wait for a rank that does not come: long, since it only costs time where a test fails.
-_PG_TIMEOUT = 30.0
+_PG_TIMEOUT = PATIENCE / 5
 
 #: How long all questions to one world may take.
-_WORLD_TIMEOUT = 500
+_WORLD_TIMEOUT = 1.4 * PATIENCE
 
 #: How often ranks try to reach each other in a new process group.
 _ATTEMPTS: Final = 5

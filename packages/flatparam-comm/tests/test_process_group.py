@@ -191,7 +191,7 @@ def _overlapping(comm: ProcessGroupCollectives) -> Any:
 
 def test_subgroups_of_a_subgroup_may_overlap() -> None:
     """A group inside a group comes to be although its ranks have made different numbers of groups before."""
-    assert run_processes(4, _overlapping, pg_timeout=10) == [
+    assert run_processes(4, _overlapping) == [
         [[0, 1], None, [0, 1]],
         [[0, 1], [1, 2], [0, 1]],
         [None, [1, 2], None],
