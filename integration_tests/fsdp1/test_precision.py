@@ -60,9 +60,9 @@ def test_dtypes_while_summoned(library: Library, originals: bool) -> Any:
     return [before, seen, y.dtype, summoned, dtypes(model.named_buffers())]
 
 
-@alike(ranks=2, root=BOTH, below=BOTH)
-def test_where_inputs_are_cast(library: Library, root: bool, below: bool) -> Any:
-    """`cast_root_forward_inputs` decides for the root, `cast_forward_inputs` for the units below it."""
+@alike(ranks=2, root=BOTH, below=BOTH, own=BOTH)
+def test_where_inputs_are_cast(library: Library, root: bool, below: bool, own: bool) -> Any:
+    """`cast_root_forward_inputs` decides for the root, `cast_forward_inputs` for units with parameters of their own."""
     seen: list[Any] = []
 
     class Between(nn.Module):
@@ -70,7 +70,7 @@ def test_where_inputs_are_cast(library: Library, root: bool, below: bool) -> Any
             super().__init__()
             self.first = nn.Linear(3, 3)
             self.second = nn.Linear(3, 2)
-            self.offset = nn.Parameter(torch.zeros(3))  # without one of its own FSDP1's root casts less
+            self.offset = nn.Parameter(torch.zeros(3)) if own else 0.0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.append(x.dtype)

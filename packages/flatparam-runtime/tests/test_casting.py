@@ -134,6 +134,36 @@ def test_who_casts(casting: Casting, dtypes: tuple[torch.dtype, ...]) -> None:
     assert module.inner.taken[-1] == (HALF if casting.applies(is_top=True) else FULL)
 
 
+class Without(nn.Module):
+    """Has no parameter beside those of `layer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.taken: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.taken.append(x.dtype)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("casting", "taken"),
+    [
+        (Casting(HALF, at_root=False, below_root=True), FULL),
+        (Casting(HALF, below_root=True), HALF),
+        (Casting(HALF, at_root=False, below_root=True, restores_outputs=True), HALF),
+    ],
+)
+def test_a_unit_without_parameters_casts_as_a_root(casting: Casting, taken: torch.dtype) -> None:
+    """A unit that manages none casts because it is outermost, or because it restores its outputs, and not as a unit below."""
+    module = sharded(
+        Without, SingleCollectives(), units=["layer"], precision=Precision(HALF), casting=casting
+    )
+    module(batch())
+    assert module.taken == [taken]
+
+
 def test_what_is_not_floating_point_is_not_cast() -> None:
     """Integers and booleans reach the module as they are, in any nesting."""
     given = {"x": batch(), "rest": [torch.arange(3), torch.tensor(True), "text"]}

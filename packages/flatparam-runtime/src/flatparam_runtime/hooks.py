@@ -123,7 +123,7 @@ def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
     if call.is_top and unit.handles:
         inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=True), inputs)
     casting = unit.plan.casting
-    if call.full_precision or not casting.applies(is_top=call.is_top):
+    if call.full_precision or not casting.applies(is_top=call.is_top, manages=bool(unit.handles)):
         return inputs
     if casting.restores_outputs:
         floating = (tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point())

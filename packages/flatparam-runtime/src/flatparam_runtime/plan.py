@@ -50,7 +50,7 @@ class Casting:
     Attributes:
         dtype: what they are cast to; `None` casts nothing.
         at_root: whether the outermost unit of a pass casts.
-        below_root: whether a unit inside another casts.
+        below_root: whether a unit with parameters casts, also inside another.
         restores_outputs: cast floating-point outputs back to the dtype that the inputs had.
     """
 
@@ -59,9 +59,10 @@ class Casting:
     below_root: bool = False
     restores_outputs: bool = False
 
-    def applies(self, *, is_top: bool) -> bool:
-        """Whether the inputs of a call are cast; `is_top`: it is the outermost of its pass."""
-        return self.dtype is not None and (self.below_root or (self.at_root and is_top))
+    def applies(self, *, is_top: bool, manages: bool = True) -> bool:
+        """Whether a call casts its inputs; `is_top`: it is the outermost of its pass; `manages`: it has parameters."""
+        below_root = self.below_root and (manages or self.restores_outputs)
+        return self.dtype is not None and (below_root or (self.at_root and is_top))
 
 
 @final
