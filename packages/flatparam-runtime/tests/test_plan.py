@@ -29,7 +29,7 @@ def test_the_defaults_are_full_shard() -> None:
     plan = UnitPlan(Topology(SingleCollectives()))
     assert plan.free_after_forward
     assert plan.free_after_unsynced_backward
-    assert plan.prefetch == PrefetchPlan(0, BackwardOrder.BEFORE_COMPUTE)
+    assert plan.prefetch == PrefetchPlan(None, BackwardOrder.BEFORE_COMPUTE)
     assert plan.precision == Precision(None, None)
     assert not plan.use_orig_params
 

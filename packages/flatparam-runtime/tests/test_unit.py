@@ -156,7 +156,7 @@ def test_reset_may_keep_what_was_collected() -> None:
 
 
 def test_a_reduction_owns_its_tensors_until_it_is_settled(ranks: int) -> None:
-    """Between launch and settling the flat gradient is allocated; settling frees it, and gives the mean."""
+    """From its beginning to the end of the first sum the flat gradient is allocated; settling gives the mean."""
 
     def steps(collectives: Collectives) -> None:
         module, unit = one(collectives)
@@ -168,10 +168,13 @@ def test_a_reduction_owns_its_tensors_until_it_is_settled(ranks: int) -> None:
         reduction = unit.begin_reduce([handle])
         assert unit.phase is Phase.REDUCING
         assert storage_nbytes(handle.gradients.buffer.tensor) > 0
+        reduction.replicate()
+        assert not reduction.is_under_way
+        assert storage_nbytes(handle.gradients.buffer.tensor) == 0
+        assert unit.phase is Phase.REDUCING
         (reduced,) = reduction.settle()
         assert reduced.handle is handle
         assert unit.phase is Phase.IDLE
-        assert storage_nbytes(handle.gradients.buffer.tensor) == 0
         assert list(reduced.arrived) == [0, 1, 0]
         span = handle.layout.shard_span(handle.rank)
         mean = torch.zeros(handle.layout.numel)

@@ -209,7 +209,8 @@ def _agree(units: Sequence[Unit], known: dict[FlatParamHandle, bytes], fingerpri
     for group, members in groups_of(units):
         handles = [handle for unit in members for handle in unit.handles if handle in known]
         flags = b"".join([*(known[handle] for handle in handles), combined])
-        mask = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(members[0].device)
+        device = next((handle.device for unit in members for handle in unit.handles), members[0].device)
+        mask = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(device)
         group.all_reduce(mask, op=ReduceOp.MAX, label="parameters with a gradient").wait()
         found = bytes(mask.tolist())
         combined = found[-len(own) :]  # the next group learns what this one has seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import operator
 import weakref
@@ -92,10 +91,14 @@ class BackwardPass:
     ready: list[Unit] = attrs.field(factory=list)
     """Complete, and waiting for their turn to be reduced."""
     reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    """Under way among the ranks that the unit is sharded over."""
+    replicating: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    """Under way among the copies of each shard."""
     to_enter: set[Unit] = attrs.field(init=False)
     """Of the expected, those that no gradient has reached yet, whose full parameters may still have to be gathered."""
-    unsettled: list[Reduced] = attrs.field(factory=list)
-    """Reduced gradients of which this rank cannot tell alone which parameters got any."""
+    held: list[Reduced] = attrs.field(factory=list)
+    """Reduced gradients that are given at the end: this rank cannot tell alone which parameters got any, or they are
+    still being copied to the host."""
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
@@ -300,28 +303,43 @@ class BackwardPass:
         handles = unit.to_reduce
         if handles:
             self._make_room()
-            self.reducing.append(unit.begin_reduce(handles))
+            reduction = unit.begin_reduce(handles)
+            self.reducing.append(reduction)
             self.reduced = True
+            has_copies = unit.plan.topology.replicate is not None
+            if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
+                self._advance()  # there is but the sum over the copies
 
     @profiled("rate_limiter")
     def _make_room(self) -> None:
         while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
-            self._settle(self.reducing.popleft())
+            self._advance()
 
     def settle_until(self, unit: Unit) -> None:
         """Finish the reductions under way up to the one of `unit`, where there is one."""
+        while unit.phase is Phase.REDUCING and self.replicating:
+            self._settle(self.replicating.popleft())
         while unit.phase is Phase.REDUCING and self.reducing:
-            self._settle(self.reducing.popleft())
+            self._advance(keep=0)
+
+    def _advance(self, *, keep: int = 1) -> None:
+        """Take the oldest reduction on; of those among copies so many stay under way, where they can."""
+        reduction = self.reducing.popleft()
+        reduction.replicate()
+        self.replicating.append(reduction)
+        keeps = reduction.is_under_way and reduction.unit.overlaps_reductions
+        while len(self.replicating) > (keep if keeps else 0):
+            self._settle(self.replicating.popleft())
 
     def _settle(self, reduction: Reduction) -> None:
         for reduced in reduction.settle():
             handle, arrived = reduced.handle, reduced.arrived
             before = self.given.get(handle)
             self.given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
-            if all(arrived):
+            if all(arrived) and reduced.landed is None:
                 _give(handle, reduced.gradient, arrived)
             else:
-                self.unsettled.append(reduced)
+                self.held.append(reduced)
 
     def finish(self) -> None:
         """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
@@ -345,30 +363,35 @@ class BackwardPass:
             if unit.sync_gradients and unit.unsynced and unit.phase is Phase.IDLE:
                 self._reduce(unit)  # collected before, and not reached by this pass
         while self.reducing:
-            self._settle(self.reducing.popleft())
+            self._advance()
+        while self.replicating:
+            self._settle(self.replicating.popleft())
         if self.reduced:
-            self._accumulate_unsettled()
+            self._give_held()
         self.on_end(self.reduced)
 
-    def _accumulate_unsettled(self) -> None:
+    def _give_held(self) -> None:
         """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
         arrived_anywhere = agree_on_gradients(self.units, self.given, self.fingerprint)
-        for reduced in self.unsettled:
-            _give(reduced.handle, reduced.gradient, arrived_anywhere[reduced.handle])
-        self.unsettled.clear()
-        if any(handle.is_offloaded for handle in self.given):
-            torch.accelerator.current_stream().synchronize()  # the copies to the host are only queued
+        for reduced in self.held:
+            if reduced.landed is not None:
+                reduced.landed.synchronize()
+            arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
+            _give(reduced.handle, reduced.gradient, arrived)
+        self.held.clear()
 
     def drop(self) -> None:
-        """Let go of everything after an exception; the reductions under way are waited for, since they own memory."""
-        for reduction in self.reducing:
-            for _, _, pending in reduction.parts:
-                with contextlib.suppress(RuntimeError):
-                    pending.wait()
+        """Let go of everything after an exception; what is under way is waited for, since it owns memory."""
+        for reduction in (*self.reducing, *self.replicating):
+            reduction.drop()
+        for reduced in self.held:
+            if reduced.landed is not None:
+                reduced.landed.wait()
         self.reducing.clear()
+        self.replicating.clear()
         self.active.clear()
         self.ready.clear()
-        self.unsettled.clear()
+        self.held.clear()
 
 
 def _check_unchanged(unit: Unit, call: ForwardCall) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from flatparam_comm import Residency
+from flatparam_comm import Residency, Threshold
 from flatparam_runtime.calls import ForwardCall, running_calls
 from flatparam_runtime.order import ForwardPass, next_forward
 from flatparam_runtime.phases import Phase
@@ -19,6 +19,12 @@ from flatparam_runtime.tree import UnitTree
 from flatparam_runtime.unit import Unit
 
 __all__ = ["enter_forward", "in_backward", "leave_forward", "result_of_exception"]
+
+PREFETCH_NBYTES: Final = Threshold(
+    "runtime.prefetch_nbytes",
+    2**22,
+    "On an accelerator one unit is gathered ahead, and more of them as long as they have so many bytes together.",
+)
 
 
 def in_backward() -> bool:
@@ -29,6 +35,9 @@ def in_backward() -> bool:
 def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
     """Have the unit's full parameters in place for a forward call of `module` that begins now."""
     backward = tree.backward  # clears away a pass that died
+    if backward is not None and not in_backward():
+        tree.recover()  # so did this one, but autograd's own threads have not let go of it yet
+        backward = None
     call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
@@ -65,14 +74,28 @@ def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
 def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
     current.begin(unit)
     depth = unit.plan.prefetch.forward
-    ahead: Sequence[Unit] = ()
+    ahead: Iterable[Unit] = ()
     if unit.forward_prefetch is not None:
         ahead = unit.forward_prefetch
+    elif depth is None:
+        if tree.streams.runs_ahead:
+            ahead = _as_many_as_fit(tree.to_come(unit))
     elif depth and tree.last_forward is not None:
         ahead = next_forward(tree.last_forward.began, current.began, depth)
     for other in ahead:
         if other.phase is Phase.IDLE:
             other.begin_unshard(full_precision=other.computes_in_full_precision)
+
+
+def _as_many_as_fit(units: Iterable[Unit]) -> Iterator[Unit]:
+    """The first of `units` that has parameters, and those after it as long as all are small."""
+    waiting = 0
+    for unit in units:
+        nbytes = unit.unsharded_nbytes
+        if waiting and waiting + nbytes > PREFETCH_NBYTES.value:
+            return
+        waiting += nbytes
+        yield unit
 
 
 def leave_forward(

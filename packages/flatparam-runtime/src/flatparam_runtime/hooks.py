@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatparam_comm import FlatParamError
+from flatparam_comm import FlatParamError, FlatParamHandle
 from flatparam_runtime.calls import ForwardCall, call_as_forward
 from flatparam_runtime.compiling import untraced
 from flatparam_runtime.forward import enter_forward, in_backward, leave_forward, result_of_exception
@@ -107,10 +107,15 @@ def _uses_parameters(unit: Unit, module: nn.Module) -> bool:
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    call = enter_forward(tree_of(unit), unit, module)
+    tree = tree_of(unit)
+    call = enter_forward(tree, unit, module)
     for each in (unit, *unit.lenders):
-        if any(handle.form.watch is None for handle in each.handles):
-            _watch_leaves(each)
+        for number, handle in enumerate(each.handles):
+            watch = handle.form.watch
+            if watch is None:
+                _watch_leaves(each, number, handle, tree.stream)
+            elif tree.has_changed_stream:
+                watch.follow(tree.stream)  # type: ignore[attr-defined]  # it is a LeafWatch
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
@@ -183,14 +188,10 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     return bool(watched) and not opaque
 
 
-def _watch_leaves(unit: Unit) -> None:
-    reference = weakref.ref(unit)
-    for number, handle in enumerate(unit.handles):
-        if handle.form.watch is None:
-            check_in_backward_optimizers(handle)
-            handle.form.watch = LeafWatch.begin(
-                handle, functools.partial(functools.partial, _gradient_arrived, reference, number)
-            )
+def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:
+    check_in_backward_optimizers(handle)
+    arrived = functools.partial(functools.partial, _gradient_arrived, weakref.ref(unit), number)
+    handle.form.watch = LeafWatch.begin(handle, arrived, stream)
 
 
 def _hook_every_leaf(unit: Unit) -> None:

@@ -29,14 +29,19 @@ class BackwardOrder(enum.Enum):
 @final
 @attrs.frozen
 class PrefetchPlan:
-    """How far ahead full parameters are gathered, in units; 0 gathers each when it is needed."""
+    """How far ahead full parameters are gathered, in units; 0 gathers each when it is needed.
 
-    forward: int = 0
+    In the forward pass `None` leaves it to the device. The CPU gathers each unit when it is needed, since the same
+    cores copy and compute. On an accelerator the next unit is gathered beside the computing, and further ones as long
+    as all that wait to be used are no more than `runtime.prefetch_nbytes`.
+    """
+
+    forward: int | None = None
     backward: BackwardOrder = BackwardOrder.BEFORE_COMPUTE
     backward_depth: int = 1
 
     def __attrs_post_init__(self) -> None:
-        if self.forward < 0:
+        if self.forward is not None and self.forward < 0:
             raise ValueError(f"expected a forward prefetch depth of at least 0, found {self.forward}")
         if self.backward_depth < 1:
             raise ValueError(f"expected a backward prefetch depth of at least 1, found {self.backward_depth}")

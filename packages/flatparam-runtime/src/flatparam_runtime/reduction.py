@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from typing_extensions import final
 
 from flatparam_comm import COMPLETED, FlatParamHandle, Pending
 from flatparam_runtime.phases import Phase
+from flatparam_runtime.streams import Mark, streams_of
 
 if TYPE_CHECKING:
     from flatparam_runtime.unit import Unit
@@ -27,6 +29,10 @@ class Reduced:
     gradient: Tensor
     arrived: bytes
     """For each parameter, non-zero where this rank had a gradient."""
+    landed: Mark | None = None
+    """When the gradient is in the host's memory, where it is still being copied there."""
+    source: Tensor | None = None
+    """What it is copied from."""
 
 
 @final
@@ -40,11 +46,26 @@ class PartialSum:
 
 @final
 @attrs.define(eq=False)
+class _Part:
+    """The gradient of one flat parameter: what is under way, the shard of the sum that it fills, and who has given."""
+
+    handle: FlatParamHandle
+    output: Tensor
+    pending: Pending
+    arrived: bytes = b""
+
+
+@final
+@attrs.define(eq=False)
 class Reduction:
-    """Owns the tensors until it is settled: the full gradients, and the shards of their sums that are being made."""
+    """Owns the tensors until it is settled: the full gradients, and the shards of their sums that are being made.
+
+    There are two sums: over the ranks that a parameter is sharded over, and then over the copies of each shard, where
+    there are any.
+    """
 
     unit: Unit
-    parts: list[tuple[FlatParamHandle, Tensor, Pending]]
+    parts: list[_Part]
 
     @classmethod
     def begin(cls, unit: Unit, handles: Sequence[FlatParamHandle]) -> Reduction:
@@ -58,45 +79,69 @@ class Reduction:
             else:
                 hook(full, output)
                 pending = COMPLETED
-            parts.append((handle, output, pending))
+            parts.append(_Part(handle, output, pending))
         return cls(unit, parts)
 
-    def settle(self) -> list[Reduced]:
-        """Wait, free the unsharded gradients, sum over the copies of the shard, and average."""
-        settled = []
-        for handle, output, pending in self.parts:
-            pending.wait()
-            mine = bytes(handle.gradients.deposited)
-            handle.gradients.release()
-            arrived = self._replicate(handle, output, mine)
-            if arrived is not None:
-                settled.append(self._averaged(handle, output, arrived))
+    def replicate(self) -> None:
+        """Wait for the first sum, free the unsharded gradients, and start the second."""
+        summed = []
+        for part in self.parts:
+            part.pending.wait()
+            part.arrived = bytes(part.handle.gradients.deposited)
+            part.handle.gradients.release()
+            if self._begin_copies(part):
+                summed.append(part)
         if self.unit.instruments:
-            self.unit.emit("finish", sum(handle.gradients.buffer.nbytes for handle, _, _ in self.parts))
+            self.unit.emit("finish", sum(part.handle.gradients.buffer.nbytes for part in self.parts))
+        self.parts = summed
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is left to wait for."""
+        return any(part.pending is not COMPLETED for part in self.parts)
+
+    def settle(self) -> list[Reduced]:
+        """Wait for the second sum, and average."""
+        settled = []
+        for part in self.parts:
+            part.pending.wait()
+            settled.append(self._averaged(part))
         self.unit.move(Phase.IDLE)
         return settled
 
-    def _replicate(self, handle: FlatParamHandle, output: Tensor, arrived: bytes) -> bytes | None:
-        """Sum `output` over the copies of the shard; `None` where that is left to a later backward pass."""
-        unit = self.unit
+    def drop(self) -> None:
+        """Wait, since what is under way owns memory, and forget what comes of it."""
+        for part in self.parts:
+            with contextlib.suppress(RuntimeError):
+                part.pending.wait()
+
+    def _begin_copies(self, part: _Part) -> bool:
+        """Start to sum over the copies of the shard; false where that is left to a later backward pass."""
+        unit, part.pending = self.unit, COMPLETED
         replicate = unit.plan.topology.replicate
         if replicate is None:
-            return arrived
-        before = unit.partial.pop(handle, None)
+            return True
+        before = unit.partial.pop(part.handle, None)
         if before is not None:
-            output += before.gradient
-            arrived = bytes(a | b for a, b in zip(before.arrived, arrived, strict=True))
+            part.output += before.gradient
+            part.arrived = bytes(a | b for a, b in zip(before.arrived, part.arrived, strict=True))
         if not unit.requires_all_reduce:
-            unit.partial[handle] = PartialSum(output, arrived)
-            return None
+            unit.partial[part.handle] = PartialSum(part.output, part.arrived)
+            return False
         if unit.hooks.all_reduce is not None:
-            unit.hooks.all_reduce(output, output)
+            unit.hooks.all_reduce(part.output, part.output)
         elif unit.hooks.reduce is None or unit.plan.topology.shard.size > 1:
-            replicate.all_reduce(output, label=unit.name).wait()
-        return arrived
+            part.pending = replicate.all_reduce(part.output, label=unit.name)
+        return True
 
-    def _averaged(self, handle: FlatParamHandle, output: Tensor, arrived: bytes) -> Reduced:
+    def _averaged(self, part: _Part) -> Reduced:
+        handle, output = part.handle, part.output
         _, after = self.unit.divisors
         if after != 1.0:
             output.div_(after)
-        return Reduced(handle, handle.for_grad(output), arrived)
+        streams = streams_of(handle.device)
+        if not (handle.is_offloaded and streams.runs_ahead):
+            return Reduced(handle, handle.for_grad(output), part.arrived)
+        with streams.downloading() as copies:
+            gradient = handle.for_grad(output)
+        return Reduced(handle, gradient, part.arrived, copies.end, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import attrs
@@ -17,9 +17,10 @@ from flatparam_runtime.backward import BackwardPass
 from flatparam_runtime.buffers import broadcast_buffers
 from flatparam_runtime.calls import running_calls
 from flatparam_runtime.fingerprint import Fingerprint
-from flatparam_runtime.order import ForwardPass
+from flatparam_runtime.order import ForwardPass, next_forward
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.ranges import profiled
+from flatparam_runtime.streams import NoStreams, OnDevice, streams_of
 from flatparam_runtime.unit import Unit
 
 __all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "revive_units", "tree_of", "unit_of", "units_in"]
@@ -94,9 +95,19 @@ class UnitTree:
     """Of the collectives of all units."""
     pool: BufferPool = attrs.field(factory=lambda: BufferPool(keeps=False))
     """Memory of the full parameters and unsharded gradients of all units, during a pass."""
+    streams: OnDevice = attrs.field(factory=NoStreams)
+    """Of the device that the units compute on."""
+    stream: int = 0
+    """The one that was current when the pass began."""
+    has_changed_stream: bool = False
+    """Whether passes have begun on several streams."""
     _backward: BackwardPass | None = None
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
+    _has_trained: bool = False
+    """Whether they have been through a whole training step together, and found that they do the same."""
+    _has_inferred: bool = False
+    """The same for a forward pass that autograd does not record."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _nothing, ()  # a copy of the modules grows a tree of its own
@@ -143,9 +154,8 @@ class UnitTree:
         self._end_pooling()
         self.keeps_unsharded = not synced
         if synced:
-            self.fingerprint.before_each = (
-                None  # from here on one comparison at the end of each backward will do
-            )
+            self._has_trained = True  # from here on one comparison at the end of each backward will do
+            self.fingerprint.before_each = None
 
     @property
     def is_in_a_pass(self) -> bool:
@@ -179,8 +189,32 @@ class UnitTree:
             unit.cast_buffers()
         if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
             broadcast_buffers(self.units)
+        self._begin_on_stream()
         self.pool.keeps = True
         self.forward = ForwardPass(recorded=torch.is_grad_enabled())
+        is_known = self._has_trained or (self._has_inferred and not self.forward.recorded)
+        self.fingerprint.before_each = None if is_known else agree_on_deed
+
+    def _begin_on_stream(self) -> None:
+        devices = (unit.device for unit in self.units if unit.handles)
+        self.streams = streams_of(next(devices, torch.device("cpu")))
+        stream = self.streams.current()
+        if self.last_forward is not None and stream != self.stream:
+            self.has_changed_stream = True
+        self.stream = stream
+
+    def to_come(self, unit: Unit) -> Iterator[Unit]:
+        """The units with parameters whose forward calls are expected after that of `unit`, which begins now.
+
+        They are those of the pass before, or in the first pass those that are registered after it.
+        """
+        assert self.forward is not None, "it is asked for inside a forward pass"
+        expected: Sequence[Unit]
+        if self.last_forward is None:
+            expected = self.units[unit.number + 1 :]
+        else:
+            expected = next_forward(self.last_forward.began, self.forward.began, len(self.units))
+        return (other for other in expected if other.handles and self.forward.place(other) < 0)
 
     def end_forward(self) -> None:
         """The outermost unit's forward call is over.
@@ -193,8 +227,13 @@ class UnitTree:
             self.calls_before = len(self.last_forward.ended)
         elif self.last_forward is not None:
             self._end_pooling()  # no backward pass follows
-        if self.last_forward is not None and not self.last_forward.recorded and not self.fingerprint.is_empty:
+        if self.last_forward is None or self.last_forward.recorded:
+            return
+        if any(unit.handles and unit.handles[0].is_offloaded for unit in self.units):
+            self.streams.wait_for_uploads()  # the host may write its parameters next
+        if not self.fingerprint.is_empty:
             agree_on_inference(self.units, self.fingerprint)
+            self._has_inferred = True
 
     def _end_pooling(self) -> None:
         self.pool.keeps = False

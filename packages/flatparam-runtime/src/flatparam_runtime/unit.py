@@ -25,6 +25,7 @@ from flatparam_runtime.inner_calls import InnerCalls
 from flatparam_runtime.phases import PHASES, Phase
 from flatparam_runtime.plan import UnitPlan
 from flatparam_runtime.reduction import PartialSum, Reduction
+from flatparam_runtime.streams import Mark, streams_of
 
 __all__ = ["Unit"]
 
@@ -120,7 +121,7 @@ class Unit:
     """What it was made of, until the ranks have compared it."""
     initial_stamp: int = 0
     """The stamp of the shards at that time: what was loaded since is not compared."""
-    _gathers: list[Pending] = attrs.field(factory=list)
+    _gathers: list[Pending | Mark] = attrs.field(factory=list)
     gathered: int = 0
     """The stamp of the shards that were gathered last."""
     _is_dormant: bool = False
@@ -290,6 +291,15 @@ class Unit:
             return
         if self.instruments:
             self.emit("unshard", self.unsharded_nbytes)
+        if self.handles[0].is_offloaded:
+            with streams_of(self.device).uploading() as copies:
+                self._gather(full_precision)
+            self._gathers.append(copies.end)
+        else:
+            self._gather(full_precision)
+        self.gathered = self.stamp()
+
+    def _gather(self, full_precision: bool) -> None:
         for handle in self.handles:
             full, shard = handle.begin_unshard(
                 full_precision=full_precision, take_over=self.plan.notices_replacement
@@ -301,7 +311,6 @@ class Unit:
                 self._gathers.append(self.plan.topology.shard.all_gather(full, shard, label=self.name))
             else:
                 self.hooks.all_gather(shard, full)
-        self.gathered = self.stamp()
 
     def shed(self, *, full_precision: bool) -> None:
         """Free full parameters that are in another dtype than is asked for, where nobody uses them."""

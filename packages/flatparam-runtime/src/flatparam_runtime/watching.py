@@ -38,14 +38,25 @@ class LeafWatch:
     hooked: list[int]
     _arrived: Callable[[int], Callable[[Tensor], Any]]
     """Makes the hook of a leaf."""
+    stream: int
+    """The stream that was current when `nodes` were made, on which they accumulate."""
 
     @classmethod
-    def begin(cls, handle: FlatParamHandle, arrived: Callable[[int], Callable[[Tensor], Any]]) -> Self:
+    def begin(
+        cls, handle: FlatParamHandle, arrived: Callable[[int], Callable[[Tensor], Any]], stream: int = 0
+    ) -> Self:
         """Watch the leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
         leaves = handle.leaves
         nodes = [_accumulation(leaf) for leaf in leaves]
         trained = [index for index, node in enumerate(nodes) if node is not None]
-        return cls(leaves, nodes, trained, [], arrived)
+        return cls(leaves, nodes, trained, [], arrived, stream)
+
+    def follow(self, stream: int) -> None:
+        """Have the gradients accumulated on `stream`, which is current now, once no graph has the nodes of another."""
+        if stream != self.stream:
+            self.nodes.clear()  # the leaf makes another node as soon as nobody has this one
+            self.nodes.extend(map(_accumulation, self.leaves))
+            self.stream = stream
 
     def hook(self, indices: Collection[int]) -> None:
         """Be told of the gradients of the leaves `indices`, from now on."""

@@ -97,7 +97,7 @@ class ExecutionOrder:
 
     @property
     def _forward_prefetch_limit(self) -> int:
-        return max(self._units[0].plan.prefetch.forward, 1)
+        return max(self._units[0].plan.prefetch.forward or 0, 1)
 
     @_forward_prefetch_limit.setter
     def _forward_prefetch_limit(self, limit: int) -> None:

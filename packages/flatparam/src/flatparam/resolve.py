@@ -213,12 +213,14 @@ def resolve_offload(cpu_offload: Any) -> bool:
 def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchPlan:
     """How far ahead units are gathered: `forward_prefetch` is a number of units, or true for one.
 
+    Without it, what the device does by itself.
+
     Raises:
         TypeError: for a backward prefetch that is not FSDP1's.
     """
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    return PrefetchPlan(int(forward_prefetch), _BACKWARD_ORDER[backward_prefetch])
+    return PrefetchPlan(int(forward_prefetch) or None, _BACKWARD_ORDER[backward_prefetch])
 
 
 def backward_prefetch_of(prefetch: PrefetchPlan) -> BackwardPrefetch | None:

@@ -31,13 +31,16 @@ class WithSettings(nn.Module):
 
     @property
     def forward_prefetch(self) -> int:
-        """Whether the next unit of the forward pass is gathered while this one computes; how many, if more than one."""
-        units = self._unit.plan.prefetch.forward
+        """Whether the next unit is gathered in the forward pass, by every device; how many, if more than one.
+
+        On an accelerator units are gathered ahead without it, too.
+        """
+        units = self._unit.plan.prefetch.forward or 0
         return units if units > 1 else bool(units)
 
     @forward_prefetch.setter
     def forward_prefetch(self, units: int) -> None:
-        self._prefetch(forward=int(units))
+        self._prefetch(forward=int(units) or None)
 
     def _prefetch(self, **changes: Any) -> None:
         plan = self._unit.plan

@@ -1,0 +1,200 @@
+"""What orders memory and time on one device: streams and events on an accelerator, nothing on the CPU.
+
+On an accelerator the host runs ahead of the device. Work that is queued on one stream happens in order; two streams are
+ordered by events alone. Units compute on whatever stream is current. A collective has a stream of its own, which its
+backend orders after the current one when the call is made. What is here are the two other streams: one for copies from
+the host's memory and one for copies to it, so that both run beside the computing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import attrs
+import torch
+from typing_extensions import final
+
+__all__ = ["Mark", "NoStreams", "Streams", "streams_of"]
+
+
+class Mark(Protocol):
+    """A point in a stream: all that was queued there before."""
+
+    def wait(self) -> None:
+        """Have the current stream go on only after it; the host does not wait."""
+
+    def synchronize(self) -> None:
+        """Have the host wait until the device has done it."""
+
+
+class Copies(Protocol):
+    """Copies on a stream of their own."""
+
+    @property
+    def end(self) -> Mark:
+        """The point that they end at, once they are queued."""
+
+
+class OnDevice(Protocol):
+    """What orders memory and time on one device."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host queues work that the device does later."""
+
+    def current(self) -> int:
+        """A number of the current stream."""
+
+    def uploading(self) -> AbstractContextManager[Copies]:
+        """Inside, copies from the host's memory are queued on their stream, after all that is queued now.
+
+        So is whatever else is queued inside. A tensor that is allocated inside may be freed, from the host's view, as
+        soon as the stream that uses it has been ordered after the copies, and the next one inside reuses its memory.
+        """
+
+    def downloading(self) -> AbstractContextManager[Copies]:
+        """Inside, copies to the host's memory are queued on their stream, after all that is queued now.
+
+        What they read has to stay until the host has waited for their end, or the stream that it was allocated on.
+        """
+
+    def wait_for_uploads(self) -> None:
+        """Have the host wait until the device has read all that it was to read from the host's memory."""
+
+    def mark(self) -> Mark:
+        """The point that the current stream is at."""
+
+
+@final
+@attrs.frozen
+class _Done:
+    """A point that has been reached."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+
+@final
+@attrs.define(eq=False)
+class _Copies:
+    end: Mark = attrs.field(factory=_Done)
+
+
+@final
+@attrs.frozen
+class NoStreams:
+    """The CPU: everything has happened when the call returns."""
+
+    runs_ahead: bool = False
+
+    def current(self) -> int:
+        """There is one."""
+        return 0
+
+    def uploading(self) -> AbstractContextManager[Copies]:
+        """Nothing happens beside anything."""
+        return nullcontext(_Copies())
+
+    def downloading(self) -> AbstractContextManager[Copies]:
+        """Nothing happens beside anything."""
+        return nullcontext(_Copies())
+
+    def wait_for_uploads(self) -> None:
+        """They are over."""
+
+    def mark(self) -> Mark:
+        """A point that has been reached."""
+        return _Done()
+
+
+@final
+@attrs.frozen(eq=False)
+class _Event:
+    device: torch.device
+    event: torch.Event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+@final
+@attrs.define(eq=False)
+class Streams:
+    """An accelerator's streams for copies, made when they are first used."""
+
+    device: torch.device
+    runs_ahead: bool = True
+    _up: torch.Stream | None = None
+    _down: torch.Stream | None = None
+    _uploaded: Mark = attrs.field(factory=_Done)
+
+    def current(self) -> int:
+        """The number that torch gives the current stream of the device."""
+        return int(torch.accelerator.current_stream(self.device).stream_id)
+
+    def mark(self) -> Mark:
+        """The point that the current stream is at."""
+        return self._mark(torch.accelerator.current_stream(self.device))
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[Copies]:
+        """See `OnDevice.uploading`."""
+        if self._up is None:
+            self._up = torch.Stream(self.device)
+        with self._on(self._up) as copies:
+            yield copies
+        self._uploaded = copies.end
+
+    @contextlib.contextmanager
+    def downloading(self) -> Iterator[Copies]:
+        """See `OnDevice.downloading`."""
+        if self._down is None:
+            self._down = torch.Stream(self.device)
+        with self._on(self._down) as copies:
+            yield copies
+
+    def wait_for_uploads(self) -> None:
+        """See `OnDevice.wait_for_uploads`."""
+        self._uploaded.synchronize()
+        self._uploaded = _Done()
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.Stream) -> Iterator[_Copies]:
+        copies = _Copies()
+        stream.wait_event(self._record(torch.accelerator.current_stream(self.device)))
+        with stream:
+            try:
+                yield copies
+            finally:
+                copies.end = self._mark(stream)
+
+    def _mark(self, stream: torch.Stream) -> Mark:
+        return _Event(self.device, self._record(stream))
+
+    def _record(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(stream)
+        return event
+
+
+_ON_CPU = NoStreams()
+
+
+def streams_of(device: torch.device) -> OnDevice:
+    """The streams of a device: the same object each time, since what happens on it is ordered there."""
+    return _ON_CPU if device.type in ("cpu", "meta") else _of_accelerator(device)
+
+
+@functools.cache
+def _of_accelerator(device: torch.device) -> Streams:
+    return Streams(device)
