@@ -136,8 +136,16 @@ def exchange(value: object, group: ProcessGroup) -> list[Any]:
 
 def _control_device(group: ProcessGroup) -> torch.device:
     """Where small facts travel: on the CPU, unless the group has no backend there."""
-    on_gpu_only = torch.cuda.is_available() and not has_cpu_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu_only else torch.device("cpu")
+    if not torch.accelerator.is_available() or has_cpu_backend(group):
+        return torch.device("cpu")
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """The accelerator's device that this thread works on; there is an accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "it was looked for before"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def has_cpu_backend(group: ProcessGroup) -> bool:
@@ -154,7 +162,7 @@ def barrier(group: ProcessGroup) -> None:
     """Return when every rank of the group is here."""
     # Without the device NCCL guesses one from the global rank, and warns.
     device = _control_device(group)
-    devices = [device.index] if device.type == "cuda" else None
+    devices = None if device.type == "cpu" else [device.index]
     _first_of("barrier")(group=group, device_ids=devices)
 
 
@@ -185,7 +193,8 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 
     Without it a subgroup of a group with 10 seconds would wait for torch's 30 minutes.
     """
-    for device in (torch.device("cuda"), torch.device("cpu")):
+    accelerator = torch.accelerator.current_accelerator()
+    for device in (accelerator or torch.device("cuda"), torch.device("cpu")):
         try:
             backend = group._get_backend(device)
         except RuntimeError:

@@ -12,6 +12,7 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.forwarding import ForwardingCollectives
+from flatparam_comm.marks import keep
 from flatparam_comm.pending import ContinuedPending
 
 __all__ = ["CompressedCollectives"]
@@ -91,8 +92,6 @@ def _cast_back(output: Tensor, small: Tensor) -> Callable[[], None]:
     def finish() -> None:
         with torch.no_grad():
             output.copy_(small)
-        if small.is_cuda:
-            # `small` was allocated on the stream of the call and is read on that of the wait.
-            small.record_stream(torch.cuda.current_stream(small.device))
+        keep(small)  # it was allocated on the stream of the call and is read on that of the wait
 
     return finish

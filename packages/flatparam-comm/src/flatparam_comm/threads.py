@@ -21,7 +21,7 @@ from flatparam_comm.current import set_current_collectives
 from flatparam_comm.errors import CollectiveError, MismatchError, PeerError, RankError, WorldTimeout
 from flatparam_comm.faults import Fault, FaultyCollectives, Kill
 from flatparam_comm.threads_collectives import ThreadWorld
-from flatparam_comm.threads_rng import CUDA, GeneratorStates
+from flatparam_comm.threads_rng import GeneratorStates, accelerator_in_use
 
 __all__ = ["run_threads"]
 
@@ -68,7 +68,7 @@ def run_threads(
     _check(world_size, faults)
     world = ThreadWorld(world_size, deliver_late=deliver_late)
     outcomes = [_Outcome() for _ in range(world_size)]
-    device = torch.cuda.current_device() if CUDA.is_initialized() else None
+    device = None if accelerator_in_use() is None else torch.accelerator.current_device_index()
     threads = [
         threading.Thread(
             target=_run_rank,
@@ -119,7 +119,7 @@ def _run_rank(
         engine = world.collectives(rank)
         collectives: Collectives = FaultyCollectives(engine, faults, sleep=engine.sleep) if faults else engine
         if device is not None:
-            torch.cuda.set_device(device)  # a new thread begins on device 0
+            torch.accelerator.set_device_index(device)  # a new thread begins on device 0
         # With all ranks on one GPU, backward must not run on the one thread that autograd has per device: a rank that
         # waits there would keep the others from ever getting to the same point.
         with set_current_collectives(collectives), torch.autograd.set_multithreading_enabled(False):

@@ -1,38 +1,47 @@
 """Random numbers as processes have them: each rank of a world of threads has default generators of its own.
 
 torch's default generators belong to the process. With all ranks in one process, `torch.manual_seed(rank)` on one rank
-would change what the others draw; so the states are exchanged whenever the baton changes hands. (CUDA's from the moment
-that CUDA is in use: initialise it before the world, if the ranks are to draw there.)
+would change what the others draw; so the states are exchanged whenever the baton changes hands. (An accelerator's from
+the moment that it is in use: initialise it before the world, if the ranks are to draw there.)
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["CUDA", "GeneratorStates"]
+__all__ = ["GeneratorStates", "accelerator_in_use"]
 
-#: `torch.cuda`, several functions of which have no types.
-CUDA: Final[Any] = torch.cuda
+
+def accelerator_in_use() -> Any | None:
+    """The module of the accelerator (`torch.cuda`, `torch.xpu`, ...) if there is one and it is initialised."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module: Any = torch.get_device_module(accelerator)
+    return module if module.is_initialized() else None
 
 
 @attrs.frozen
 class GeneratorStates:
-    """What the default generators (CPU, and the current CUDA device's if it is in use) will draw next."""
+    """What the default generators (CPU, and the current accelerator's if it is in use) will draw next."""
 
     cpu: Tensor
-    cuda: Tensor | None
+    accelerator: Tensor | None
 
     @classmethod
     def capture(cls) -> GeneratorStates:
         """The states as they are now."""
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if CUDA.is_initialized() else None)
+        module = accelerator_in_use()
+        return cls(torch.get_rng_state(), None if module is None else module.get_rng_state())
 
     def install(self) -> None:
         """Make the default generators draw from here on what they would have drawn after `capture`."""
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        if self.accelerator is not None:
+            module = accelerator_in_use()
+            assert module is not None, "it was in use"
+            module.set_rng_state(self.accelerator)

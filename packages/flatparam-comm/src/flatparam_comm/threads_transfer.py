@@ -1,14 +1,13 @@
-"""What the ranks of a world of threads do with tensors: stage, reduce in rank order, deliver; on CPU and on CUDA.
+"""What the ranks of a world of threads do with tensors: stage, reduce in rank order, deliver.
 
-On CUDA all of it is asynchronous to the host, and ordered by events: each rank records one when it posts, the stream of
-the last rank to post waits for all of them before it reads the inputs, and a rank's stream waits for the result's
-event before it copies the result into its output. The ranks share one device.
+On an accelerator all of it is asynchronous to the host, and ordered by events: each rank records one when it posts, the
+stream of the last rank to post waits for all of them before it reads the inputs, and a rank's stream waits for the
+result's event before it copies the result into its output. The ranks share one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import CollectiveError
-from flatparam_comm.threads_rng import CUDA
+from flatparam_comm.marks import follow, keep, mark
 
 __all__ = ["Cargo", "Staged", "stage_all_gather", "stage_broadcast", "stage_reduction"]
 
@@ -29,10 +28,10 @@ class Cargo:
     site: Site
     source: Tensor
     target: Tensor
-    posted: Any = attrs.field(init=False)
+    posted: torch.Event | None = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.posted = _mark(self.source)
+        self.posted = mark(self.source)
 
 
 @attrs.define(eq=False)
@@ -44,17 +43,15 @@ class Staged:
     """
 
     parts: list[tuple[Tensor, ...]]
-    ready: Any
+    ready: torch.Event | None
 
     def deliver(self, rank: int, cargo: Cargo) -> None:
         """Write the result of `rank` into its target, on the current stream; raises if the target was freed."""
         parts, self.parts[rank] = self.parts[rank], ()
-        _follow(self.ready, cargo.target)
+        follow(self.ready, cargo.target)
         _write(cargo, parts)
-        if cargo.target.is_cuda:
-            for part in parts:
-                # The parts were allocated on the last poster's stream and are read on this one.
-                part.record_stream(torch.cuda.current_stream(cargo.target.device))
+        for part in parts:
+            keep(part)  # they were allocated on the last poster's stream and are read on this one
 
 
 def stage_all_gather(cargoes: Sequence[Cargo], *, late: bool) -> Staged:
@@ -97,7 +94,7 @@ def _staged(cargoes: Sequence[Cargo], parts: list[tuple[Tensor, ...]], *, late: 
         for cargo, mine in zip(cargoes, parts, strict=True):
             _write(cargo, mine)
         parts = [()] * len(cargoes)
-    return Staged(parts, _mark(cargoes[0].source))
+    return Staged(parts, mark(cargoes[0].source))
 
 
 def _reduce(values: Sequence[Tensor], op: ReduceOp) -> Tensor:
@@ -143,23 +140,8 @@ def _check_held(site: Site, name: str, tensor: Tensor) -> None:
         )
 
 
-def _mark(tensor: Tensor) -> Any:
-    """An event at this point of the current stream of a CUDA tensor's device; None for other devices."""
-    if not tensor.is_cuda:
-        return None
-    event = CUDA.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
-
-
-def _follow(event: Any, tensor: Tensor) -> None:
-    """Order the current stream of the tensor's device after the event."""
-    if event is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(event)
-
-
 def _follow_all(cargoes: Sequence[Cargo]) -> None:
     """Order the current stream after every rank's post."""
     for cargo in cargoes:
         _check_held(cargo.site, "input", cargo.source)
-        _follow(cargo.posted, cargo.source)
+        follow(cargo.posted, cargo.source)

@@ -21,6 +21,7 @@ from flatparam_core.replan import Move, Place, replan
 from flatparam_core.residency import Residency
 from flatparam_core.spans import Span
 from flatparam_core.specs import ParamSpec
+from flatparam_core.tensor_data import give_data
 from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
 
@@ -63,6 +64,7 @@ __all__ = [
     "discover",
     "each_module",
     "flatten_module",
+    "give_data",
     "memory_view",
     "owner_of",
     "plan_layouts",

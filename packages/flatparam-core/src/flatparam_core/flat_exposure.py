@@ -16,6 +16,7 @@ from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.layout import Fragment
 from flatparam_core.shard_pieces import ShardPieces
 from flatparam_core.sites import Sites
+from flatparam_core.tensor_data import give_data
 
 __all__ = ["FlatExposure"]
 
@@ -79,7 +80,7 @@ class FlatExposure:
         self._views = tuple(pieces.lines(self.flat_param.detach()))
         for index, original in self.originals().items():
             original.grad = None  # a full one; what is added from now on has the fragment's shape
-            original.data = self._views[index].view(pieces.shapes[index])
+            give_data(original, self._views[index].view(pieces.shapes[index]))
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""

@@ -39,6 +39,7 @@ from flatparam_core.owners import clear_owner, mark_owner
 from flatparam_core.pool import BufferPool
 from flatparam_core.precision import Precision
 from flatparam_core.residency import RESIDENCY, Residency
+from flatparam_core.tensor_data import give_data
 
 __all__ = ["FlatParamHandle"]
 
@@ -393,7 +394,7 @@ class FlatParamHandle:
         grads = [(p, p.grad) for p in self.exposure.parameters() if p.grad is not None]
         for parameter, _ in grads:
             parameter.grad = None
-        self.flat_param.data = changed
+        give_data(self.flat_param, changed)
         self._follow()
         for parameter, grad in grads:
             parameter.grad_dtype = None  # any

@@ -18,6 +18,7 @@ from flatparam_core.exposure import add_to_grad, new_values
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.shard_pieces import ShardPieces
 from flatparam_core.sites import Sites, replaced
+from flatparam_core.tensor_data import give_data
 
 __all__ = ["OriginalExposure"]
 
@@ -126,7 +127,7 @@ class OriginalExposure:
         if found.grad is not None and found.grad.shape != view.shape:
             found.grad = None  # a full one, as from before sharding
         self._changes += self._originals[index]._version + 1  # the new one's own count may be lower
-        found.data = view
+        give_data(found, view)
         self._originals[index] = self._sites.shown[index] = found
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
@@ -137,7 +138,7 @@ class OriginalExposure:
         """See `Exposure.refresh`."""
         parts = self._pieces.views(self.flat_param.detach())
         for parameter, part in zip(self._originals, parts, strict=True):
-            parameter.data = part
+            give_data(parameter, part)
         self._addresses = [*map(torch.Tensor.data_ptr, self._originals)]
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:

@@ -48,7 +48,7 @@ def clip_grad_norm_(
             "is that of the other ranks, or zero",
             stacklevel=3,
         )
-    device = everything[0].device if everything else _device(module)
+    device = _device(module)
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():
         parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
@@ -86,6 +86,10 @@ def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
 
 
 def _device(module: nn.Module) -> torch.device:
+    """Where the ranks' norms are added up: where units compute, which their groups reach."""
+    for unit in units_in(module):
+        if unit.handles:
+            return unit.device
     for parameter in module.parameters():
         return parameter.device
     return torch.device("cpu")
@@ -99,7 +103,10 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     ]
     if not norms:
         return torch.zeros((), device=device)
-    together = torch.stack([norm.to(device, torch.float32) for norm in norms])
+    if len({norm.device for norm in norms}) == 1:  # one copy for all
+        together = torch.stack([norm.float() for norm in norms]).to(device)
+    else:
+        together = torch.stack([norm.to(device, torch.float32) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatparam.resolve import Ignored
 from flatparam_comm import Topology, broadcast_tensors
-from flatparam_core import each_module
+from flatparam_core import each_module, give_data
 from flatparam_runtime import unit_of
 
 __all__ = ["broadcast_from_first", "move", "own_modules", "own_tensors"]
@@ -38,7 +38,7 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Put `tensors` on `device`, in place; those on the meta device stay there."""
     for tensor in tensors:
         if not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
+            give_data(tensor, tensor.data.to(device))
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

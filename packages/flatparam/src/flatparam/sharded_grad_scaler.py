@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -110,7 +110,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(value.device)
             assert self._scale is not None, "it was just made"
             if value.device not in scales:
-                scales[value.device] = self._scale.to(value.device, non_blocking=True)
+                # A copy to the host that does not block would be read before it has landed.
+                scales[value.device] = self._scale.to(value.device, non_blocking=value.device.type != "cpu")
             return (value * scales[value.device]).to(value.dtype)
         if isinstance(value, Mapping):
             scaled: Any = copy.copy(value)  # keeps the type, and what it is made with
@@ -136,6 +137,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         Torch's unscaling and torch's fused steps both come through here.
         """
         _coalesce_fp16(optimizer)
+        if any(gradient.device.type == "cpu" for gradient in _gradients_of(optimizer)):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()  # torch copies them there without waiting
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16=True
         )
@@ -175,6 +178,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
             for group in (topology.shard, topology.replicate)
             if group is not None
         ]
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
 
 
 def _coalesce_fp16(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,29 @@
+"""Points in the streams of an accelerator; the CPU has none, as everything has happened when a call returns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["follow", "keep", "mark"]
+
+
+def mark(tensor: Tensor) -> torch.Event | None:
+    """This point of the current stream of an accelerator's tensor; None for the CPU."""
+    if tensor.device.type == "cpu":
+        return None
+    event = torch.Event(tensor.device)
+    event.record(torch.accelerator.current_stream(tensor.device))
+    return event
+
+
+def follow(point: torch.Event | None, tensor: Tensor) -> None:
+    """Order the current stream of the tensor's device after the point."""
+    if point is not None:
+        torch.accelerator.current_stream(tensor.device).wait_event(point)
+
+
+def keep(tensor: Tensor) -> None:
+    """Have the allocator keep the memory, which another stream was given, until the current stream has used it."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
