@@ -504,7 +504,22 @@ struct Call {
 
 bool writes_to(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
+// `_foreach_copy_` between the host and the device is several copies.
+bool copies_between_host_and_device(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
+  if (handle.operator_name().name != "aten::_foreach_copy_") return false;
+  auto on_device = [](const std::vector<at::Tensor>& list) { return std::all_of(list.begin(), list.end(), is_simulated); };
+  return !on_device(stack[stack.size() - 3].toTensorVector()) || !on_device(stack[stack.size() - 2].toTensorVector());
+}
+
+void copy_one_by_one(torch::jit::Stack* stack) {
+  auto non_blocking = torch::jit::pop(*stack).toBool();
+  auto sources = torch::jit::pop(*stack).toTensorVector();
+  auto targets = torch::jit::pop(*stack).toTensorVector();
+  for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(sources[i], non_blocking);
+}
+
 void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  if (copies_between_host_and_device(handle, *stack)) return copy_one_by_one(stack);
   InKernel running;
   const auto& schema = handle.schema();
   const auto& parameters = schema.arguments();
@@ -645,6 +660,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Tensor", &set_tensor);
 }
 
+// Torch would make these of other operators on a device that it does not know. A real device has kernels of its own for
+// them: one kernel for a whole list; and so the numbers of a norm are those of the CPU.
+void register_kernels_of_our_own() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    bool is_list = name.name.rfind("aten::_foreach_", 0) == 0;
+    if (!is_list && name.name != "aten::native_layer_norm" && name.name != "aten::native_group_norm") continue;
+    library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operator>());
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // What the host itself does with pinned memory: operators of the CPU
 
@@ -737,6 +763,7 @@ pybind11::list take_records() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(SIMULATED, &device_allocator);
+  register_kernels_of_our_own();
   at::addGlobalCallback(at::RecordFunctionCallback(&watch_host).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
   module.def("start_log", [] {
     Lock lock(mutex);

@@ -136,7 +136,12 @@ def _watched(name: str) -> Callable[..., Any]:
 # Process groups
 
 
-class _Work(dist.Work):  # type: ignore[misc]  # torch's class is not typed
+_c10d: Any = dist  # what torch says of the types of its own classes does not hold for those made in Python
+_WorkOfTorch: Any = _c10d.Work
+_GroupOfTorch: Any = _c10d.ProcessGroup
+
+
+class _Work(_WorkOfTorch):  # type: ignore[misc]  # see above
     """A collective that is queued. It holds the tensors until somebody waits for it, as NCCL's does."""
 
     def __init__(self, group_stream: torch.Stream, tensors: Sequence[Tensor]) -> None:
@@ -163,12 +168,12 @@ class _Work(dist.Work):  # type: ignore[misc]  # torch's class is not typed
         return True
 
 
-class _Group(dist.ProcessGroup):  # type: ignore[misc]  # torch's class is not typed
+class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
     """A communicator with a stream of its own."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._bytes = dist.ProcessGroupGloo(dist.PrefixStore(f"{NAME}/", store), rank, size, timeout)
+        self._bytes = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{NAME}/", store), rank, size, timeout)
         self._stream = torch.Stream(device=NAME)
 
     @property
@@ -243,9 +248,7 @@ class _Group(dist.ProcessGroup):  # type: ignore[misc]  # torch's class is not t
 
         return self._queue("reduce_scatter", [full], [output], move)
 
-    def reduce_scatter(
-        self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None
-    ) -> _Work:
+    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None) -> _Work:
         """Reduce a list of tensors, one for each rank."""
 
         def move() -> None:
@@ -323,9 +326,10 @@ def _combine(values: list[Tensor], operation: Any) -> Tensor:
 
 
 def _register() -> None:
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _device_module())
-    torch.utils.generate_methods_for_privateuse1_backend()
+    utils: Any = torch.utils
+    utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module())  # type: ignore[no-untyped-call]  # torch's own
+    utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend(NAME, _Group, devices=[NAME])
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _watched(name))

@@ -16,10 +16,15 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.LayerNorm(2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.norm(self.up(x))))
+        result: Tensor = x + self.down(torch.relu(self.norm(self.up(x))))
+        return result
 
 
 class Model(nn.Module):
@@ -42,7 +47,8 @@ class Model(nn.Module):
         for block in self.blocks:
             for _ in range(self.times):
                 x = self._call(block, x)
-        return self.outputs(x)
+        result: Tensor = self.outputs(x)
+        return result
 
     def _call(self, block: nn.Module, x: Tensor) -> Any:
         if not self.checkpointing:

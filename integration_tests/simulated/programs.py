@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from integration_tests.simulated import log
+from integration_tests.simulated.log import Kind, Record
 from integration_tests.simulated.models import Block, Model, batch
 from integration_tests.simulated.races import Finding, find_races
 from integration_tests.simulated.worlds import World
@@ -72,14 +72,14 @@ class Outcome:
 
     program: Program
     findings: list[Finding]
-    log: list[log.Record]
+    log: list[Record]
     differences: dict[str, float]
 
-    def in_phase(self, start: str) -> list[log.Record]:
+    def in_phase(self, start: str) -> list[Record]:
         """What was written down in the phases whose names begin so."""
         phase, inside = "", []
         for record in self.log:
-            if record.kind is log.Kind.MARK:
+            if record.kind is Kind.MARK:
                 phase = record.name
             elif phase.startswith(start):
                 inside.append(record)
@@ -104,7 +104,8 @@ class Site:
     @classmethod
     def of(cls, world: World, program: Program, mark: Callable[[str], None] | None = None) -> Site:
         """The world's device where there is somebody who takes marks, otherwise the CPU."""
-        device, group = (world.device, world.group) if mark else (torch.device("cpu"), dist.group.WORLD)
+        on_cpu = (torch.device("cpu"), world.cpu_group)
+        device, group = (world.device, world.group) if mark else on_cpu
         count = program.steps + program.micro_batches
         batches = [batch(number, world.rank).to(device) for number in range(count)]
         return cls(world.rank, device, group, program, mark or (lambda name: None), batches)
@@ -205,7 +206,8 @@ def _options(library: Any, site: Site) -> dict[str, Any]:
 
 def _group_of_one(site: Site) -> dist.ProcessGroup:
     backend = "gloo" if site.is_cpu else "simulated"
-    return [dist.new_group([rank], backend=backend) for rank in range(site.group.size())][site.rank]
+    groups: list[dist.ProcessGroup] = [dist.new_group([r], backend=backend) for r in range(site.group.size())]
+    return groups[site.rank]
 
 
 def _fsdp2(model: Model, site: Site) -> nn.Module:

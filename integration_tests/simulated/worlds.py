@@ -23,13 +23,15 @@ class World:
     """What a rank is told.
 
     Attributes:
-        group: all ranks, over the simulated backend; torch's default group is gloo's, for tensors of the CPU.
+        group: all ranks, over the simulated backend.
+        cpu_group: all ranks, over gloo; torch's default group.
     """
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup
 
 
 def on_simulated(ranks: int, function: Callable[..., T], *args: Any) -> list[T]:
@@ -47,4 +49,5 @@ def _as_rank(collectives: Any, function: Callable[..., T], args: tuple[Any, ...]
     from integration_tests.simulated import device  # registers it, in this process only
 
     group = dist.new_group(backend=device.NAME, timeout=timedelta(seconds=PATIENCE / 2))
-    return function(World(collectives.rank, collectives.size, device.DEVICE, group), *args)
+    world = World(collectives.rank, collectives.size, device.DEVICE, group, collectives.group)
+    return function(world, *args)
