@@ -15,6 +15,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
@@ -27,6 +28,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -103,6 +105,9 @@ void join(Clock& clock, const Clock& other) {
 bool is_past(const Clock& clock, int64_t stream, int64_t position) {
   auto found = clock.find(stream);
   return found != clock.end() && found->second >= position;
+}
+bool is_past(const Clock& clock, const Clock& other) {
+  return std::all_of(other.begin(), other.end(), [&](auto& entry) { return is_past(clock, entry.first, entry.second); });
 }
 Clock& tick_locked(int64_t stream) {
   auto& clock = clocks[stream];
@@ -300,7 +305,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(mutex);
     auto& clock = clocks[asked.id()];
     auto& questions = questions_about_streams[asked.id()];
-    if (!is_past(host_clock, asked.id(), clock[asked.id()]) && ++questions < QUERIES_UNTIL_DONE) return false;
+    if (!is_past(host_clock, clock) && ++questions < QUERIES_UNTIL_DONE) return false;
     questions = 0;
     log_locked({Kind::QUERY, asked.id(), "query of a stream", {}});
     reach_host_locked(clock);
@@ -338,7 +343,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return true;
     Lock lock(mutex);
     auto& asked = *static_cast<Event*>(event);
-    if (++asked.questions < QUERIES_UNTIL_DONE) return false;
+    if (!is_past(host_clock, asked.clock) && ++asked.questions < QUERIES_UNTIL_DONE) return false;
     log_locked({Kind::QUERY, -1, "query of an event", {}, asked.number, asked.version});
     reach_host_locked(asked.clock);
     return true;
@@ -658,6 +663,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", &record_stream);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Tensor", &set_tensor);
+}
+
+#define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FULL_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
+  AT_FORALL_FP32(FULL_PRECISION)
 }
 
 // Torch would make these of other operators on a device that it does not know. A real device has kernels of its own for

@@ -214,14 +214,14 @@ class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         return _combine(self._everybodys(tensor), operation)
 
-    def _allgather_base(self, output: Tensor, shard: Tensor, options: Any = None) -> _Work:
+    def _allgather_base(self, output: Tensor, shard: Tensor, opts: Any = None) -> _Work:
         def move() -> None:
             on_cpu(output).view(-1).copy_(torch.cat(self._everybodys(shard)))
 
         return self._queue("all_gather", [shard], [output], move)
 
     def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], shards: list[Tensor], options: Any = None
+        self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None
     ) -> _Work:
         """Gather several tensors in one collective."""
 
@@ -231,7 +231,7 @@ class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
 
         return self._queue("all_gather", shards, outputs, move)
 
-    def allgather(self, outputs: list[list[Tensor]], shards: list[Tensor], options: Any = None) -> _Work:
+    def allgather(self, outputs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> _Work:
         """Gather into a list of tensors, one for each rank."""
 
         def move() -> None:
@@ -241,51 +241,51 @@ class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
 
         return self._queue("all_gather", shards, [t for targets in outputs for t in targets], move)
 
-    def _reduce_scatter_base(self, output: Tensor, full: Tensor, options: Any = None) -> _Work:
+    def _reduce_scatter_base(self, output: Tensor, full: Tensor, opts: Any = None) -> _Work:
         def move() -> None:
-            reduced = self._reduced(full, _operation(options)).view(self.size(), -1)
+            reduced = self._reduced(full, _operation(opts)).view(self.size(), -1)
             on_cpu(output).view(-1).copy_(reduced[self.rank()])
 
         return self._queue("reduce_scatter", [full], [output], move)
 
-    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None) -> _Work:
+    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> _Work:
         """Reduce a list of tensors, one for each rank."""
 
         def move() -> None:
             for output, tensors in zip(outputs, given, strict=True):
-                reduced = [self._reduced(tensor, _operation(options)) for tensor in tensors]
+                reduced = [self._reduced(tensor, _operation(opts)) for tensor in tensors]
                 on_cpu(output).copy_(reduced[self.rank()].view(output.shape))
 
         return self._queue("reduce_scatter", [t for tensors in given for t in tensors], outputs, move)
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], given: list[Tensor], options: Any = None
+        self, outputs: list[Tensor], given: list[Tensor], opts: Any = None
     ) -> _Work:
         """Reduce and scatter several tensors in one collective."""
 
         def move() -> None:
             for output, full in zip(outputs, given, strict=True):
-                reduced = self._reduced(full, _operation(options)).view(self.size(), -1)
+                reduced = self._reduced(full, _operation(opts)).view(self.size(), -1)
                 on_cpu(output).view(-1).copy_(reduced[self.rank()])
 
         return self._queue("reduce_scatter", given, outputs, move)
 
-    def allreduce(self, tensors: Any, options: Any = None) -> _Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> _Work:
         """Reduce in place; several tensors are one collective."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
         def move() -> None:
             for tensor in given:
-                on_cpu(tensor).copy_(self._reduced(tensor, _operation(options)).view(tensor.shape))
+                on_cpu(tensor).copy_(self._reduced(tensor, _operation(opts)).view(tensor.shape))
 
         return self._queue("all_reduce", given, given, move)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: Any, options: Any = None) -> _Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> _Work:
         """Give everybody what the root has."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        root = 0 if options is None else options.rootRank
+        root = 0 if opts is None else opts.rootRank
 
         def move() -> None:
             for tensor in given:
@@ -294,9 +294,16 @@ class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
         reads, writes = (given, []) if self.rank() == root else ([], given)
         return self._queue("broadcast", reads, writes, move)
 
-    def barrier(self, options: Any = None) -> _Work:
+    def barrier(self, opts: Any = None) -> _Work:
         """Wait for everybody, on the host."""
         self._bytes.barrier().wait()
+        return _Work(self._stream, ())
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing changes: what follows is queued on the one stream."""
+
+    def _end_coalescing(self, device: torch.device) -> _Work:
+        """Whoever waits for this waits for all that was queued."""
         return _Work(self._stream, ())
 
     # What torch 2.13 and later call them.
