@@ -1,0 +1,61 @@
+"""The model that the programs train: an input layer, some blocks of two matrices each, an output layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Two linear layers with a norm between them, around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.LayerNorm(2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.relu(self.norm(self.up(x))))
+        return result
+
+
+class Model(nn.Module):
+    """Each forward takes a batch of vectors of eight numbers.
+
+    Args:
+        checkpointing: recompute each block in the backward pass; how: "", "reentrant" or "not reentrant".
+        twice: use each block twice in a row.
+    """
+
+    def __init__(self, blocks: int, checkpointing: str = "", twice: bool = False) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.outputs = nn.Linear(WIDTH, 4)
+        self.checkpointing, self.times = checkpointing, 2 if twice else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            for _ in range(self.times):
+                x = self._call(block, x)
+        result: Tensor = self.outputs(x)
+        return result
+
+    def _call(self, block: nn.Module, x: Tensor) -> Any:
+        if not self.checkpointing:
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """What a rank is given in a step."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))

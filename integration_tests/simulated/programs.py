@@ -1,0 +1,298 @@
+"""Small training programs for flatparam and for torch's FSDP1 and FSDP2, on the simulated device or on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from integration_tests.simulated.log import Kind, Record
+from integration_tests.simulated.models import Block, Model, batch
+from integration_tests.simulated.races import Finding, find_races
+from integration_tests.simulated.worlds import World
+
+
+@attrs.frozen
+class Program:
+    """How a model is sharded and trained.
+
+    Attributes:
+        library: "flatparam", "fsdp1" or "fsdp2".
+        strategy: "full", "grad_op", "none" (NO_SHARD), "hybrid" (replicated over all ranks) or "hybrid_of_one" (sharded
+            over all ranks, with nobody to replicate with).
+        prefetch: "", "forward" (the next unit before it is needed) or "late" (in the backward pass after, not before).
+        precision: "" for float32, or what parameters are computed in: "bfloat16" or "float16".
+        optimizer: "sgd", "adam" or "fused adam".
+        micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
+        checkpointing: "", "reentrant" or "not reentrant".
+        scenario: what is done with the model, a name of scenarios.py.
+    """
+
+    library: str = "flatparam"
+    strategy: str = "full"
+    prefetch: str = ""
+    precision: str = ""
+    optimizer: str = "sgd"
+    offload: bool = False
+    use_orig_params: bool = False
+    wrap_everything: bool = False
+    micro_batches: int = 1
+    no_sync: bool = False
+    clip: bool = False
+    evaluate: bool = False
+    checkpointing: str = ""
+    twice: bool = False
+    blocks: int = 3
+    steps: int = 3
+    scenario: str = "train"
+
+    @property
+    def name(self) -> str:
+        """What is not as it is by default, in words."""
+        words = [self.library]
+        for field in attrs.fields(Program)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(words)
+
+
+@attrs.frozen
+class Outcome:
+    """What a rank has to tell after a program.
+
+    Attributes:
+        differences: of each parameter, the largest difference from the same program on the CPU.
+    """
+
+    program: Program
+    findings: list[Finding]
+    log: list[Record]
+    differences: dict[str, float]
+
+    def in_phase(self, start: str) -> list[Record]:
+        """What was written down in the phases whose names begin so."""
+        phase, inside = "", []
+        for record in self.log:
+            if record.kind is Kind.MARK:
+                phase = record.name
+            elif phase.startswith(start):
+                inside.append(record)
+        return inside
+
+    def waits_of_host(self, start: str) -> list[str]:
+        """Where the host stood still in these phases."""
+        return [record.name for record in self.in_phase(start) if record.kind.is_wait_of_host]
+
+
+@attrs.frozen(eq=False)
+class Site:
+    """Where a program runs: on the simulated device, or the same on the CPU."""
+
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup
+    program: Program
+    mark: Callable[[str], None]
+    batches: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, world: World, program: Program, mark: Callable[[str], None] | None = None) -> Site:
+        """The world's device where there is somebody who takes marks, otherwise the CPU."""
+        on_cpu = (torch.device("cpu"), world.cpu_group)
+        device, group = (world.device, world.group) if mark else on_cpu
+        count = program.steps + program.micro_batches
+        batches = [batch(number, world.rank).to(device) for number in range(count)]
+        return cls(world.rank, device, group, program, mark or (lambda name: None), batches)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether there are no streams."""
+        return self.device.type == "cpu"
+
+
+def run(world: World, programs: Sequence[Program]) -> list[Outcome]:
+    """Run them one after the other; what a rank of a world does."""
+    return [_run_one(world, program) for program in programs]
+
+
+def _run_one(world: World, program: Program) -> Outcome:
+    from integration_tests.simulated import device
+
+    site = Site.of(world, program, device.mark)
+    device.start_log()
+    try:
+        values = _perform(site)
+    finally:
+        records = device.stop_log()
+    differences = _differences(values, _perform(Site.of(world, program)))
+    return Outcome(program, find_races(records), records, differences)
+
+
+def _perform(site: Site) -> dict[str, Tensor]:
+    from integration_tests.simulated import scenarios
+
+    torch.manual_seed(0)
+    values: dict[str, Tensor] = getattr(scenarios, site.program.scenario)(site)
+    return {name: value.detach().cpu().clone() for name, value in values.items()}
+
+
+def _differences(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert values.keys() == expected.keys()
+    return {name: float((values[name].float() - expected[name].float()).abs().max()) for name in values}
+
+
+# How a model is sharded
+
+
+def build(site: Site) -> nn.Module:
+    """The model of the program, with the same values on every rank, sharded."""
+    program = site.program
+    torch.manual_seed(0)
+    return LIBRARIES[program.library](Model(program.blocks, program.checkpointing, program.twice), site)
+
+
+def _flatparam(model: Model, site: Site) -> nn.Module:
+    import flatparam
+    from flatparam.wrap import ModuleWrapPolicy
+
+    _patch_flatparam(site)
+    if not site.program.offload:
+        model = model.to(site.device)
+    return flatparam.FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy(_wrapped(site)), **_options(flatparam, site)
+    )
+
+
+def _fsdp1(model: Model, site: Site) -> nn.Module:
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy(_wrapped(site))
+    return fsdp.FullyShardedDataParallel(
+        model.to(site.device), auto_wrap_policy=policy, **_options(fsdp, site)
+    )
+
+
+def _options(library: Any, site: Site) -> dict[str, Any]:
+    """The settings of flatparam and of FSDP1, which have the same names."""
+    program, strategy = site.program, library.ShardingStrategy
+    options: dict[str, Any] = {
+        "device_id": site.device,
+        "process_group": site.group,
+        "use_orig_params": program.use_orig_params,
+        "forward_prefetch": program.prefetch == "forward",
+    }
+    if program.prefetch == "late":
+        options["backward_prefetch"] = library.BackwardPrefetch.BACKWARD_POST
+    if program.offload:
+        options["cpu_offload"] = library.CPUOffload(True)
+    if program.precision:
+        dtype = getattr(torch, program.precision)
+        options["mixed_precision"] = library.MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    names = {"full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
+    options["sharding_strategy"] = strategy[names.get(program.strategy, "HYBRID_SHARD")]
+    if program.strategy.startswith("hybrid"):
+        alone, everybody = _group_of_one(site), site.group
+        of_one = program.strategy == "hybrid_of_one"
+        options["process_group"] = (everybody, alone) if of_one else (alone, everybody)
+    return options
+
+
+def _group_of_one(site: Site) -> dist.ProcessGroup:
+    backend = "gloo" if site.is_cpu else "simulated"
+    groups: list[dist.ProcessGroup] = [dist.new_group([r], backend=backend) for r in range(site.group.size())]
+    return groups[site.rank]
+
+
+def _fsdp2(model: Model, site: Site) -> nn.Module:
+    from torch.distributed import fsdp
+    from torch.distributed.device_mesh import DeviceMesh
+
+    program = site.program
+    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(site.group, site.device.type)}
+    options["reshard_after_forward"] = program.strategy != "grad_op"
+    if program.offload:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy()
+    if program.precision:
+        dtype = getattr(torch, program.precision)
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = model.to(site.device)
+    for child in list(model.modules()):
+        if child is not model and isinstance(child, tuple(_wrapped(site))):
+            fsdp.fully_shard(child, **options)
+    fsdp.fully_shard(model, **options)
+    return model
+
+
+LIBRARIES: Final[dict[str, Callable[[Model, Site], nn.Module]]] = {
+    "flatparam": _flatparam,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+}
+
+
+def _wrapped(site: Site) -> set[type[nn.Module]]:
+    return {Block, nn.Linear} if site.program.wrap_everything else {Block}
+
+
+def _patch_flatparam(site: Site) -> None:
+    """What flatparam does for CUDA alone until it asks torch.accelerator instead."""
+    from flatparam import placement
+    from flatparam_comm import c10d_names
+
+    def control_device(group: dist.ProcessGroup) -> torch.device:
+        return torch.device("cpu") if c10d_names.has_cpu_backend(group) else torch.device("simulated", 0)
+
+    c10d_names._control_device = control_device
+    if site.program.offload:  # torch refuses `.data =` from the CPU for a device that it does not know
+        placement.move = lambda tensors, device: None
+
+
+# What is common to all libraries
+
+
+def optimizer_of(model: nn.Module, site: Site) -> torch.optim.Optimizer:
+    """The optimizer of the program."""
+    if site.program.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=site.program.optimizer == "fused adam")
+
+
+@contextlib.contextmanager
+def unreduced(model: Any, site: Site) -> Iterator[None]:
+    """Inside, backward passes add to the gradients of the rank alone."""
+    if site.program.library != "fsdp2":
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def clip(model: Any, site: Site) -> Tensor:
+    """Scale the gradients to a norm of one half; returns what it was."""
+    norm: Tensor
+    if site.program.library == "fsdp2":
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    else:
+        norm = model.clip_grad_norm_(0.5)
+    return norm
+
+
+def parameters_of(model: nn.Module, site: Site) -> dict[str, Tensor]:
+    """The whole parameters, by the names that they have in the model that is not sharded."""
+    if site.program.library == "fsdp2":
+        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+    library: Any = type(model)
+    with library.summon_full_params(model):
+        found = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in found.items()}
