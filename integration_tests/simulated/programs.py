@@ -30,6 +30,7 @@ class Program:
         optimizer: "sgd", "adam" or "fused adam".
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
+        plant: a bug, a name of plants.py.
         scenario: what is done with the model, a name of scenarios.py.
     """
 
@@ -49,6 +50,7 @@ class Program:
     twice: bool = False
     blocks: int = 3
     steps: int = 3
+    plant: str = ""
     scenario: str = "train"
 
     @property
@@ -122,12 +124,13 @@ def run(world: World, programs: Sequence[Program]) -> list[Outcome]:
 
 
 def _run_one(world: World, program: Program) -> Outcome:
-    from integration_tests.simulated import device
+    from integration_tests.simulated import device, plants
 
     site = Site.of(world, program, device.mark)
     device.start_log()
     try:
-        values = _perform(site)
+        with plants.planted(program.plant):
+            values = _perform(site)
     finally:
         records = device.stop_log()
     differences = _differences(values, _perform(Site.of(world, program)))
@@ -135,10 +138,12 @@ def _run_one(world: World, program: Program) -> Outcome:
 
 
 def _perform(site: Site) -> dict[str, Tensor]:
-    from integration_tests.simulated import scenarios
+    from integration_tests.simulated import device, scenarios
 
     torch.manual_seed(0)
-    values: dict[str, Tensor] = getattr(scenarios, site.program.scenario)(site)
+    is_fsdp1 = site.program.library == "fsdp1"  # which offloads so
+    with device.behaving("data_changes_device", is_fsdp1):
+        values: dict[str, Tensor] = getattr(scenarios, site.program.scenario)(site)
     return {name: value.detach().cpu().clone() for name, value in values.items()}
 
 
@@ -223,7 +228,7 @@ def _fsdp2(model: Model, site: Site) -> nn.Module:
         dtype = getattr(torch, program.precision)
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = model.to(site.device)
-    for child in list(model.modules()):
+    for child in reversed(list(model.modules())):
         if child is not model and isinstance(child, tuple(_wrapped(site))):
             fsdp.fully_shard(child, **options)
     fsdp.fully_shard(model, **options)
