@@ -133,7 +133,9 @@ def _run_one(world: World, program: Program) -> Outcome:
             values = _perform(site)
     finally:
         records = device.stop_log()
-    differences = _differences(values, _perform(Site.of(world, program)))
+    # FSDP1 cannot offload from the CPU to the CPU; that is to change nothing.
+    twin = attrs.evolve(program, offload=program.offload and program.library != "fsdp1")
+    differences = _differences(values, _perform(Site.of(world, twin)))
     return Outcome(program, find_races(records), records, differences)
 
 
@@ -296,7 +298,8 @@ def clip(model: Any, site: Site) -> Tensor:
 def parameters_of(model: nn.Module, site: Site) -> dict[str, Tensor]:
     """The whole parameters, by the names that they have in the model that is not sharded."""
     if site.program.library == "fsdp2":
-        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+        whole = {name: value.to(site.device) for name, value in model.state_dict().items()}
+        return {name: value.full_tensor() for name, value in whole.items()}
     library: Any = type(model)
     with library.summon_full_params(model):
         found = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
