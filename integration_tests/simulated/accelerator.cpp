@@ -691,11 +691,14 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 // Torch would make these of other operators on a device that it does not know. A real device has kernels of its own for
 // them: one kernel for a whole list; and so the numbers of a norm are those of the CPU.
+const std::set<std::string> OF_OUR_OWN = {"aten::native_layer_norm", "aten::native_group_norm", "aten::split_with_sizes_copy",
+                                          "aten::_chunk_cat"};
+
 void register_kernels_of_our_own() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     bool is_list = name.name.rfind("aten::_foreach_", 0) == 0;
-    if (!is_list && name.name != "aten::native_layer_norm" && name.name != "aten::native_group_norm") continue;
+    if (!is_list && !OF_OUR_OWN.count(name.name)) continue;
     library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   }
 }

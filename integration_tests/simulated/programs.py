@@ -297,6 +297,7 @@ def clip(model: Any, site: Site) -> Tensor:
 
 def parameters_of(model: nn.Module, site: Site) -> dict[str, Tensor]:
     """The whole parameters, by the names that they have in the model that is not sharded."""
+    site.mark("the end")
     if site.program.library == "fsdp2":
         whole = {name: value.to(site.device) for name, value in model.state_dict().items()}
         return {name: value.full_tensor() for name, value in whole.items()}
