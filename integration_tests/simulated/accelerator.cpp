@@ -70,6 +70,13 @@ struct Record {
   int64_t thread = 0;
 };
 
+// How the device behaves. Tests plant bugs by these.
+struct Behaviour {
+  bool host_waits = true;            // if not, `synchronize` returns at once
+  bool records_streams = true;       // if not, the allocator does not hear of `record_stream`
+  bool data_changes_device = false;  // torch refuses `.data =` between the CPU and a device that it does not know
+} behaviour;
+
 std::recursive_mutex mutex;  // guards everything down to the operators
 using Lock = std::lock_guard<std::recursive_mutex>;
 
@@ -265,6 +272,7 @@ struct Allocator final : c10::Allocator {
 Allocator device_allocator{false}, pinned_allocator{true};
 
 void record_stream_locked(const void* pointer, int64_t stream) {
+  if (!behaviour.records_streams) return;
   if (auto* found = find_block_locked(pointer)) log_locked({Kind::RECORD_STREAM, stream, "", {}, found->second.number});
 }
 
@@ -313,11 +321,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& asked) const override {
     Lock lock(mutex);
+    if (!behaviour.host_waits) return;
     log_locked({Kind::SYNC_STREAM, asked.id(), "synchronize", {}});
     reach_host_locked(clocks[asked.id()]);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     Lock lock(mutex);
+    if (!behaviour.host_waits) return;
     log_locked({Kind::SYNC_DEVICE, 0, "synchronize", {}});
     for (auto& [number, clock] : clocks) reach_host_locked(clock);
   }
@@ -349,8 +359,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
     Lock lock(mutex);
+    if (!event || !behaviour.host_waits) return;
     auto& awaited = *static_cast<Event*>(event);
     log_locked({Kind::SYNC_EVENT, -1, "synchronize", {}, awaited.number, awaited.version});
     reach_host_locked(awaited.clock);
@@ -609,6 +619,11 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   record_stream_locked(self.storage().data(), stream.id());
 }
 
+bool can_take_data_of(const at::Tensor& self, const at::Tensor& other) {
+  if (behaviour.data_changes_device && self.layout() == at::kStrided && other.layout() == at::kStrided) return true;
+  return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(other.key_set());
+}
+
 bool is_pinned_locked(const at::Tensor& tensor) {
   auto* found = tensor.numel() ? find_block_locked(tensor.storage().data()) : nullptr;
   return found && found->second.pinned;
@@ -661,6 +676,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", &resize_);
   library.impl("_copy_from", &copy_from);
   library.impl("record_stream", &record_stream);
+  library.impl("_has_compatible_shallow_copy_type", &can_take_data_of);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Tensor", &set_tensor);
 }
@@ -675,11 +691,14 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 // Torch would make these of other operators on a device that it does not know. A real device has kernels of its own for
 // them: one kernel for a whole list; and so the numbers of a norm are those of the CPU.
+const std::set<std::string> OF_OUR_OWN = {"aten::native_layer_norm", "aten::native_group_norm", "aten::split_with_sizes_copy",
+                                          "aten::_chunk_cat"};
+
 void register_kernels_of_our_own() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     bool is_list = name.name.rfind("aten::_foreach_", 0) == 0;
-    if (!is_list && name.name != "aten::native_layer_norm" && name.name != "aten::native_group_norm") continue;
+    if (!is_list && !OF_OUR_OWN.count(name.name)) continue;
     library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   }
 }
@@ -796,6 +815,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("end_collective", &end_collective);
   module.def("host_reads", &host_reads);
   module.def("cpu_alias", &cpu_alias);
+  module.def("behave", [](const std::string& how, bool value) {
+    Lock lock(mutex);
+    if (how == "host_waits") return std::exchange(behaviour.host_waits, value);
+    if (how == "records_streams") return std::exchange(behaviour.records_streams, value);
+    TORCH_CHECK(how == "data_changes_device", "the simulated device has no behaviour ", how);
+    return std::exchange(behaviour.data_changes_device, value);
+  });
   module.def("set_current_stream", [](int64_t number) { return std::exchange(current_stream, number); });
   module.def("memory", [] {
     Lock lock(mutex);

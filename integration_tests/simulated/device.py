@@ -61,6 +61,19 @@ def on_cpu(tensor: Tensor) -> Tensor:
     return alias
 
 
+@contextmanager
+def behaving(how: str, value: bool) -> Iterator[None]:
+    """Inside, the device behaves otherwise; accelerator.cpp says how it can.
+
+    With "data_changes_device", `.data =` can take a tensor from the CPU to the device, as torch allows it for CUDA.
+    """
+    previous = _ACCELERATOR.behave(how, value)
+    try:
+        yield
+    finally:
+        _ACCELERATOR.behave(how, previous)
+
+
 # The device's module, torch.simulated
 
 
@@ -144,8 +157,9 @@ _GroupOfTorch: Any = _c10d.ProcessGroup
 class _Work(_WorkOfTorch):  # type: ignore[misc]  # see above
     """A collective that is queued. It holds the tensors until somebody waits for it, as NCCL's does."""
 
-    def __init__(self, group_stream: torch.Stream, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, name: str, group_stream: torch.Stream, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()
+        self.name = name
         self._done = group_stream.record_event()
         self._tensors = tuple(tensors)
 
@@ -200,7 +214,7 @@ class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
         _ACCELERATOR.begin_collective(self._stream.stream_id, reads, writes)
         move()
         _ACCELERATOR.end_collective(self._stream.stream_id, name, reads, writes)
-        return _Work(self._stream, [*reads, *writes])
+        return _Work(name, self._stream, [*reads, *writes])
 
     def _everybodys(self, tensor: Tensor) -> list[Tensor]:
         """The values that each rank has given, in the order of the ranks, as flat tensors of the CPU."""
@@ -297,14 +311,14 @@ class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
     def barrier(self, opts: Any = None) -> _Work:
         """Wait for everybody, on the host."""
         self._bytes.barrier().wait()
-        return _Work(self._stream, ())
+        return _Work("barrier", self._stream)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing changes: what follows is queued on the one stream."""
 
     def _end_coalescing(self, device: torch.device) -> _Work:
         """Whoever waits for this waits for all that was queued."""
-        return _Work(self._stream, ())
+        return _Work("coalesced", self._stream)
 
     # What torch 2.13 and later call them.
     all_gather_single = _allgather_base

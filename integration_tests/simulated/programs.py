@@ -30,6 +30,7 @@ class Program:
         optimizer: "sgd", "adam" or "fused adam".
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
+        plant: a bug, a name of plants.py.
         scenario: what is done with the model, a name of scenarios.py.
     """
 
@@ -49,6 +50,7 @@ class Program:
     twice: bool = False
     blocks: int = 3
     steps: int = 3
+    plant: str = ""
     scenario: str = "train"
 
     @property
@@ -122,23 +124,28 @@ def run(world: World, programs: Sequence[Program]) -> list[Outcome]:
 
 
 def _run_one(world: World, program: Program) -> Outcome:
-    from integration_tests.simulated import device
+    from integration_tests.simulated import device, plants
 
     site = Site.of(world, program, device.mark)
     device.start_log()
     try:
-        values = _perform(site)
+        with plants.planted(program.plant):
+            values = _perform(site)
     finally:
         records = device.stop_log()
-    differences = _differences(values, _perform(Site.of(world, program)))
+    # FSDP1 cannot offload from the CPU to the CPU; that is to change nothing.
+    twin = attrs.evolve(program, offload=program.offload and program.library != "fsdp1")
+    differences = _differences(values, _perform(Site.of(world, twin)))
     return Outcome(program, find_races(records), records, differences)
 
 
 def _perform(site: Site) -> dict[str, Tensor]:
-    from integration_tests.simulated import scenarios
+    from integration_tests.simulated import device, scenarios
 
     torch.manual_seed(0)
-    values: dict[str, Tensor] = getattr(scenarios, site.program.scenario)(site)
+    is_fsdp1 = site.program.library == "fsdp1"  # which offloads so
+    with device.behaving("data_changes_device", is_fsdp1):
+        values: dict[str, Tensor] = getattr(scenarios, site.program.scenario)(site)
     return {name: value.detach().cpu().clone() for name, value in values.items()}
 
 
@@ -223,7 +230,7 @@ def _fsdp2(model: Model, site: Site) -> nn.Module:
         dtype = getattr(torch, program.precision)
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = model.to(site.device)
-    for child in list(model.modules()):
+    for child in reversed(list(model.modules())):
         if child is not model and isinstance(child, tuple(_wrapped(site))):
             fsdp.fully_shard(child, **options)
     fsdp.fully_shard(model, **options)
@@ -290,8 +297,10 @@ def clip(model: Any, site: Site) -> Tensor:
 
 def parameters_of(model: nn.Module, site: Site) -> dict[str, Tensor]:
     """The whole parameters, by the names that they have in the model that is not sharded."""
+    site.mark("the end")
     if site.program.library == "fsdp2":
-        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+        whole = {name: value.to(site.device) for name, value in model.state_dict().items()}
+        return {name: value.full_tensor() for name, value in whole.items()}
     library: Any = type(model)
     with library.summon_full_params(model):
         found = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from integration_tests.simulated.programs import Site, build, clip, optimizer_of, parameters_of, unreduced
 
@@ -19,10 +22,7 @@ def train(site: Site) -> dict[str, Tensor]:
         for number in range(program.micro_batches):
             is_last = number == program.micro_batches - 1
             with unreduced(model, site) if program.no_sync and not is_last else contextlib.nullcontext():
-                site.mark(f"step {step} forward {number}")
-                loss = model(site.batches[step + number]).float().square().mean()
-                site.mark(f"step {step} backward {number}")
-                loss.backward()
+                _pass(model, site, step, number)
         if program.clip:
             site.mark(f"step {step} clip")
             clip(model, site)
@@ -30,8 +30,217 @@ def train(site: Site) -> dict[str, Tensor]:
             site.mark(f"step {step} evaluation")
             with torch.no_grad():
                 model(site.batches[0])
+        _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+def _pass(model: nn.Module, site: Site, step: int, number: int = 0) -> None:
+    """A forward and a backward pass."""
+    site.mark(f"step {step} forward {number}")
+    loss: Any = model(site.batches[step + number]).float().square().mean()
+    site.mark(f"step {step} backward {number}")
+    loss.backward()
+
+
+def _update(optimizer: torch.optim.Optimizer, site: Site, step: int) -> None:
+    site.mark(f"step {step} optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# The optimizer
+
+
+def optimizer_in_backward(site: Site) -> dict[str, Tensor]:
+    """Each parameter is updated in the backward pass, as soon as its gradient is there."""
+    from torch.distributed import optim as of_torch
+
+    model = build(site)
+    optim: Any = of_torch
+    optim._apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+    return parameters_of(model, site)
+
+
+def gradients_kept(site: Site) -> dict[str, Tensor]:
+    """Nobody sets gradients to None, so that each backward pass adds to those of the steps before."""
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        _pass(model, site, step)
         site.mark(f"step {step} optimizer")
         optimizer.step()
+    return parameters_of(model, site)
+
+
+def scaled(site: Site) -> dict[str, Tensor]:
+    """The loss is scaled, and the gradients are looked at for infinities."""
+    from flatparam.sharded_grad_scaler import ShardedGradScaler
+
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    scaler: Any = ShardedGradScaler(site.device.type, init_scale=16.0, process_group=site.group)
+    for step in range(site.program.steps):
+        site.mark(f"step {step} forward")
+        loss = model(site.batches[step]).float().square().mean()
+        site.mark(f"step {step} backward")
+        scaler.scale(loss).backward()
+        site.mark(f"step {step} optimizer")
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-    site.mark("the end")
+    return parameters_of(model, site)
+
+
+# Streams of the program's own
+
+
+@contextlib.contextmanager
+def _side_stream(site: Site) -> Iterator[None]:
+    """Inside, a stream of its own is current, which begins after the current one; that goes on after it."""
+    if site.is_cpu:
+        yield
+        return
+    outside, side = torch.accelerator.current_stream(), torch.Stream(device=site.device)
+    side.wait_stream(outside)
+    with side:
+        yield
+    outside.wait_stream(side)
+
+
+def first_step_on_side_stream(site: Site) -> dict[str, Tensor]:
+    """The first step runs on a stream of its own, as before a graph is captured; the others on the default stream."""
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        with _side_stream(site) if step == 0 else contextlib.nullcontext():
+            _pass(model, site, step)
+            _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+def forward_on_side_stream(site: Site) -> dict[str, Tensor]:
+    """Forward passes run on a stream of their own; backward passes are called from the default stream."""
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        with _side_stream(site):
+            site.mark(f"step {step} forward")
+            loss: Any = model(site.batches[step]).float().square().mean()
+        site.mark(f"step {step} backward")
+        loss.backward()
+        _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+# Looking at parameters
+
+
+def evaluated(site: Site) -> dict[str, Tensor]:
+    """Nothing but forward passes without gradients, between which the parameters are changed."""
+    model = build(site).eval()
+    outputs = {}
+    with torch.no_grad():
+        for step in range(site.program.steps):
+            site.mark(f"step {step} forward")
+            outputs[f"output {step}"] = model(site.batches[step])
+            site.mark(f"step {step} change")
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    return {**outputs, **parameters_of(model, site)}
+
+
+def summoned(site: Site) -> dict[str, Tensor]:
+    """The full parameters are looked at and changed between steps, in each of several ways."""
+    import flatparam
+
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    on_host = {"offload_to_cpu": True, "rank0_only": True, "writeback": False}
+    with_gradients = {"with_grads": True} if site.program.use_orig_params else {}
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+        for options in ({}, on_host, with_gradients):
+            site.mark(f"step {step} summon {options}")
+            with flatparam.FullyShardedDataParallel.summon_full_params(model, **options), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+def saved(site: Site) -> dict[str, Tensor]:
+    """State dicts of all kinds are taken, and the last one is loaded back."""
+    from flatparam import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    model: Any = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+        _update(optimizer, site, step)
+        site.mark(f"step {step} states")
+        on_host = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, on_host):
+            model.state_dict()
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+            model.load_state_dict(state)
+        FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    return parameters_of(model, site)
+
+
+def checkpointed_asynchronously(site: Site) -> dict[str, Tensor]:
+    """Checkpoints are written while training goes on, and the last one is loaded."""
+    from flatparam_state import Checkpointer
+
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    folders = [tempfile.mkdtemp() if site.rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folders)  # over the default group
+    with Checkpointer(folders[0], model, optimizer, asynchronous=True) as checkpointer:
+        for step in range(site.program.steps):
+            _pass(model, site, step)
+            _update(optimizer, site, step)
+            site.mark(f"step {step} save")
+            checkpointer.save(step)
+        site.mark("load")
+        checkpointer.load()
+    return parameters_of(model, site)
+
+
+# What goes wrong
+
+
+_Function: Any = torch.autograd.Function
+
+
+class _Unlucky(_Function):  # type: ignore[misc]  # torch's class is not typed
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        raise ArithmeticError("as planned")
+
+
+def interrupted(site: Site) -> dict[str, Tensor]:
+    """A backward pass fails in the middle, in autograd's thread; the next step begins anew."""
+    model: Any = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        hook = model.module.blocks[1].register_forward_hook(
+            lambda module, given, output: _Unlucky.apply(output)
+        )
+        site.mark(f"step {step} interruption")
+        loss = model(site.batches[step]).float().square().mean()
+        with contextlib.suppress(ArithmeticError):
+            loss.backward()
+        hook.remove()
+        optimizer.zero_grad()
+        _pass(model, site, step)
+        _update(optimizer, site, step)
     return parameters_of(model, site)

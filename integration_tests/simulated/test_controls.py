@@ -17,6 +17,7 @@ FSDP1 = [
     Program("fsdp1", strategy="hybrid_of_one", micro_batches=2, no_sync=True),
     Program("fsdp1", precision="bfloat16", optimizer="adam", evaluate=True),
     Program("fsdp1", use_orig_params=True, wrap_everything=True, prefetch="late"),
+    Program("fsdp1", offload=True),
     Program("fsdp1", checkpointing="not reentrant"),
     Program("fsdp1", checkpointing="reentrant", optimizer="fused adam"),
 ]

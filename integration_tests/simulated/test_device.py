@@ -78,7 +78,7 @@ def test_lists_of_copies_land_late(one: Any) -> None:
 def test_the_host_is_seen_reading(one: Any) -> None:
     """The checker sees each way in which Python can read pinned memory."""
     found = one["reads_by_the_host"]
-    assert [f"way {number}," in finding for number, finding in enumerate(found)] == [True] * 6
+    assert [any(f"way {number}," in finding for finding in found) for number in range(6)] == [True] * 6
 
 
 def test_streams_are_each_threads_own(one: Any) -> None:
