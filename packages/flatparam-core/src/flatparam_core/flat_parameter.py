@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 from typing_extensions import final
 
 from flatparam_core.layout import FlatLayout
@@ -64,3 +65,7 @@ class FlatParameter(nn.Parameter):
     @property
     def _numels(self) -> tuple[int, ...]:
         return tuple(slot.spec.numel for slot in self.flat_layout.slots)
+
+
+# torch steps many parameters in one call, which accelerators gain from, only if it knows the class of each.
+_foreach_supported_types.append(FlatParameter)

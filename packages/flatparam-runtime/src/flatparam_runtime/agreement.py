@@ -5,26 +5,30 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import attrs
 import torch
-from typing_extensions import final
+from torch import Tensor
+from typing_extensions import Self, final
 
 from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, ReduceOp
 from flatparam_runtime.fingerprint import Deed, Fingerprint
+from flatparam_runtime.streams import Mark, NoStreams, OnDevice, streams_of
 from flatparam_runtime.unit import Unit
 
 __all__ = [
+    "Comparison",
     "DivergenceError",
     "agree_on_deed",
-    "agree_on_gradients",
-    "agree_on_inference",
     "agree_on_units",
+    "compare_gradients",
+    "compare_inference",
     "groups_of",
 ]
 
 T = TypeVar("T")
+_CPU: Final = torch.device("cpu")
 
 
 class DivergenceError(FlatParamError):
@@ -174,56 +178,128 @@ def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
     )
 
 
-# At the end of a backward pass: the same collectives, and which gradients?
+# At the end of a pass: the same collectives, and which gradients?
 
 
-def agree_on_gradients(
-    units: Sequence[Unit], given: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
-) -> dict[FlatParamHandle, bytes]:
-    """For every flat parameter, which of its parameters got a gradient on any rank.
+@final
+@attrs.define(eq=False)
+class _Mask:
+    """What a group adds up: a byte for each parameter of `handles`, in order, and the fingerprint's flags."""
 
-    One small all-reduce for each group of ranks, in which every rank takes part. It also compares what the ranks have
-    done since the last time.
+    handles: list[FlatParamHandle]
+    flags: Tensor
+    streams: OnDevice
+    _sent: Tensor
+    """What `flags` is copied from, which takes its time."""
 
-    Raises:
-        DivergenceError: on every rank, where that differs.
+    @classmethod
+    def of(
+        cls,
+        members: Sequence[Unit],
+        handles: list[FlatParamHandle],
+        known: Mapping[FlatParamHandle, bytes],
+        own: bytes,
+        before: Sequence[_Mask],
+    ) -> Self:
+        """The mask of what is known here and in the masks of the groups `before`."""
+        device = next((handle.device for unit in members for handle in unit.handles), _CPU)
+        streams = streams_of(device)
+        sent = torch.frombuffer(
+            bytearray(b"".join([*map(known.__getitem__, handles), own])), dtype=torch.uint8
+        )
+        flags = streams.to_device(sent, device)
+        for mask in before:
+            mask._pass_on(handles, flags, len(own))
+        return cls(handles, flags, streams, sent)
+
+    def _pass_on(self, handles: Sequence[FlatParamHandle], flags: Tensor, own: int) -> None:
+        mine = dict(
+            zip(self.handles, torch.split(self.flags[:-own], self._counts(self.handles)), strict=True)
+        )
+        for handle, part in zip(handles, torch.split(flags[:-own], self._counts(handles)), strict=True):
+            if handle in mine:
+                part.copy_(mine[handle])
+        flags[-own:].copy_(self.flags[-own:])
+
+    @staticmethod
+    def _counts(handles: Sequence[FlatParamHandle]) -> list[int]:
+        return [len(handle.layout.slots) for handle in handles]
+
+
+@final
+@attrs.define(eq=False)
+class Comparison:
+    """What the ranks have told each other at the end of a pass; on an accelerator it is on its way to the host.
+
+    It is one small all-reduce for each group of ranks, in which every rank takes part: it holds a byte for each
+    parameter, and the fingerprint of what this rank has done since the last time.
     """
+
+    _units: Sequence[Unit]
+    _fingerprint: Fingerprint
+    _known: Mapping[FlatParamHandle, bytes]
+    _own: bytes
+    _parts: list[tuple[Tensor, list[FlatParamHandle]]]
+    """For each group what comes to the host, and the flat parameters that its flags are of, in order."""
+    _landed: Mark
+    _masks: list[_Mask]
+    """What is copied from."""
+
+    @classmethod
+    def begin(
+        cls, units: Sequence[Unit], known: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
+    ) -> Self:
+        """Tell the other ranks the flags that are `known` here, and the fingerprint."""
+        own = fingerprint.flags()
+        masks: list[_Mask] = []
+        for group, members in groups_of(units):
+            handles = [handle for unit in members for handle in unit.handles if handle in known]
+            if not masks or handles != masks[-1].handles:
+                masks.append(_Mask.of(members, handles, known, own, masks))
+            # A group learns what the one before has seen.
+            group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
+        parts = [(mask.streams.to_host(mask.flags), mask.handles) for mask in masks]
+        landed = masks[-1].streams.mark() if masks else NoStreams().mark()
+        return cls(units, fingerprint, known, own, parts, landed, masks)
+
+    def finish(self) -> dict[FlatParamHandle, bytes]:
+        """For each flat parameter, which of its parameters got a gradient on any rank of its groups.
+
+        Raises:
+            DivergenceError: on every rank, if the ranks have not all done the same.
+        """
+        self._landed.synchronize()
+        self._masks.clear()
+        known = dict(self._known)
+        combined = self._own
+        for part, handles in self._parts:
+            found = bytes(part.tolist())
+            combined = found[-len(combined) :]
+            start = 0
+            for handle in handles:
+                stop = start + len(handle.layout.slots)
+                known[handle] = found[start:stop]  # the last group's
+                start = stop
+        if combined != self._own:
+            _check_training(self._units)
+            deeds = _everyone(self._units[0], self._fingerprint.deeds(self._units), "order")
+            raise DivergenceError(_first_divergence(deeds, _rank(self._units[0])))
+        self._fingerprint.agreed()
+        return known
+
+
+def compare_gradients(
+    units: Sequence[Unit], given: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
+) -> Comparison:
+    """Tell the other ranks which parameters of every flat parameter got a gradient here, and what was done."""
     taking_part = {handle for unit in units for handle in unit.trainable} | given.keys()
     known = {handle: given.get(handle, bytes(len(handle.layout.slots))) for handle in taking_part}
-    _agree(units, known, fingerprint)
-    return known
+    return Comparison.begin(units, known, fingerprint)
 
 
-def agree_on_inference(units: Sequence[Unit], fingerprint: Fingerprint) -> None:
-    """Compare what the ranks have done in a pass that no backward follows.
-
-    Raises:
-        DivergenceError: on every rank, where that differs.
-    """
-    _agree(units, {}, fingerprint)
-
-
-def _agree(units: Sequence[Unit], known: dict[FlatParamHandle, bytes], fingerprint: Fingerprint) -> None:
-    """Combine the flags in `known` over ranks, in place, and compare fingerprints on the way."""
-    own = combined = fingerprint.flags()
-    for group, members in groups_of(units):
-        handles = [handle for unit in members for handle in unit.handles if handle in known]
-        flags = b"".join([*(known[handle] for handle in handles), combined])
-        device = next((handle.device for unit in members for handle in unit.handles), members[0].device)
-        mask = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(device)
-        group.all_reduce(mask, op=ReduceOp.MAX, label="parameters with a gradient").wait()
-        found = bytes(mask.tolist())
-        combined = found[-len(own) :]  # the next group learns what this one has seen
-        start = 0
-        for handle in handles:
-            stop = start + len(handle.layout.slots)
-            known[handle] = found[start:stop]
-            start = stop
-    if combined != own:
-        _check_training(units)
-        deeds = _everyone(units[0], fingerprint.deeds(units), "order")
-        raise DivergenceError(_first_divergence(deeds, _rank(units[0])))
-    fingerprint.agreed()
+def compare_inference(units: Sequence[Unit], fingerprint: Fingerprint) -> Comparison:
+    """Tell the other ranks what was done in a pass that no backward follows."""
+    return Comparison.begin(units, {}, fingerprint)
 
 
 def _check_training(units: Sequence[Unit]) -> None:

@@ -6,7 +6,7 @@ import collections
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import attrs
@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Self, final
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Threshold
-from flatparam_runtime.agreement import agree_on_gradients
+from flatparam_runtime.agreement import Comparison, compare_gradients
 from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.fingerprint import Fingerprint
 from flatparam_runtime.fused_optimizer import step_in_backward
@@ -99,6 +99,10 @@ class BackwardPass:
     held: list[Reduced] = attrs.field(factory=list)
     """Reduced gradients that are given at the end: this rank cannot tell alone which parameters got any, or they are
     still being copied to the host."""
+    is_first: bool = False
+    """Whether the ranks have not been through a whole step together."""
+    comparison: Comparison | None = None
+    """What the other ranks say, where nobody had to wait for it."""
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
@@ -372,10 +376,16 @@ class BackwardPass:
 
     def _give_held(self) -> None:
         """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
-        arrived_anywhere = agree_on_gradients(self.units, self.given, self.fingerprint)
-        for reduced in self.held:
+        self.comparison = compare_gradients(self.units, self.given, self.fingerprint)
+        arrived_anywhere: Mapping[FlatParamHandle, bytes] = {}
+        if self.is_first or not all(all(reduced.arrived) for reduced in self.held):
+            comparison, self.comparison = self.comparison, None
+            arrived_anywhere = comparison.finish()
+        for reduced in reversed(self.held):
             if reduced.landed is not None:
-                reduced.landed.synchronize()
+                reduced.landed.synchronize()  # and so have those before it, which were copied on the same stream
+                break
+        for reduced in self.held:
             arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
             _give(reduced.handle, reduced.gradient, arrived)
         self.held.clear()

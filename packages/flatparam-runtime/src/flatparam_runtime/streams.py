@@ -65,6 +65,12 @@ class OnDevice(Protocol):
     def wait_for_uploads(self) -> None:
         """Have the host wait until the device has read all that it was to read from the host's memory."""
 
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy of a small tensor of the host, which does not wait for it, and has to keep `tensor` until a mark."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What will be a copy of a small tensor on the host, once it has waited for a later mark."""
+
     def mark(self) -> Mark:
         """The point that the current stream is at."""
 
@@ -109,6 +115,14 @@ class NoStreams:
     def wait_for_uploads(self) -> None:
         """They are over."""
 
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """It is there."""
+        return tensor
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """It is there."""
+        return tensor
+
     def mark(self) -> Mark:
         """A point that has been reached."""
         return _Done()
@@ -141,6 +155,14 @@ class Streams:
     def current(self) -> int:
         """The number that torch gives the current stream of the device."""
         return int(torch.accelerator.current_stream(self.device).stream_id)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """See `OnDevice.to_device`."""
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `OnDevice.to_host`."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     def mark(self) -> Mark:
         """The point that the current stream is at."""

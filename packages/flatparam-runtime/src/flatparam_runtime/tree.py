@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, clean_fqn, each_module
-from flatparam_runtime.agreement import agree_on_deed, agree_on_inference, agree_on_units
+from flatparam_runtime.agreement import Comparison, agree_on_deed, agree_on_units, compare_inference
 from flatparam_runtime.backward import BackwardPass
 from flatparam_runtime.buffers import broadcast_buffers
 from flatparam_runtime.calls import running_calls
@@ -101,6 +101,8 @@ class UnitTree:
     """The one that was current when the pass began."""
     has_changed_stream: bool = False
     """Whether passes have begun on several streams."""
+    comparison: Comparison | None = None
+    """What the ranks have told each other after the last pass, where it has not been looked at."""
     _backward: BackwardPass | None = None
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
@@ -146,12 +148,15 @@ class UnitTree:
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.end_backward
             )
+            current.is_first = not self._has_trained
         return current
 
     def end_backward(self, synced: bool) -> None:
         """Forget the backward pass, which has finished."""
-        self._backward = None
+        ended, self._backward = self._backward, None
         self._end_pooling()
+        if ended is not None:
+            self._compare(ended.comparison)
         self.keeps_unsharded = not synced
         if synced:
             self._has_trained = True  # from here on one comparison at the end of each backward will do
@@ -182,6 +187,7 @@ class UnitTree:
                 )
         if self.backward is None:
             self._settle_leftovers()
+        self.check_comparison()
         if not self._has_begun:
             agree_on_units(self.units)
             self._has_begun = True
@@ -232,8 +238,28 @@ class UnitTree:
         if any(unit.handles and unit.handles[0].is_offloaded for unit in self.units):
             self.streams.wait_for_uploads()  # the host may write its parameters next
         if not self.fingerprint.is_empty:
-            agree_on_inference(self.units, self.fingerprint)
+            self._compare(compare_inference(self.units, self.fingerprint))
             self._has_inferred = True
+
+    def _compare(self, comparison: Comparison | None) -> None:
+        """Look at what the ranks have told each other: at once if it is here, else when the next pass begins.
+
+        By then it has come from an accelerator while the optimizer stepped, so that the host need not wait for it.
+        """
+        self.check_comparison()
+        self.comparison = comparison
+        if not self.streams.runs_ahead or not (self._has_trained or self._has_inferred):
+            self.check_comparison()
+
+    def check_comparison(self) -> None:
+        """Look at it now.
+
+        Raises:
+            DivergenceError: on every rank, if the ranks have not all done the same.
+        """
+        comparison, self.comparison = self.comparison, None
+        if comparison is not None:
+            comparison.finish()
 
     def _end_pooling(self) -> None:
         self.pool.keeps = False
@@ -253,6 +279,7 @@ class UnitTree:
     def recover(self) -> None:
         """Bring every unit back to rest after an exception: sharded, idle, no gradient of a failed backward left."""
         dead, self._backward, self.forward = self._backward, None, None
+        self.comparison = None
         if dead is not None:
             dead.drop()
         for unit in self.units:
