@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -22,6 +23,11 @@ __all__ = ["GradientLedger"]
 @functools.cache
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.promote_types(wide, narrow) == wide
+
+
+def _is_exact(factor: float) -> bool:
+    """Whether to multiply by it loses nothing: a power of two."""
+    return math.frexp(factor)[0] == 0.5
 
 
 SMALL_NBYTES: Final = Threshold(
@@ -107,12 +113,19 @@ class GradientLedger:
         self.open()
         slot = self._slots[index]
         gradient = gradient.detach()
-        if divisor != 1.0 and gradient.dtype != slot.dtype:  # it must not underflow before its cast
+        widens = gradient.dtype != slot.dtype and _holds(slot.dtype, gradient.dtype)
+        if (
+            divisor != 1.0 and gradient.dtype != slot.dtype and not widens
+        ):  # it is divided before it loses anything
             gradient = gradient.to(torch.promote_types(gradient.dtype, slot.dtype))
-        if self.deposited[index]:
-            slot.add_(gradient if divisor == 1.0 else gradient / divisor)
-        elif divisor == 1.0:
+        if self.deposited[index] and _is_exact(1 / divisor):
+            slot.add_(gradient, alpha=1 / divisor)
+        elif self.deposited[index]:
+            slot.add_((gradient.to(slot.dtype) if widens else gradient) / divisor)
+        elif divisor == 1.0 or widens:
             slot.copy_(gradient)
+            if divisor != 1.0:
+                slot.div_(divisor)  # not before: it must not underflow
         else:
             torch.div(gradient, divisor, out=slot)
         self.deposited[index] = 1
@@ -122,23 +135,34 @@ class GradientLedger:
     ) -> None:
         """`deposit` each of `gradients` at its index; the small ones among them in a few calls for all."""
         dtype = self.buffer.tensor.dtype
-        is_second = any(map(self.deposited.__getitem__, indices))  # backward pass before the reduction
+        again = set(map(self.deposited.__getitem__, indices))  # a second backward pass before the reduction
+        alike = len(again) == 1 and all(_holds(dtype, given) for given in {g.dtype for g in gradients})
         one_by_one: Sequence[int] = range(len(indices))
-        if not is_second and all(_holds(dtype, given) for given in {g.dtype for g in gradients}):
+        if alike and (again == {0} or _is_exact(1 / divisor)):
             self.open()
             batch = self._batch(tuple(indices))
             one_by_one = batch.large
             if batch.small:  # torch refuses an empty list
-                self._deposit_small(batch, indices, gradients, divisor)
+                self._deposit_small(batch, indices, gradients, divisor, add=again == {1})
         for at in one_by_one:
             self.deposit(indices[at], gradients[at], divisor=divisor)
 
     def _deposit_small(
-        self, batch: _Batch, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float
+        self,
+        batch: _Batch,
+        indices: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        divisor: float,
+        *,
+        add: bool,
     ) -> None:
         slots = [self._slots[indices[at]] for at in batch.small]
+        given = [gradients[at] for at in batch.small]
         with torch.no_grad():
-            torch._foreach_copy_(slots, [gradients[at] for at in batch.small])
+            if add:
+                torch._foreach_add_(slots, given, alpha=1 / divisor)
+                return
+            torch._foreach_copy_(slots, given)
             for stretch in batch.stretches if divisor != 1.0 else ():
                 stretch.div_(divisor)
         for at in batch.small:

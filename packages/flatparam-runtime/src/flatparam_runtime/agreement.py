@@ -14,7 +14,7 @@ from typing_extensions import Self, final
 
 from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, ReduceOp
 from flatparam_runtime.fingerprint import Deed, Fingerprint
-from flatparam_runtime.streams import Mark, NoStreams, OnDevice, streams_of
+from flatparam_runtime.streams import Mark, streams_of
 from flatparam_runtime.unit import Unit
 
 __all__ = [
@@ -188,29 +188,26 @@ class _Mask:
 
     handles: list[FlatParamHandle]
     flags: Tensor
-    streams: OnDevice
     _sent: Tensor
     """What `flags` is copied from, which takes its time."""
 
     @classmethod
     def of(
         cls,
-        members: Sequence[Unit],
+        device: torch.device,
         handles: list[FlatParamHandle],
         known: Mapping[FlatParamHandle, bytes],
         own: bytes,
         before: Sequence[_Mask],
     ) -> Self:
         """The mask of what is known here and in the masks of the groups `before`."""
-        device = next((handle.device for unit in members for handle in unit.handles), _CPU)
-        streams = streams_of(device)
         sent = torch.frombuffer(
             bytearray(b"".join([*map(known.__getitem__, handles), own])), dtype=torch.uint8
         )
-        flags = streams.to_device(sent, device)
+        flags = streams_of(device).to_device(sent, device)
         for mask in before:
             mask._pass_on(handles, flags, len(own))
-        return cls(handles, flags, streams, sent)
+        return cls(handles, flags, sent)
 
     def _pass_on(self, handles: Sequence[FlatParamHandle], flags: Tensor, own: int) -> None:
         mine = dict(
@@ -252,15 +249,16 @@ class Comparison:
         """Tell the other ranks the flags that are `known` here, and the fingerprint."""
         own = fingerprint.flags()
         masks: list[_Mask] = []
-        for group, members in groups_of(units):
-            handles = [handle for unit in members for handle in unit.handles if handle in known]
-            if not masks or handles != masks[-1].handles:
-                masks.append(_Mask.of(members, handles, known, own, masks))
-            # A group learns what the one before has seen.
-            group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
-        parts = [(mask.streams.to_host(mask.flags), mask.handles) for mask in masks]
-        landed = masks[-1].streams.mark() if masks else NoStreams().mark()
-        return cls(units, fingerprint, known, own, parts, landed, masks)
+        device = next((handle.device for unit in units for handle in unit.handles), _CPU)
+        with streams_of(device).downloading() as copies:  # nothing that computes has to wait for it
+            for group, members in groups_of(units):
+                handles = [handle for unit in members for handle in unit.handles if handle in known]
+                if not masks or handles != masks[-1].handles:
+                    masks.append(_Mask.of(device, handles, known, own, masks))
+                # A group learns what the one before has seen.
+                group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
+            parts = [(streams_of(device).to_host(mask.flags), mask.handles) for mask in masks]
+        return cls(units, fingerprint, known, own, parts, copies.end, masks)
 
     def finish(self) -> dict[FlatParamHandle, bytes]:
         """For each flat parameter, which of its parameters got a gradient on any rank of its groups.

@@ -77,9 +77,8 @@ def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
     ahead: Iterable[Unit] = ()
     if unit.forward_prefetch is not None:
         ahead = unit.forward_prefetch
-    elif depth is None:
-        if tree.streams.runs_ahead:
-            ahead = _as_many_as_fit(tree.to_come(unit))
+    elif tree.streams.runs_ahead and depth != 0:
+        ahead = _as_many_as_fit(tree.to_come(unit), depth or 1)
     elif depth and tree.last_forward is not None:
         ahead = next_forward(tree.last_forward.began, current.began, depth)
     for other in ahead:
@@ -87,14 +86,13 @@ def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
             other.begin_unshard(full_precision=other.computes_in_full_precision)
 
 
-def _as_many_as_fit(units: Iterable[Unit]) -> Iterator[Unit]:
-    """The first of `units` that has parameters, and those after it as long as all are small."""
+def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
+    """The first `least` of `units`, and those after them as long as all together are small."""
     waiting = 0
-    for unit in units:
-        nbytes = unit.unsharded_nbytes
-        if waiting and waiting + nbytes > PREFETCH_NBYTES.value:
+    for count, unit in enumerate(units):
+        waiting += unit.unsharded_nbytes
+        if count >= least and waiting > PREFETCH_NBYTES.value:
             return
-        waiting += nbytes
         yield unit
 
 

@@ -32,8 +32,9 @@ class PrefetchPlan:
     """How far ahead full parameters are gathered, in units; 0 gathers each when it is needed.
 
     In the forward pass `None` leaves it to the device. The CPU gathers each unit when it is needed, since the same
-    cores copy and compute. On an accelerator the next unit is gathered beside the computing, and further ones as long
-    as all that wait to be used are no more than `runtime.prefetch_nbytes`.
+    cores copy and compute. On an accelerator the next unit is gathered beside the computing. There, units after the
+    first so many are gathered ahead too, as long as all that wait to be used are no more than
+    `runtime.prefetch_nbytes`.
     """
 
     forward: int | None = None

@@ -66,13 +66,10 @@ class OnDevice(Protocol):
         """Have the host wait until the device has read all that it was to read from the host's memory."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy of a small tensor of the host, which does not wait for it, and has to keep `tensor` until a mark."""
+        """A copy of a small tensor of the host, which does not wait for it, and has to keep `tensor` until it has."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What will be a copy of a small tensor on the host, once it has waited for a later mark."""
-
-    def mark(self) -> Mark:
-        """The point that the current stream is at."""
+        """What will be a copy of a small tensor on the host, once it has waited for it."""
 
 
 @final
@@ -123,10 +120,6 @@ class NoStreams:
         """It is there."""
         return tensor
 
-    def mark(self) -> Mark:
-        """A point that has been reached."""
-        return _Done()
-
 
 @final
 @attrs.frozen(eq=False)
@@ -163,10 +156,6 @@ class Streams:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `OnDevice.to_host`."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-    def mark(self) -> Mark:
-        """The point that the current stream is at."""
-        return self._mark(torch.accelerator.current_stream(self.device))
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[Copies]:
