@@ -48,6 +48,7 @@ class Program:
     evaluate: bool = False
     checkpointing: str = ""
     twice: bool = False
+    ranks: int = 2
     blocks: int = 3
     steps: int = 3
     plant: str = ""
