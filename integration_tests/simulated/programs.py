@@ -169,9 +169,6 @@ def _flatparam(model: Model, site: Site) -> nn.Module:
     import flatparam
     from flatparam.wrap import ModuleWrapPolicy
 
-    _patch_flatparam(site)
-    if not site.program.offload:
-        model = model.to(site.device)
     return flatparam.FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy(_wrapped(site)), **_options(flatparam, site)
     )
@@ -247,19 +244,6 @@ LIBRARIES: Final[dict[str, Callable[[Model, Site], nn.Module]]] = {
 
 def _wrapped(site: Site) -> set[type[nn.Module]]:
     return {Block, nn.Linear} if site.program.wrap_everything else {Block}
-
-
-def _patch_flatparam(site: Site) -> None:
-    """What flatparam does for CUDA alone until it asks torch.accelerator instead."""
-    from flatparam import placement
-    from flatparam_comm import c10d_names
-
-    def control_device(group: dist.ProcessGroup) -> torch.device:
-        return torch.device("cpu") if c10d_names.has_cpu_backend(group) else torch.device("simulated", 0)
-
-    c10d_names._control_device = control_device
-    if site.program.offload:  # torch refuses `.data =` from the CPU for a device that it does not know
-        placement.move = lambda tensors, device: None
 
 
 # What is common to all libraries

@@ -57,10 +57,10 @@ class FlatExposure:
         cls, owner: nn.Module, attribute: str, flat_param: FlatParameter, bound: Sequence[BoundParameter]
     ) -> Self:
         """Register `flat_param` in `owner` and take the original parameters out of their modules."""
-        originals = [weakref.ref(b.parameter) for b in bound]
-        versions = [b.parameter._version for b in bound]
-        exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), originals, versions)
-        exposure._make_views()
+        exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), [], [])
+        exposure._make_views({index: b.parameter for index, b in enumerate(bound)})
+        exposure._originals += [weakref.ref(b.parameter) for b in bound]
+        exposure._versions += [b.parameter._version for b in bound]
         owner.register_parameter(attribute, flat_param)
         exposure.show_shard()
         return exposure
@@ -74,11 +74,11 @@ class FlatExposure:
         flat_param, owner, attribute, sites = state
         type(self).__init__(self, flat_param, weakref.ref(owner), attribute, sites, [], [])
 
-    def _make_views(self) -> None:
+    def _make_views(self, originals: Mapping[int, nn.Parameter]) -> None:
         layout, rank = self.flat_param.flat_layout, self.flat_param.rank
         pieces = ShardPieces.of(layout, rank)
         self._views = tuple(pieces.lines(self.flat_param.detach()))
-        for index, original in self.originals().items():
+        for index, original in originals.items():
             original.grad = None  # a full one; what is added from now on has the fragment's shape
             give_data(original, self._views[index].view(pieces.shapes[index]))
 
@@ -137,7 +137,7 @@ class FlatExposure:
 
     def refresh(self) -> None:
         """See `Exposure.refresh`."""
-        self._make_views()
+        self._make_views(self.originals())
         self.show_shard()
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
