@@ -6,14 +6,15 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import Any, Final
 
 import attrs
 
-from flatparam_comm.testing import RankError
+from flatparam_comm.errors import RankError
 from integration_tests.simulated.programs import Outcome, Program, run
 from integration_tests.simulated.worlds import on_simulated
 
-AXES = {
+AXES: Final[dict[str, tuple[Any, ...]]] = {
     "strategy": ("full", "grad_op", "none", "hybrid", "hybrid_of_one"),
     "offload": (False, True),
     "precision": ("", "bfloat16"),
@@ -23,14 +24,14 @@ AXES = {
     "clip": (False, True),
     "use_orig_params": (False, True),
 }
-TOGETHER = 12
+TOGETHER: Final = 12
 """Programs that share a world."""
 
 
 def combinations() -> Iterator[Program]:
     """All programs; what else can be chosen goes round with them."""
     for number, values in enumerate(itertools.product(*AXES.values())):
-        chosen = dict(zip(AXES, values, strict=True))
+        chosen: dict[str, Any] = dict(zip(AXES, values, strict=True))
         accumulation = chosen.pop("accumulation")
         program = Program(
             micro_batches=2 if accumulation else 1,
