@@ -170,6 +170,21 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session
+def overlap(session: nox.Session) -> None:
+    """What is hidden behind computing, on the simulated device: a table, and pictures (`-- --ratios 0.5 1 2`)."""
+    install_all_layers(session)
+    pictures = ("--pictures", "build/overlap")
+    python(session, "-m", "integration_tests.simulated.overlap", *pictures, *session.posargs)
+
+
+@nox.session
+def sanitise(session: nox.Session) -> None:
+    """Every combination of settings on the simulated device, looked through for races (`-- --every 10`)."""
+    install_all_layers(session)
+    python(session, "-m", "integration_tests.simulated.sweep", *session.posargs)
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Each torch on one Python and each Python with one torch; not in `tests` (`-- 2.15.0 3.12`, `-- --help`)."""
     prepare(session)
