@@ -35,7 +35,7 @@ class Row:
     id: str
     title: str
     status: str
-    """`done`, `partly` or `missing`."""
+    """`done`, `simulated` (on an accelerator that is), `partly` or `missing`."""
     lacks: str = ""
     """What is not there, in a sentence; empty where the row is done."""
     tests: list[str] = field(default_factory=list)
