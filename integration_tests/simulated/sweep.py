@@ -64,9 +64,9 @@ def wrong_with(told: list[Outcome], error: str) -> list[str]:
     differences = [
         difference for outcome in told for difference in outcome.differences.values() if difference != 0
     ]
-    return lines + [f"{len(differences)} parameters are not the CPU's: by {max(differences)}"] * bool(
-        differences
-    )
+    if differences:
+        lines.append(f"{len(differences)} parameters are not the CPU's, by {max(differences)}")
+    return lines
 
 
 def main() -> None:
