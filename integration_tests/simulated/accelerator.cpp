@@ -11,7 +11,7 @@
 // device is read from pinned memory when the device first needs it, or when the host synchronises. So a program that
 // does not wait computes wrong numbers, as well as being found by the checker.
 //
-// Abbreviations: none but torch's own. Every function that says `locked` needs `mutex`.
+// Every function that says `locked` needs `mutex`.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
@@ -21,6 +21,9 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -673,6 +676,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", &as_strided);
   library.impl("view", &view);
   library.impl("_reshape_alias", &reshape_alias);
+  library.impl("unfold", &at::native::unfold);
+  library.impl("view_as_complex", &at::native::view_as_complex);
+  library.impl("view_as_real", &at::native::view_as_real);
   library.impl("resize_", &resize_);
   library.impl("_copy_from", &copy_from);
   library.impl("record_stream", &record_stream);

@@ -65,7 +65,7 @@ def wrong_with(told: list[Outcome], error: str) -> list[str]:
         difference for outcome in told for difference in outcome.differences.values() if difference != 0
     ]
     if differences:
-        lines.append(f"{len(differences)} parameters are not the CPU's: by {max(differences)}")
+        lines.append(f"{len(differences)} parameters are not the CPU's, by {max(differences)}")
     return lines
 
 
