@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matrix import names
 from matrix.environments import RowError, find_python
-from matrix.main import counts, main, repeated, verdict
+from matrix.main import counts, main, node_id, repeated, verdict
 from matrix.rows import HOME_PYTHON, HOME_TORCH, PYTHONS, TORCHES, Row, all_rows, choose
 
 HERE = ".".join(map(str, sys.version_info[:2]))
@@ -100,10 +100,18 @@ def test_what_fails_once_is_no_failure() -> None:
     """A test that passes when it is run alone has passed, and is named; one that fails twice has failed."""
     first = {"passed": 1, "failed": 2, "skipped": 0, "failures": ["a.b::wrong", "a.b::late"]}
     again = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["a.b::wrong"]}
-    assert repeated(first, again) == {
-        **{"passed": 2, "failed": 1, "skipped": 0, "failures": ["a.b::wrong"]},
-        "repeated": ["a.b::late"],
+    expected = {"passed": 2, "failed": 1, "skipped": 0, "failures": ["a.b::wrong"], "repeated": ["a.b::late"]}
+    assert repeated(first, again) == expected
+    skipped = {"passed": 0, "failed": 0, "skipped": 1, "failures": []}
+    assert repeated(expected, skipped) == {
+        **{"passed": 2, "failed": 0, "skipped": 1, "failures": []},
+        "repeated": ["a.b::late", "a.b::wrong"],
     }
+
+
+def test_a_test_is_found_again() -> None:
+    """The name in a report leads to the test."""
+    assert node_id("a.b.test_c::test_d[e.f-g]") == "a/b/test_c.py::test_d[e.f-g]"
 
 
 def test_what_makes_a_row_fail() -> None:

@@ -5,6 +5,7 @@
     nox -s matrix -- 2.14.1 3.12      this torch on this Python
     nox -s matrix -- --keep 2.15.0    keep the environment, in build/matrix, for the next time
     nox -s matrix -- 2.15.0 -k mesh   some tests: what is not a version goes to pytest, and nothing is entered
+    nox -s matrix -- --again          what failed in the rows that were entered, and nothing else (`-- --again 2.15.0`)
     nox -s matrix -- --list           the rows
     nox -s matrix -- --page           docs/compatibility.md from the results
 
@@ -31,7 +32,7 @@ from .names import INSTEAD, names_used, private_names, unplaced
 from .page import write
 from .rows import Row, all_rows, choose
 
-__all__ = ["RESULTS", "SUITES", "counts", "main", "repeated", "verdict"]
+__all__ = ["RESULTS", "SUITES", "counts", "main", "node_id", "repeated", "verdict"]
 
 RESULTS: Final = ROOT / "docs" / "compatibility.json"
 SUITES: Final = {
@@ -52,7 +53,8 @@ SPREAD: Final = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal")
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the arguments say, and return the exit status: 1 where a row is not green."""
-    options = {option for option in ("--keep", "--list", "--page", "--help", "-h") if option in arguments}
+    known = ("--again", "--keep", "--list", "--page", "--help", "-h")
+    options = {option for option in known if option in arguments}
     rows, for_pytest = choose([argument for argument in arguments if argument not in options])
     if options & {"--help", "-h"}:
         print(__doc__)
@@ -61,14 +63,23 @@ def main(arguments: Sequence[str]) -> int:
     elif "--page" in options:
         write(_results(), RESULTS.with_suffix(".md"))
     else:
-        outcomes = {row: _outcome(row, for_pytest, keep="--keep" in options) for row in rows}
+        again = "--again" in options
+        if again:
+            rows = [row for row in rows if _failed_before(row)]
+        outcomes = {row: _outcome(row, for_pytest, keep="--keep" in options, again=again) for row in rows}
         for row, outcome in outcomes.items():
             print(f"{row!s:<28} {outcome}")
         return 0 if all(outcome.startswith("ok") for outcome in outcomes.values()) else 1
     return 0
 
 
-def _outcome(row: Row, for_pytest: Sequence[str], *, keep: bool) -> str:
+def _failed_before(row: Row) -> bool:
+    """Whether the row was entered with a failure."""
+    entry = _results()["rows"].get(row.name)
+    return entry is not None and any(entry[suite]["failed"] for suite in SUITES)
+
+
+def _outcome(row: Row, for_pytest: Sequence[str], *, keep: bool, again: bool) -> str:
     """Test the row, and say how it went in a line that begins with `ok` where it went well."""
     print(f"\n{row}", flush=True)
     started = time.monotonic()
@@ -82,10 +93,10 @@ def _outcome(row: Row, for_pytest: Sequence[str], *, keep: bool) -> str:
                 folders = [folder for suite in SUITES.values() for folder in suite]
                 code = made.show(*_pytest(row, "chosen", folders), *SPREAD, *for_pytest)
                 return "ok, not entered" if code == 0 else f"FAILED: pytest ended with {code}"
-            entry = _tested(row, made)
+            entry = _tested_again(row, made) if again else _tested(row, made)
     except RowError as error:
         return f"FAILED: {error}"
-    entry["seconds"] = round(time.monotonic() - started)
+    entry["seconds"] = round(time.monotonic() - started) + (entry["seconds"] if again else 0)
     _enter(row, entry)
     return verdict(entry)
 
@@ -99,6 +110,21 @@ def _tested(row: Row, made: Environment) -> dict[str, Any]:
         entry[suite] = _suite(row, made, suite, folders)
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return {**entry, "date": time.strftime("%Y-%m-%d"), "machine": machine}
+
+
+def _tested_again(row: Row, made: Environment) -> dict[str, Any]:
+    entry: dict[str, Any] = {**_results()["rows"][row.name]}
+    for suite in SUITES:
+        if entry[suite]["failed"]:
+            tests = [node_id(name) for name in entry[suite]["failures"]]
+            entry[suite] = repeated(entry[suite], _reported(row, made, suite, tests))
+    return entry
+
+
+def node_id(name: str) -> str:
+    """What pytest calls the test that its report calls `a.b.test_c::test_d[e]`: `a/b/test_c.py::test_d[e]`."""
+    module, _, function = name.partition("::")
+    return f"{module.replace('.', '/')}.py::{function}"
 
 
 def _suite(row: Row, made: Environment, suite: str, folders: Sequence[str]) -> dict[str, Any]:
@@ -125,11 +151,16 @@ def _pytest(row: Row, suite: str, folders: Sequence[str]) -> list[str]:
 
 
 def repeated(first: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a run of which the failures were run once more: those that passed then have passed."""
+    """Return the counts of a run of which the failures, and nothing else, were run once more."""
     failures = [name for name in first["failures"] if name in again["failures"]]
-    passed = [name for name in first["failures"] if name not in failures]
-    total = {"passed": first["passed"] + len(passed), "failed": len(failures), "skipped": first["skipped"]}
-    return {**total, "failures": failures, "repeated": passed}
+    others = [name for name in first["failures"] if name not in failures]
+    total = {kind: first[kind] + again[kind] for kind in ("passed", "skipped")}
+    return {
+        **total,
+        "failed": len(failures),
+        "failures": failures,
+        "repeated": first.get("repeated", []) + others,
+    }
 
 
 def counts(report: Path) -> dict[str, Any]:
