@@ -234,13 +234,15 @@ class Comparison:
 
     _units: Sequence[Unit]
     _fingerprint: Fingerprint
-    _known: Mapping[FlatParamHandle, bytes]
+    _known: dict[FlatParamHandle, bytes]
     _own: bytes
     _parts: list[tuple[Tensor, list[FlatParamHandle]]]
     """For each group what comes to the host, and the flat parameters that its flags are of, in order."""
     _landed: Mark
     _masks: list[_Mask]
     """What is copied from."""
+    _combined: bytes | None = None
+    """The flags of all fingerprints, once they have been read."""
 
     @classmethod
     def begin(
@@ -258,32 +260,36 @@ class Comparison:
                 # A group learns what the one before has seen.
                 group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
             parts = [(streams_of(device).to_host(mask.flags), mask.handles) for mask in masks]
-        return cls(units, fingerprint, known, own, parts, copies.end, masks)
+        return cls(units, fingerprint, dict(known), own, parts, copies.end, masks)
 
-    def finish(self) -> dict[FlatParamHandle, bytes]:
-        """For each flat parameter, which of its parameters got a gradient on any rank of its groups.
+    def read(self) -> Mapping[FlatParamHandle, bytes]:
+        """For each flat parameter, which of its parameters got a gradient on any rank of its groups."""
+        if self._combined is None:
+            self._landed.synchronize()
+            self._masks.clear()
+            self._combined = self._own
+            for part, handles in self._parts:
+                found = bytes(part.tolist())
+                self._combined = found[-len(self._own) :]
+                start = 0
+                for handle in handles:
+                    stop = start + len(handle.layout.slots)
+                    self._known[handle] = found[start:stop]  # the last group's
+                    start = stop
+        return self._known
+
+    def check(self) -> None:
+        """See whether the ranks have all done the same; every rank calls it in the same place, as it may communicate.
 
         Raises:
-            DivergenceError: on every rank, if the ranks have not all done the same.
+            DivergenceError: on every rank, if they have not.
         """
-        self._landed.synchronize()
-        self._masks.clear()
-        known = dict(self._known)
-        combined = self._own
-        for part, handles in self._parts:
-            found = bytes(part.tolist())
-            combined = found[-len(combined) :]
-            start = 0
-            for handle in handles:
-                stop = start + len(handle.layout.slots)
-                known[handle] = found[start:stop]  # the last group's
-                start = stop
-        if combined != self._own:
+        self.read()
+        if self._combined != self._own:
             _check_training(self._units)
             deeds = _everyone(self._units[0], self._fingerprint.deeds(self._units), "order")
             raise DivergenceError(_first_divergence(deeds, _rank(self._units[0])))
         self._fingerprint.agreed()
-        return known
 
 
 def compare_gradients(

@@ -6,7 +6,7 @@ import collections
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
 import attrs
@@ -99,10 +99,8 @@ class BackwardPass:
     held: list[Reduced] = attrs.field(factory=list)
     """Reduced gradients that are given at the end: this rank cannot tell alone which parameters got any, or they are
     still being copied to the host."""
-    is_first: bool = False
-    """Whether the ranks have not been through a whole step together."""
     comparison: Comparison | None = None
-    """What the other ranks say, where nobody had to wait for it."""
+    """What the ranks have told each other at the end."""
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
@@ -377,10 +375,8 @@ class BackwardPass:
     def _give_held(self) -> None:
         """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
         self.comparison = compare_gradients(self.units, self.given, self.fingerprint)
-        arrived_anywhere: Mapping[FlatParamHandle, bytes] = {}
-        if self.is_first or not all(all(reduced.arrived) for reduced in self.held):
-            comparison, self.comparison = self.comparison, None
-            arrived_anywhere = comparison.finish()
+        all_here = all(all(reduced.arrived) for reduced in self.held)
+        arrived_anywhere = {} if all_here else self.comparison.read()
         for reduced in reversed(self.held):
             if reduced.landed is not None:
                 reduced.landed.synchronize()  # and so have those before it, which were copied on the same stream

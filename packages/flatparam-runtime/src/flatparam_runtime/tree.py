@@ -148,7 +148,6 @@ class UnitTree:
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.end_backward
             )
-            current.is_first = not self._has_trained
         return current
 
     def end_backward(self, synced: bool) -> None:
@@ -242,9 +241,10 @@ class UnitTree:
             self._has_inferred = True
 
     def _compare(self, comparison: Comparison | None) -> None:
-        """Look at what the ranks have told each other: at once if it is here, else when the next pass begins.
+        """See whether the ranks have done the same: at once if it is here, else when the next pass begins.
 
         By then it has come from an accelerator while the optimizer stepped, so that the host need not wait for it.
+        Every rank does so in the same place, even if one of them has had to read the answer before.
         """
         self.check_comparison()
         self.comparison = comparison
@@ -259,7 +259,7 @@ class UnitTree:
         """
         comparison, self.comparison = self.comparison, None
         if comparison is not None:
-            comparison.finish()
+            comparison.check()
 
     def _end_pooling(self) -> None:
         self.pool.keeps = False

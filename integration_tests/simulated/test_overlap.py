@@ -1,0 +1,139 @@
+"""What flatparam hides behind computing, beside FSDP1 on the same device, and how often the host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_core import all_thresholds
+from integration_tests.simulated.overlap import STEP
+from integration_tests.simulated.programs import Program, run
+from integration_tests.simulated.replay import Costs, Step, replay
+from integration_tests.simulated.worlds import World, on_simulated
+
+pytestmark = pytest.mark.processes
+
+BLOCKS: Final = 6
+ROWS: Final = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"strategy": "grad_op"},
+    "NO_SHARD": {"strategy": "none"},
+    "hybrid": {"strategy": "hybrid_of_one"},
+    "accumulation": {"micro_batches": 2, "no_sync": True},
+}
+OFFLOADED: Final = Program(offload=True, blocks=BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, Step]:
+    """The third step of each program in a replay; a matrix product costs 100, and so does a collective or a copy."""
+    programs = [
+        Program(name, blocks=BLOCKS, **row) for row in ROWS.values() for name in ("flatparam", "fsdp1")
+    ]
+    outcomes = on_simulated(2, run, [*programs, OFFLOADED])[0]
+    costs = Costs(communication=100.0)
+    return {each.program.name: replay(each.log, costs, host_call=0.0).step(STEP) for each in outcomes}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_is_as_long_as_fsdp1s(steps: dict[str, Step], row: str) -> None:
+    """flatparam hides what FSDP1 hides: its step is at most 0.3 % longer, and at most 2 % above the lower bound."""
+    ours = steps[Program("flatparam", blocks=BLOCKS, **ROWS[row]).name]
+    theirs = steps[Program("fsdp1", blocks=BLOCKS, **ROWS[row]).name]
+    assert ours.length <= 1.003 * theirs.length
+    assert ours.length <= 1.02 * ours.lower_bound
+    assert ours.peak_of_pools_nbytes <= theirs.peak_of_pools_nbytes
+    assert sum(ours.waits_of_host.values()) <= 1  # for what the ranks said at the end of the step before
+
+
+def test_copies_of_offloaded_parameters_are_hidden(steps: dict[str, Step]) -> None:
+    """Of the copies and gathers only the first of each is not hidden in the forward pass; the host waits twice."""
+    step = steps[OFFLOADED.name]
+    forward = step.communication_in("forward")
+    assert (
+        forward.total - forward.hidden <= 300
+    )  # a copy and a gather of the root, and a copy of the first block
+    assert sum(step.waits_of_host.values()) == 2
+
+
+class Chain(nn.Module):
+    """Layers of one MiB, which note in `gathered` how many of those after each are in memory or on their way."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def gathered_ahead(world: World, nbytes: int | None, forward_prefetch: int) -> list[list[int]]:
+    """For each layer in two forward passes: how many layers after it are on their way when it computes."""
+    from flatparam import FullyShardedDataParallel as FSDP
+    from flatparam.wrap import ModuleWrapPolicy
+    from flatparam_runtime import Phase, units_in
+
+    (threshold,) = (each for each in all_thresholds() if each.name == "runtime.prefetch_nbytes")
+    chain = Chain(8)
+    model = FSDP(
+        chain,
+        process_group=world.group,
+        device_id=world.device,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        forward_prefetch=forward_prefetch,  # type: ignore[arg-type]  # a number of units, beyond FSDP1
+    )
+    units = [unit for unit in units_in(model) if unit.handles]
+    seen: list[list[int]] = []
+
+    def look(module: nn.Module, args: object) -> None:
+        seen[-1].append(sum(u.phase is Phase.IDLE and u.residency.name == "UNSHARDING" for u in units))
+
+    for layer in chain.layers:
+        layer.module.register_forward_pre_hook(look)  # type: ignore[union-attr, operator]
+    with threshold.set_to(threshold.default if nbytes is None else nbytes):
+        for _ in range(2):
+            seen.append([])
+            model(torch.ones(2, 512, device=world.device)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "forward_prefetch", "ahead"),
+    [(1, 0, 1), (None, 0, 4), (2**21, 0, 2), (2**40, 0, 8), (1, 3, 3)],
+    ids=["one", "four MiB", "two MiB", "all", "as many as asked for"],
+)
+def test_units_are_gathered_ahead_by_bytes(nbytes: int | None, forward_prefetch: int, ahead: int) -> None:
+    """At least one unit is on its way while another computes, and so many as have the threshold's bytes, in any pass."""
+    expected = [min(ahead, 7 - layer) for layer in range(8)]
+    for seen in on_simulated(2, gathered_ahead, nbytes, forward_prefetch):
+        assert seen == [expected, expected]
+
+
+def train_unlike_others(world: World) -> Sequence[str]:
+    """What is raised in each of three steps; before the second, rank 1 freezes a parameter."""
+    from flatparam import FullyShardedDataParallel as FSDP
+
+    model = FSDP(nn.Linear(4, 4), process_group=world.group, device_id=world.device, use_orig_params=True)
+    told = []
+    for step in range(3):
+        if step == 1 and world.rank == 1:
+            model.module.bias.requires_grad_(False)
+        try:
+            model(torch.ones(2, 4, device=world.device)).sum().backward()
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_that_differ_are_told_at_the_next_pass() -> None:
+    """What the ranks say at the end of a step is looked at when the next begins, on every rank."""
+    for rank, (first, second, third) in enumerate(on_simulated(2, train_unlike_others)):
+        assert (first, second) == ("", "")
+        assert f"rank {rank}: parameter 'bias' of unit '(root)' is not trained on all ranks" in third
