@@ -213,7 +213,10 @@ def ways(model: Model) -> list[tuple[Setting, Setting]]:
         before = Setting("FULL_SHARD", original)
         pairs += [
             (before, Setting("SHARD_GRAD_OP", not original)),
-            (before, Setting(original=original, checkpointing=True)),
+            (
+                before.evolve(checkpointing=not model.checkpoint_is_exact),
+                Setting(original=original, checkpointing=True),
+            ),
         ]
         if model.layers:
             pairs.append((before, Setting("SHARD_GRAD_OP", not original, units=LAYERS)))

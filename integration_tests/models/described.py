@@ -42,6 +42,7 @@ class Model:
         blocks_in_torch: the same for torch FSDP1, where it cannot have these; numbers do not depend on the units.
         generate: tokens that the model makes; None where it cannot.
         checkpoint: has the model compute its blocks again in the backward pass.
+        checkpoint_is_exact: whether the unsharded model trains to the same bits then.
         pretrained: whether it has transformers' `save_pretrained`, `from_pretrained` and `_init_weights`.
         not_in_torch: for kinds of units and values of use_orig_params, why torch FSDP1 cannot train it.
     """
@@ -55,6 +56,7 @@ class Model:
     generate: Callable[[nn.Module], Tensor] | None = None
     blocks_in_torch: tuple[str, ...] = ()
     checkpoint: Callable[[nn.Module], object] = lambda model: model.gradient_checkpointing_enable()
+    checkpoint_is_exact: bool = True
     pretrained: bool = False
     not_in_torch: Mapping[tuple[str, bool], str] = attrs.field(factory=dict)
 

@@ -234,6 +234,7 @@ MODELS = (
         ),
         pairs(4300),
         blocks=("T5Block",),
+        checkpoint_is_exact=False,
         pretrained=True,
         generate=generated,
     ),
