@@ -61,26 +61,29 @@ def test_copies_of_offloaded_parameters_are_hidden(steps: dict[str, Step]) -> No
 
 
 class Chain(nn.Module):
-    """Layers of one MiB, which note in `gathered` how many of those after each are in memory or on their way."""
+    """Layers of one MiB, which are called in an order of their own."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, order: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in order)
+        self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
+        for number in self.order:
+            x = self.layers[number](x)
         return x
 
 
-def gathered_ahead(world: World, nbytes: int | None, forward_prefetch: int) -> list[list[int]]:
-    """For each layer in two forward passes: how many layers after it are on their way when it computes."""
+def gathered_ahead(
+    world: World, nbytes: int | None, forward_prefetch: int, order: Sequence[int] = range(8)
+) -> list[list[int]]:
+    """For each call of a layer in two forward passes: how many other layers are on their way when it computes."""
     from flatparam import FullyShardedDataParallel as FSDP
     from flatparam.wrap import ModuleWrapPolicy
     from flatparam_runtime import Phase, units_in
 
     (threshold,) = (each for each in all_thresholds() if each.name == "runtime.prefetch_nbytes")
-    chain = Chain(8)
+    chain = Chain(order)
     model = FSDP(
         chain,
         process_group=world.group,
@@ -113,6 +116,14 @@ def test_units_are_gathered_ahead_by_bytes(nbytes: int | None, forward_prefetch:
     expected = [min(ahead, 7 - layer) for layer in range(8)]
     for seen in on_simulated(2, gathered_ahead, nbytes, forward_prefetch):
         assert seen == [expected, expected]
+
+
+def test_another_order_than_that_of_registration() -> None:
+    """In the first pass no more is gathered ahead once layers are called in another order; the second knows it."""
+    order = (0, 5, 2, 7, 4, 1, 6, 3)
+    for first, second in on_simulated(2, gathered_ahead, 1, 0, order):
+        assert first == [1, 1, 1, 1, 1, 0, 0, 0]  # layer 1, which waits until it is called
+        assert second == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
 def train_unlike_others(world: World) -> Sequence[str]:

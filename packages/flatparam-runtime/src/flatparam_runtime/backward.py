@@ -310,7 +310,7 @@ class BackwardPass:
             self.reduced = True
             has_copies = unit.plan.topology.replicate is not None
             if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
-                self._advance()  # there is but the sum over the copies
+                self._advance()  # there is but the sum over the copies, of which one stays under way
 
     @profiled("rate_limiter")
     def _make_room(self) -> None:
@@ -329,7 +329,7 @@ class BackwardPass:
         reduction = self.reducing.popleft()
         reduction.replicate()
         self.replicating.append(reduction)
-        keeps = reduction.is_under_way and reduction.unit.overlaps_reductions
+        keeps = reduction.unit.overlaps_reductions and reduction.is_under_way
         while len(self.replicating) > (keep if keeps else 0):
             self._settle(self.replicating.popleft())
 

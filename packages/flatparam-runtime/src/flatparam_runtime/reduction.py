@@ -139,9 +139,8 @@ class Reduction:
         _, after = self.unit.divisors
         if after != 1.0:
             output.div_(after)
-        streams = streams_of(handle.device)
-        if not (handle.is_offloaded and streams.runs_ahead):
+        if self.unit.plan.storage_device is None or not streams_of(handle.device).runs_ahead:
             return Reduced(handle, handle.for_grad(output), part.arrived)
-        with streams.downloading() as copies:
+        with streams_of(handle.device).downloading() as copies:
             gradient = handle.for_grad(output)
         return Reduced(handle, gradient, part.arrived, copies.end, output)

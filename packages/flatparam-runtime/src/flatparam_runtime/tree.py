@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import attrs
@@ -211,14 +211,14 @@ class UnitTree:
     def to_come(self, unit: Unit) -> Iterator[Unit]:
         """The units with parameters whose forward calls are expected after that of `unit`, which begins now.
 
-        They are those of the pass before, or in the first pass those that are registered after it.
+        They are those of the pass before, or in the first pass those that are registered after it. None are expected
+        once the pass has gone another way, so that no more than a few are ever gathered for nothing.
         """
         assert self.forward is not None, "it is asked for inside a forward pass"
-        expected: Sequence[Unit]
-        if self.last_forward is None:
-            expected = self.units[unit.number + 1 :]
-        else:
-            expected = next_forward(self.last_forward.began, self.forward.began, len(self.units))
+        before = self.units if self.last_forward is None else self.last_forward.began
+        if self.last_forward is None and (*self.forward.began,) != self.units[: len(self.forward.began)]:
+            return iter(())
+        expected = next_forward(before, self.forward.began, len(self.units))
         return (other for other in expected if other.handles and self.forward.place(other) < 0)
 
     def end_forward(self) -> None:
@@ -234,7 +234,7 @@ class UnitTree:
             self._end_pooling()  # no backward pass follows
         if self.last_forward is None or self.last_forward.recorded:
             return
-        if any(unit.handles and unit.handles[0].is_offloaded for unit in self.units):
+        if any(unit.plan.storage_device is not None for unit in self.units):
             self.streams.wait_for_uploads()  # the host may write its parameters next
         if not self.fingerprint.is_empty:
             self._compare(compare_inference(self.units, self.fingerprint))

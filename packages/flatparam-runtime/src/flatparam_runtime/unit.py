@@ -291,7 +291,7 @@ class Unit:
             return
         if self.instruments:
             self.emit("unshard", self.unsharded_nbytes)
-        if self.handles[0].is_offloaded:
+        if self.plan.storage_device is not None:
             with streams_of(self.device).uploading() as copies:
                 self._gather(full_precision)
             self._gathers.append(copies.end)
