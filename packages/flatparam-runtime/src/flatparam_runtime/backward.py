@@ -341,6 +341,8 @@ class BackwardPass:
             if all(arrived) and reduced.landed is None:
                 _give(handle, reduced.gradient, arrived)
             else:
+                if self.held:
+                    self.held[-1].let_go()  # a unit ago: its copy is over, or nearly so
                 self.held.append(reduced)
 
     def finish(self) -> None:
@@ -391,8 +393,7 @@ class BackwardPass:
         for reduction in (*self.reducing, *self.replicating):
             reduction.drop()
         for reduced in self.held:
-            if reduced.landed is not None:
-                reduced.landed.wait()
+            reduced.let_go()
         self.reducing.clear()
         self.replicating.clear()
         self.active.clear()

@@ -21,7 +21,7 @@ __all__ = ["PartialSum", "Reduced", "Reduction"]
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Reduced:
     """The gradient of one flat parameter's shard, averaged, as `.grad` takes it."""
 
@@ -33,6 +33,12 @@ class Reduced:
     """When the gradient is in the host's memory, where it is still being copied there."""
     source: Tensor | None = None
     """What it is copied from."""
+
+    def let_go(self) -> None:
+        """Free what it is copied from, for whatever the current stream does after the copy."""
+        if self.landed is not None and self.source is not None:
+            self.landed.wait()
+            self.source = None
 
 
 @final
