@@ -279,7 +279,6 @@ class UnitTree:
     def recover(self) -> None:
         """Bring every unit back to rest after an exception: sharded, idle, no gradient of a failed backward left."""
         dead, self._backward, self.forward = self._backward, None, None
-        self.comparison = None
         if dead is not None:
             dead.drop()
         for unit in self.units:
