@@ -84,7 +84,11 @@ def _run(plan: ChildPlan) -> Any:
 
 
 def _join(plan: ChildPlan) -> None:
-    """Make the default group. One that is not made is mostly another rank's doing: it has joined, failed and gone."""
+    """Make the default group, and return when every rank has made it.
+
+    A rank whose function ends the group at once would otherwise close connections that another is still making. A
+    group that is not made is mostly another rank's doing: it has joined, failed and gone.
+    """
     try:
         dist.init_process_group(
             "gloo",
@@ -93,6 +97,7 @@ def _join(plan: ChildPlan) -> None:
             world_size=plan.world_size,
             timeout=timedelta(seconds=plan.pg_timeout),
         )
+        dist.barrier()
     except RuntimeError as error:
         raise CollectiveError(plan.rank, "init_process_group", "", str(error)) from error
 
