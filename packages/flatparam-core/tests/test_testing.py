@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam_core import FlatLayout, FlatParamHandle, ParamSpec
+from flatparam_core import FlatLayout, FlatParamHandle, ParamSpec, flatten_module
 from flatparam_core.testing import check_invariants, shards_of
-
-from .ranks import flatten_alone, gather
 
 
 def lose_the_buffer(handle: FlatParamHandle) -> None:
-    gather([handle])
+    handle.begin_unshard()
     handle.buffer.free()
 
 
@@ -43,7 +41,7 @@ def test_check_invariants_names_the_broken_promise(
 ) -> None:
     """A handle that was damaged behind its back fails the check, with the promise and the handle."""
     module = nn.Linear(2, 2)  # the handle does not keep it
-    handle = flatten_alone(module)
+    (handle,) = flatten_module(module, rank=0, world_size=2)
     check_invariants(handle)
     damage(handle)
     with pytest.raises(AssertionError, match=rf"FlatParamHandle\(.*{promise}"):

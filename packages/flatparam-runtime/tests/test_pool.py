@@ -85,28 +85,48 @@ def test_nothing_is_kept_between_passes(
 )
 def test_what_is_kept_within_a_pass() -> None:
     """Between forward and backward one unit's memory is kept: units of the same size take turns with it."""
-    module = sharded(Chain, SingleCollectives(), units=BLOCKS)
-    total = module(batch()).sum()
-    pool = pool_of(module)
-    assert (pool.in_use, pool.kept, pool.peak, pool.hits) == (0, BLOCK_NBYTES, BLOCK_NBYTES, 2)
-    total.backward()
-    assert (pool.in_use, pool.kept, pool.peak_of_pass) == (0, 0, 3 * BLOCK_NBYTES)
+
+    def rank(collectives: Collectives) -> None:
+        module = sharded(Chain, collectives, units=BLOCKS)
+        total = module(batch()).sum()
+        pool = pool_of(module)
+        assert (pool.in_use, pool.kept, pool.peak, pool.hits) == (0, BLOCK_NBYTES, BLOCK_NBYTES, 2)
+        total.backward()
+        assert (pool.in_use, pool.kept, pool.peak_of_pass) == (0, 0, 3 * BLOCK_NBYTES)
+
+    run(2, rank)
 
 
 def test_where_nothing_is_gathered_again_a_backward_pass_keeps_nothing() -> None:
     """While a block computes, only unsharded blocks use memory: each one's gradients take that of its parameters."""
     how = {"free_after_forward": False, "overlaps_reductions": False}
-    module = sharded(Chain, SingleCollectives(), units=BLOCKS, **how)
-    found = []
 
-    def look(up: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(lambda _: found.append((pool_of(module).in_use, pool_of(module).kept)))
+    def rank(collectives: Collectives) -> None:
+        module = sharded(Chain, collectives, units=BLOCKS, **how)
+        found = []
 
-    for block in module.blocks:
-        block.up.register_forward_hook(look)
-    step(module)
-    assert found == [(3 * BLOCK_NBYTES, 0), (2 * BLOCK_NBYTES, 0), (BLOCK_NBYTES, 0)]
-    assert pool_of(module).peak_of_pass == 3 * BLOCK_NBYTES
+        def look(up: nn.Module, inputs: object, output: Tensor) -> None:
+            output.register_hook(lambda _: found.append((pool_of(module).in_use, pool_of(module).kept)))
+
+        for block in module.blocks:
+            block.up.register_forward_hook(look)
+        step(module)
+        assert found == [(3 * BLOCK_NBYTES, 0), (2 * BLOCK_NBYTES, 0), (BLOCK_NBYTES, 0)]
+        assert pool_of(module).peak_of_pass == 3 * BLOCK_NBYTES
+
+    run(2, rank)
+
+
+def test_what_is_not_sharded_takes_no_memory() -> None:
+    """One rank's full parameters are its flat parameters, and its flat gradients become `.grad`."""
+    module = sharded(Chain, SingleCollectives(), units=BLOCKS, use_orig_params=True)
+    for _ in range(2):
+        total = module(batch()).sum()
+        pool = pool_of(module)
+        assert (pool.in_use, pool.kept, pool.peak) == (0, 0, 0)
+        total.backward()
+        assert (pool.in_use, pool.kept, pool.peak_of_pass) == (0, 0, BLOCK_NBYTES)
+    check_at_rest(module)
 
 
 def test_memory_is_kept_in_passes_only() -> None:

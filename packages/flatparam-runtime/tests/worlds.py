@@ -201,8 +201,8 @@ def check_at_rest(module: nn.Module) -> None:
         assert not unit.calls, repr(unit)
         for handle in unit.handles:
             check_invariants(handle)
-            assert storage_nbytes(handle.buffer.tensor) == 0, f"{unit!r}: the full parameters are freed"
-            assert storage_nbytes(handle.gradients.buffer.tensor) == 0, f"{unit!r}: no gradient waits"
+            assert handle.buffer.held_nbytes == 0, f"{unit!r}: the full parameters are freed"
+            assert handle.gradients.buffer.held_nbytes == 0, f"{unit!r}: no gradient waits"
             assert all(leaf.grad is None for leaf in handle.leaves), repr(unit)
 
 

@@ -28,6 +28,8 @@ class FlatBuffer:
     """Bytes that the buffer takes while it is allocated."""
     pool: BufferPool | None = None
     """Where its memory comes from and goes to; none but the C allocator for `None`, and on an accelerator."""
+    is_borrowed: bool = False
+    """Whether the memory is somebody else's, and always there."""
     _storage: torch.UntypedStorage = attrs.field(init=False)
     _source: BufferPool | None = attrs.field(init=False, default=None)
     """The pool that the memory it has now came from."""
@@ -47,24 +49,61 @@ class FlatBuffer:
         buffer.free()
         return buffer
 
+    @classmethod
+    def over(cls, layout: FlatLayout, values: torch.Tensor) -> Self:
+        """A buffer in the memory of `values`, 1-D, `layout.numel` elements, which is never freed."""
+        return cls(layout, values.data, layout.numel * values.dtype.itemsize, is_borrowed=True)
+
+    def borrow(self, values: torch.Tensor) -> bool:
+        """Lie in the memory of `values` from now on, of the same shape and dtype; false where it does already."""
+        if self.tensor.data_ptr() == values.data_ptr():
+            return False
+        self.tensor = values.data
+        self._storage = self.tensor.untyped_storage()
+        return True
+
+    def give_away(self) -> torch.Tensor:
+        """The tensor with its memory, which are the caller's from now on; the next allocation makes others.
+
+        The views that were made before stay with the memory.
+        """
+        given = self.tensor
+        if self._source is not None:
+            self._source.give_away(self.nbytes)
+            self._source = None
+        self.tensor = given.new_empty(0)
+        self._storage = self.tensor.untyped_storage()
+        self._gaps = None
+        return given
+
     @property
     def is_allocated(self) -> bool:
         """Whether there are bytes behind the views."""
         return self._storage.nbytes() > 0 or self.nbytes == 0
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of its own that the buffer has now."""
+        return 0 if self.is_borrowed else self._storage.nbytes()
+
     def allocate(self) -> None:
         """Give the tensor its bytes, uninitialised; nothing happens where it has them."""
-        if self._storage.nbytes() == self.nbytes:
+        if self._storage.nbytes() == self.nbytes or self.is_borrowed:
             return
         self._source = self.pool if self.tensor.is_cpu else None
-        if self._source is None:
+        if self.tensor.numel() != self.layout.numel:  # it was given away
+            if self._source is not None:
+                self._source.make_room(self.nbytes)
+            self.tensor = self.tensor.new_empty(self.layout.numel)
+            self._storage = self.tensor.untyped_storage()
+        elif self._source is None:
             self._storage.resize_(self.nbytes)
         else:
             self._source.allocate(self._storage, self.nbytes)
 
     def free(self) -> None:
         """Give the bytes back; the tensor and its views keep their shapes."""
-        if not self._storage.nbytes():
+        if not self._storage.nbytes() or self.is_borrowed:
             return
         if self._source is None:
             self._storage.resize_(0)

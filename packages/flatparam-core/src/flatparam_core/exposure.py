@@ -77,6 +77,11 @@ class Exposure(Protocol):
         """Put the sharded form back under the parameters' names."""
         ...
 
+    @property
+    def lists_shard(self) -> bool:
+        """Whether `module.parameters()` lists the shard beside the full parameters that are shown."""
+        ...
+
     def list_flat_parameter(self, listed: bool) -> None:
         """Have `module.parameters()` list the flat parameter, or not; nothing where it never does."""
         ...

@@ -153,6 +153,11 @@ class FlatExposure:
         for (module, name), view in zip(places, self._sites.at_attributes(self._views), strict=True):
             module.__dict__[name] = view
 
+    @property
+    def lists_shard(self) -> bool:
+        """See `Exposure.lists_shard`."""
+        return True
+
     def list_flat_parameter(self, listed: bool) -> None:
         """See `Exposure.list_flat_parameter`."""
         owner = self.owner()

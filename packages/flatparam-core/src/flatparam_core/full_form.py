@@ -44,6 +44,17 @@ class FullForm:
         """A form without memory and without leaves."""
         return cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
 
+    @classmethod
+    def over(cls, layout: FlatLayout, values: torch.Tensor) -> Self:
+        """A form in the memory of `values`, a flat parameter that is not sharded."""
+        return cls(FlatBuffer.over(layout, values))
+
+    def follow(self, values: torch.Tensor) -> None:
+        """Be in the memory of `values` from now on, where it was in other memory before."""
+        if self.buffer.borrow(values):
+            for index, leaf in enumerate(self.leaves):
+                leaf.data = self.buffer.view(index)
+
     def make_leaves(self, attributes: Sequence[Mapping[str, object]], wanted: Sequence[bool]) -> None:
         """Make the leaves where there are none yet; the buffer is allocated.
 
@@ -111,7 +122,7 @@ class FullForms:
     """Where the memory of full parameters comes from, where a runtime says so."""
     current: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last."""
-    _others: dict[torch.dtype, FullForm] = attrs.field(factory=dict)
+    _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
 
     @current.default
     def _in_compute_dtype(self) -> FullForm:
@@ -124,14 +135,21 @@ class FullForms:
         """What to compute in."""
         return self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
 
-    def choose(self, dtype: torch.dtype) -> FullForm:
-        """Make the form in `dtype` the current one."""
-        before = self.current.buffer.tensor.dtype
-        if before != dtype:
+    def choose(self, dtype: torch.dtype, *, over: torch.Tensor | None = None) -> FullForm:
+        """Make the form in `dtype` the current one.
+
+        Args:
+            over: the flat parameter, whose memory is to be that of the form.
+        """
+        buffer = self.current.buffer
+        before, wanted = (buffer.tensor.dtype, buffer.is_borrowed), (dtype, over is not None)
+        if before != wanted:
             self._others[before] = self.current
-            if dtype not in self._others:
-                self._others[dtype] = self._new(dtype)
-            self.current = self._others[dtype]
+            if wanted not in self._others:
+                self._others[wanted] = self._new(dtype) if over is None else FullForm.over(self.layout, over)
+            self.current = self._others[wanted]
+        if over is not None:
+            self.current.follow(over)
         return self.current
 
     def use_pool(self, pool: BufferPool) -> None:

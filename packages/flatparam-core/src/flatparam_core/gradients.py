@@ -93,6 +93,11 @@ class GradientLedger:
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        return self.buffer.tensor.dtype
+
+    @property
     def is_full(self) -> bool:
         """Whether a gradient of every parameter has arrived since the last release."""
         return all(self.deposited)
@@ -196,6 +201,14 @@ class GradientLedger:
         """Forget every gradient and free the memory, once the reduction has read it."""
         self.deposited[:] = bytes(len(self.deposited))
         self.buffer.free()
+
+    def give_away(self) -> torch.Tensor:
+        """`complete()`, whose memory is the caller's from now on; `release` forgets the gradients."""
+        full = self.complete()
+        self.buffer.give_away()
+        self._slots = ()
+        self._batches.clear()
+        return full
 
     def slot(self, index: int) -> torch.Tensor:
         """The accumulated gradient of parameter `index`, in its shape.

@@ -198,6 +198,11 @@ class FlatParamHandle:
         return self._home.device != self.device
 
     @property
+    def is_whole(self) -> bool:
+        """Whether one rank has the whole flat parameter."""
+        return self.layout.world_size == 1
+
+    @property
     def _orig_param_dtype(self) -> torch.dtype:
         """FSDP1's name for the parameters' own dtype; who gives the flat parameter another dtype sets this too."""
         return self.layout.dtype
@@ -262,26 +267,32 @@ class FlatParamHandle:
         return self.buffer.tensor.dtype == self.forms.dtype(full_precision=full_precision)
 
     def begin_unshard(
-        self, *, full_precision: bool = False, take_over: bool = True
+        self, *, full_precision: bool = False, take_over: bool = True, copied: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the full buffer and say what to gather: `(output, input)`.
 
         `output` is 1-D, `layout.numel` elements, rank after rank; `input` is this rank's part, `layout.shard_numel`
         elements. Where the shard has another dtype or device, `input` is the rank's own slice of `output` and is
-        already there.
+        already there. Where one rank has the whole flat parameter in the dtype to compute in, and originals are shown,
+        the full parameters are views of it: `output` and `input` are the same memory.
 
         Args:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
             take_over: look whether the user has given a parameter other data, or put another in its place.
+            copied: have the full parameters in memory of their own in any case, so that what changes them does not
+                change the flat parameter.
         """
         unsharding = RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
         if take_over:
             self._take_over()
         self.residency = unsharding
-        buffer = self.forms.choose(self.forms.dtype(full_precision=full_precision)).buffer
+        shard, dtype = self._home.values, self.forms.dtype(full_precision=full_precision)
+        lends = self.is_whole and not (copied or self.is_offloaded or self.exposure.lists_shard)
+        lends = lends and shard.dtype == dtype
+        buffer = self.forms.choose(dtype, over=shard if lends else None).buffer
         buffer.allocate()
-        full, shard = buffer.tensor, self._home.values
+        full = buffer.tensor
         if full.dtype == shard.dtype and not self.is_offloaded:
             return full, shard
         own = buffer.shard(self.rank)
@@ -417,8 +428,12 @@ class FlatParamHandle:
         """Say what to reduce-scatter: `(output, input)`.
 
         `output` is new, 1-D, `layout.shard_numel` elements; `input` is the flat gradient, `layout.numel`
-        elements, both in the reduction dtype.
+        elements, both in the reduction dtype. Where one rank has the whole flat parameter, both are the flat gradient,
+        whose memory is the caller's.
         """
+        if self.is_whole:
+            full = self.gradients.give_away()
+            return full, full
         full = self.gradients.complete()
         return full.new_empty(self.layout.shard_numel), full
 

@@ -149,6 +149,11 @@ class OriginalExposure:
         """See `Exposure.show_shard`."""
         self._sites.put(self._originals)
 
+    @property
+    def lists_shard(self) -> bool:
+        """See `Exposure.lists_shard`."""
+        return False
+
     def list_flat_parameter(self, listed: bool) -> None:
         """Nothing: it is never listed."""
 

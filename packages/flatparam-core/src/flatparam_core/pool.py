@@ -44,21 +44,26 @@ class BufferPool:
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give `storage`, which has none, `nbytes` bytes, uninitialised."""
-        self.in_use += nbytes
         blocks = self._blocks.get(nbytes)
         if blocks:
             block = blocks.pop()
             storage._swap_data_ptr_(block)  # type: ignore[attr-defined]  # it has no public name
             self._spare.append(block)
+            self.in_use += nbytes
             self.kept -= nbytes
             self.hits += 1
             return
+        self.make_room(nbytes)
+        storage.resize_(nbytes)
+
+    def make_room(self, nbytes: int) -> None:
+        """Count `nbytes` bytes that are about to be allocated as in use, and keep less where that is too much."""
+        self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
         while self.in_use + self.kept > self.peak:
             size = next(size for size, blocks in self._blocks.items() if blocks)
             self._blocks[size].pop()
             self.kept -= size
-        storage.resize_(nbytes)
 
     def free(self, storage: torch.UntypedStorage) -> None:
         """Take the bytes of `storage` back, which were allocated here."""
@@ -71,6 +76,10 @@ class BufferPool:
         block._swap_data_ptr_(storage)  # type: ignore[attr-defined]  # it has no public name
         self._blocks.setdefault(nbytes, []).append(block)
         self.kept += nbytes
+
+    def give_away(self, nbytes: int) -> None:
+        """Count the `nbytes` bytes of a buffer, which it has in use, as somebody else's."""
+        self.in_use -= nbytes
 
     def trim(self) -> None:
         """Give what is kept back to the system: less will be in use from now on."""

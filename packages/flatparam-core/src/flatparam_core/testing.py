@@ -21,8 +21,9 @@ def check_invariants(handle: FlatParamHandle) -> None:
         AssertionError: naming the promise that is broken.
     """
     sharded = handle.residency is Residency.SHARDED
-    assert handle.buffer.is_allocated != sharded or handle.buffer.nbytes == 0, (
-        f"{handle!r}: the full buffer is allocated exactly while the flat parameter is not sharded"
+    buffer = handle.buffer
+    assert buffer.is_borrowed or buffer.is_allocated != sharded or buffer.nbytes == 0, (
+        f"{handle!r}: a full buffer of its own is allocated exactly while the flat parameter is not sharded"
     )
     assert handle.flat_param.numel() == handle.layout.shard_numel, (
         f"{handle!r}: the shard has the layout's length"

@@ -10,7 +10,8 @@ def gradient_divisors(ranks: int) -> tuple[float, float]:
 
     The first is a power of two near the square root of `ranks`, so that neither the summands nor the sum
     leave the range of a 16-bit dtype; their product is `ranks`. The rule is FSDP1's, so that the rounding is
-    the same.
+    the same. In a dtype with the range of fp32 both may be done after the sum: to divide by a power of two before it
+    changes no bit.
     """
     before = 1
     while ranks % before == 0 and ranks / before > before:

@@ -6,7 +6,7 @@ that lie in one storage at the right distances from each other are one tensor, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final
@@ -198,7 +198,14 @@ class Run:
 
 def find_runs(parameters: Sequence[nn.Parameter], state: State) -> list[Run]:
     """The runs among `parameters`, which are original parameters, have gradients, and share their hyper-parameters."""
-    found = [_Piece.of(parameter, state) for parameter in parameters if parameter.numel()]
+    solid = [parameter for parameter in parameters if parameter.numel()]
+    numbers = _numbers(
+        value
+        for parameter in solid
+        for value in (state.get(parameter) or {}).values()
+        if type(value) is Tensor and value.dim() == 0
+    )
+    found = [_Piece.of(parameter, state, numbers) for parameter in solid]
     stretches = _stretches([piece for piece in found if piece is not None])
     return [
         Run.of([piece.parameter for piece in stretch], stretch[0].names)
@@ -226,8 +233,12 @@ class _Piece:
     """What it has in common with the parameters of its run: the kinds of its state tensors, and its numbers."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, state: State) -> Self | None:
-        """`None` where it has to be stepped as it is."""
+    def of(cls, parameter: nn.Parameter, state: State, numbers: Mapping[int, Hashable]) -> Self | None:
+        """`None` where it has to be stepped as it is.
+
+        Args:
+            numbers: see `_numbers`.
+        """
         owner, gradient, own = owner_of(parameter), parameter.grad, state.get(parameter) or {}
         if owner is None or type(parameter) is not nn.Parameter or type(gradient) is not Tensor:
             return None
@@ -238,7 +249,7 @@ class _Piece:
             if type(value) is not Tensor:
                 return None
             if value.dim() == 0:
-                likeness.append((name, value.dtype, value.device, value.item()))
+                likeness.append((name, value.dtype, value.device, numbers[id(value)]))
             elif alike(value, parameter):
                 likeness.append((name, value.dtype, value.device))
             else:
@@ -258,6 +269,17 @@ class _Piece:
             and not any(slot.span for slot in self.handle.layout.slots[before.index + 1 : self.index])
             and self.likeness == before.likeness
         )
+
+
+def _numbers(values: Iterable[Tensor]) -> dict[int, Hashable]:
+    """What tensors of one element hold, by `id`: they are read together, since each look at an accelerator waits."""
+    alike: dict[Hashable, list[Tensor]] = {}
+    for value in values:
+        alike.setdefault((value.dtype, value.device), []).append(value)
+    found: dict[int, Hashable] = {}
+    for tensors in alike.values():
+        found.update(zip(map(id, tensors), torch.stack(tensors).detach().tolist(), strict=True))
+    return found
 
 
 def _stretches(pieces: Sequence[_Piece]) -> list[list[_Piece]]:

@@ -81,7 +81,7 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     refuse_in_a_pass(unit)
     if not unit.pins:
         unit.reshard()  # what is there may be in another dtype, or stale
-        unit.unshard(full_precision=True)
+        unit.unshard(full_precision=True, copied=True)  # so that what is not written back is dropped
         unit.summoned = wishes
         for handle in unit.handles:
             handle.exposure.list_flat_parameter(False)

@@ -144,6 +144,7 @@ class UnitTree:
         """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
         current = self.backward
         if current is None:
+            self.check_comparison()
             self.pool.keeps = True
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.end_backward
@@ -186,7 +187,8 @@ class UnitTree:
                 )
         if self.backward is None:
             self._settle_leftovers()
-        self.check_comparison()
+        if not self.streams.runs_ahead:
+            self.check_comparison()
         if not self._has_begun:
             agree_on_units(self.units)
             self._has_begun = True
@@ -241,9 +243,10 @@ class UnitTree:
             self._has_inferred = True
 
     def _compare(self, comparison: Comparison | None) -> None:
-        """See whether the ranks have done the same: at once if it is here, else when the next pass begins.
+        """See whether the ranks have done the same: at once if it is here, else before the next pass compares.
 
-        By then it has come from an accelerator while the optimizer stepped, so that the host need not wait for it.
+        That is before its backward, or at the end of one without gradients. By then it has long come from an
+        accelerator, and the device has a forward pass to do while the host looks.
         Every rank does so in the same place, even if one of them has had to read the answer before.
         """
         self.check_comparison()

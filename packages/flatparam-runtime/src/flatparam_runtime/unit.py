@@ -230,9 +230,13 @@ class Unit:
         size = topology.data_parallel_size
         if self.hooks.all_reduce is not None:  # likewise, over the copies of a shard
             size = topology.shard.size
-        if self.divide_factor is not None:
-            return split_divisor(self.divide_factor * size / topology.data_parallel_size, size)
-        return gradient_divisors(size)
+        if self.divide_factor is None:
+            before, after = gradient_divisors(size)
+        else:
+            before, after = split_divisor(self.divide_factor * size / topology.data_parallel_size, size)
+        if after != 1.0 and not any(handle.gradients.dtype is torch.float16 for handle in self.handles):
+            return 1.0, before * after  # the same bits, with one division, of the shard
+        return before, after
 
     @property
     def is_needed(self) -> bool:
@@ -279,30 +283,31 @@ class Unit:
 
     # Parameters
 
-    def begin_unshard(self, *, full_precision: bool = False) -> None:
+    def begin_unshard(self, *, full_precision: bool = False, copied: bool = False) -> None:
         """Start to gather the full parameters; nothing where they are there or on their way.
 
         Args:
             full_precision: in their own dtype, whatever the compute dtype.
+            copied: in memory of their own, also where nothing is sharded.
         """
         for lender in self.lenders:
-            lender.begin_unshard(full_precision=full_precision)
+            lender.begin_unshard(full_precision=full_precision, copied=copied)
         if self.residency is not Residency.SHARDED or not self.handles:
             return
         if self.instruments:
             self.emit("unshard", self.unsharded_nbytes)
         if self.plan.storage_device is not None:
             with streams_of(self.device).uploading() as copies:
-                self._gather(full_precision)
+                self._gather(full_precision, copied)
             self._gathers.append(copies.end)
         else:
-            self._gather(full_precision)
+            self._gather(full_precision, copied)
         self.gathered = self.stamp()
 
-    def _gather(self, full_precision: bool) -> None:
+    def _gather(self, full_precision: bool, copied: bool) -> None:
         for handle in self.handles:
             full, shard = handle.begin_unshard(
-                full_precision=full_precision, take_over=self.plan.notices_replacement
+                full_precision=full_precision, take_over=self.plan.notices_replacement, copied=copied
             )
             self._note("gather", full.nbytes)
             if handle.taken_over:
@@ -344,9 +349,9 @@ class Unit:
         if self.instruments:
             self.emit("use", self.unsharded_nbytes)
 
-    def unshard(self, *, full_precision: bool = False) -> None:
+    def unshard(self, *, full_precision: bool = False, copied: bool = False) -> None:
         """Have the module show its full parameters; see `begin_unshard`."""
-        self.begin_unshard(full_precision=full_precision)
+        self.begin_unshard(full_precision=full_precision, copied=copied)
         self.finish_unshard()
 
     @property
