@@ -23,6 +23,7 @@ from flatparam_runtime.phases import Phase
 from flatparam_runtime.plan import BackwardOrder
 from flatparam_runtime.ranges import in_range, profiled
 from flatparam_runtime.reduction import Reduced, Reduction
+from flatparam_runtime.streams import streams_of
 from flatparam_runtime.unit import Unit
 from flatparam_runtime.watching import watches, will_run
 
@@ -376,6 +377,9 @@ class BackwardPass:
 
     def _give_held(self) -> None:
         """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
+        if self._is_captured:
+            self._give_captured()
+            return
         self.comparison = compare_gradients(self.units, self.given, self.fingerprint)
         all_here = all(all(reduced.arrived) for reduced in self.held)
         arrived_anywhere = {} if all_here else self.comparison.read()
@@ -386,6 +390,27 @@ class BackwardPass:
         for reduced in self.held:
             arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
             _give(reduced.handle, reduced.gradient, arrived)
+        self.held.clear()
+
+    @property
+    def _is_captured(self) -> bool:
+        return any(streams_of(unit.device).is_capturing for unit in self.units)
+
+    def _give_captured(self) -> None:
+        """In a graph the host looks at nothing: the next pass that is not captured compares what this one did too."""
+        alone = all(unit.plan.topology.data_parallel_size == 1 for unit in self.units)
+        for reduced in self.held:
+            if reduced.landed is not None or not (alone or all(reduced.arrived)):
+                why = (
+                    "its gradients are offloaded"
+                    if reduced.landed is not None
+                    else "not all of it got a gradient"
+                )
+                raise FlatParamError(
+                    f"{reduced.handle}: a backward pass is being captured in a graph, but {why}, so that the host has "
+                    "to look at what comes from the device; capture the step without this unit, or do not capture it"
+                )
+            _give(reduced.handle, reduced.gradient, reduced.arrived)
         self.held.clear()
 
     def drop(self) -> None:

@@ -30,6 +30,7 @@ from flatparam_runtime.flat_pieces import Pieces, can_be_cut, is_long
 from flatparam_runtime.flat_runs import find_runs
 from flatparam_runtime.shape_rules import check_sees_no_shards
 from flatparam_runtime.stand_in import StandIn, State, Substitution
+from flatparam_runtime.streams import streams_of
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
 
@@ -192,7 +193,11 @@ class _Split:
             _same(self.parameters, parameters)
             and all(parameter.grad is None for parameter in self.absent)
             and not any(can_be_cut(parameter, state) for parameter in self.whole)
-            and (len(self.rest) == len(self.absent) or self._uses <= self.patience)
+            and (
+                len(self.rest) == len(self.absent)
+                or self._uses <= self.patience
+                or streams_of(self.rest[0].device).is_capturing  # to look again would read from the device
+            )
         )
 
     def stand_ins(self, state: State) -> _StandIns | None:

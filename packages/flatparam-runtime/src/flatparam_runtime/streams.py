@@ -46,6 +46,10 @@ class OnDevice(Protocol):
     def runs_ahead(self) -> bool:
         """Whether the host queues work that the device does later."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is queued now is recorded in a graph, to be repeated: the host may not look at anything then."""
+
     def current(self) -> int:
         """A number of the current stream."""
 
@@ -96,6 +100,7 @@ class NoStreams:
     """The CPU: everything has happened when the call returns."""
 
     runs_ahead: bool = False
+    is_capturing: bool = False
 
     def current(self) -> int:
         """There is one."""
@@ -144,6 +149,12 @@ class Streams:
     _up: torch.Stream | None = None
     _down: torch.Stream | None = None
     _uploaded: Mark = attrs.field(factory=_Done)
+
+    @property
+    def is_capturing(self) -> bool:
+        """See `OnDevice.is_capturing`; false on devices that have no graphs."""
+        ask = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
 
     def current(self) -> int:
         """The number that torch gives the current stream of the device."""

@@ -144,7 +144,8 @@ class UnitTree:
         """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
         current = self.backward
         if current is None:
-            self.check_comparison()
+            if not self.streams.is_capturing:
+                self.check_comparison()
             self.pool.keeps = True
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.end_backward
@@ -155,7 +156,7 @@ class UnitTree:
         """Forget the backward pass, which has finished."""
         ended, self._backward = self._backward, None
         self._end_pooling()
-        if ended is not None:
+        if ended is not None and not self.streams.is_capturing:
             self._compare(ended.comparison)
         self.keeps_unsharded = not synced
         if synced:
@@ -187,6 +188,7 @@ class UnitTree:
                 )
         if self.backward is None:
             self._settle_leftovers()
+        self._check_capture()
         if not self.streams.runs_ahead:
             self.check_comparison()
         if not self._has_begun:
@@ -202,9 +204,17 @@ class UnitTree:
         is_known = self._has_trained or (self._has_inferred and not self.forward.recorded)
         self.fingerprint.before_each = None if is_known else agree_on_deed
 
-    def _begin_on_stream(self) -> None:
+    def _check_capture(self) -> None:
         devices = (unit.device for unit in self.units if unit.handles)
         self.streams = streams_of(next(devices, torch.device("cpu")))
+        if self.streams.is_capturing and not (self._has_trained or self._has_inferred):
+            raise FlatParamError(
+                f"unit {self.root.name!r}: its first pass is being captured in a graph, but in the first pass the "
+                "ranks compare what they do, which the host has to look at; run a few steps on a side stream before "
+                "the capture"
+            )
+
+    def _begin_on_stream(self) -> None:
         stream = self.streams.current()
         if self.last_forward is not None and stream != self.stream:
             self.has_changed_stream = True
@@ -238,7 +248,7 @@ class UnitTree:
             return
         if any(unit.plan.storage_device is not None for unit in self.units):
             self.streams.wait_for_uploads()  # the host may write its parameters next
-        if not self.fingerprint.is_empty:
+        if not self.fingerprint.is_empty and not self.streams.is_capturing:
             self._compare(compare_inference(self.units, self.fingerprint))
             self._has_inferred = True
 
