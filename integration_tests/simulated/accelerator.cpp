@@ -28,13 +28,16 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <list>
 #include <map>
 #include <mutex>
@@ -133,6 +136,8 @@ struct Block {
   size_t nbytes;
   bool pinned;
   int64_t stream;  // whose pool it comes from
+  int64_t graph = 0;  // in whose capture it was allocated
+  bool dead = false;  // freed, and kept by that graph
 };
 std::map<uintptr_t, Block> blocks;  // what is allocated, by address
 int64_t next_block = 1, bytes_in_use = 0, bytes_at_peak = 0;
@@ -225,11 +230,29 @@ void prepare_locked(const Clock& clock, const std::vector<Access>& accesses) {
 }
 
 // A real allocator keeps pinned memory until the copies from it are over; and nobody reads what was freed.
-void forget_block_locked(int64_t block) {
-  land_locked([&](const LateCopy& copy) { return !copy.to_host && copy.host.block == block; });
+void forget_block_locked(uintptr_t address) {
+  auto block = blocks.at(address);
+  land_locked([&](const LateCopy& copy) { return !copy.to_host && copy.host.block == block.number; });
   late_copies.remove_if([&](const LateCopy& copy) {
-    return copy.to_host ? copy.host.block == block : copy.device.block == block;
+    return copy.to_host ? copy.host.block == block.number : copy.device.block == block.number;
   });
+  log_locked({Kind::FREE, block.stream, block.pinned ? "pinned" : "device", {}, block.number, static_cast<int64_t>(block.nbytes)});
+  if (!block.pinned) bytes_in_use -= block.nbytes;
+  blocks.erase(address);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+#include "capture.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The host stands still: somebody may want to know from where. Called without the lock, since it takes that of Python.
+
+std::function<void(const std::string&)> tell_of_wait;
+
+void host_waits_for(const std::string& what) {
+  refuse_in_capture(what);
+  if (logging && tell_of_wait) tell_of_wait(what);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +269,7 @@ struct Allocator final : c10::Allocator {
     TORCH_CHECK(pointer, "the simulated device is out of memory");
     std::memset(pointer, POISON, nbytes);
     Lock lock(mutex);
-    blocks[reinterpret_cast<uintptr_t>(pointer)] = Block{next_block, nbytes, pinned, current_stream};
+    blocks[reinterpret_cast<uintptr_t>(pointer)] = Block{next_block, nbytes, pinned, current_stream, capturing};
     log_locked({Kind::ALLOCATE, current_stream, name(), {}, next_block++, static_cast<int64_t>(nbytes)});
     if (!pinned) bytes_at_peak = std::max(bytes_at_peak, bytes_in_use += nbytes);
     return {pointer, pointer, &free_block, device};
@@ -264,10 +287,11 @@ struct Allocator final : c10::Allocator {
     auto found = blocks.find(reinterpret_cast<uintptr_t>(pointer));
     if (found != blocks.end()) {
       auto& block = found->second;
-      forget_block_locked(block.number);
-      log_locked({Kind::FREE, block.stream, block.pinned ? "pinned" : "device", {}, block.number, static_cast<int64_t>(block.nbytes)});
-      if (!block.pinned) bytes_in_use -= block.nbytes;
-      blocks.erase(found);
+      if (keeps_block_locked(block.graph)) {
+        block.dead = true;
+        return;
+      }
+      forget_block_locked(found->first);
     }
     std::free(pointer);
   }
@@ -285,6 +309,7 @@ void record_stream_locked(const void* pointer, int64_t stream) {
 struct Event {
   int64_t number, version = 0;
   int questions = 0;  // since it was last recorded
+  int64_t captured_by = 0;
   Clock clock;
   std::chrono::steady_clock::time_point time;
 };
@@ -313,6 +338,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(last);
   }
   bool queryStream(const c10::Stream& asked) const override {
+    refuse_in_capture("a query of a stream");
     Lock lock(mutex);
     auto& clock = clocks[asked.id()];
     auto& questions = questions_about_streams[asked.id()];
@@ -323,12 +349,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& asked) const override {
+    host_waits_for("synchronize a stream");
     Lock lock(mutex);
     if (!behaviour.host_waits) return;
     log_locked({Kind::SYNC_STREAM, asked.id(), "synchronize", {}});
     reach_host_locked(clocks[asked.id()]);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    host_waits_for("synchronize the device");
     Lock lock(mutex);
     if (!behaviour.host_waits) return;
     log_locked({Kind::SYNC_DEVICE, 0, "synchronize", {}});
@@ -342,6 +370,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     ++made.version;
     made.questions = 0;
     made.clock = clocks[recorded.id()];
+    made.captured_by = capturing && graphs[capturing].streams.count(recorded.id()) ? capturing : 0;
     made.time = std::chrono::steady_clock::now();
     log_locked({Kind::RECORD, recorded.id(), "", {}, made.number, made.version});
   }
@@ -349,19 +378,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     Lock lock(mutex);
     auto& awaited = *static_cast<Event*>(event);
+    fork_locked(waiting.id(), awaited.captured_by);
     join(clocks[waiting.id()], awaited.clock);
     log_locked({Kind::WAIT, waiting.id(), "", {}, awaited.number, awaited.version});
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
+    refuse_in_capture("a query of an event");
     Lock lock(mutex);
     auto& asked = *static_cast<Event*>(event);
+    check_event(asked.captured_by);
     if (!is_past(host_clock, asked.clock) && ++asked.questions < QUERIES_UNTIL_DONE) return false;
     log_locked({Kind::QUERY, -1, "query of an event", {}, asked.number, asked.version});
     reach_host_locked(asked.clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {
+    host_waits_for("synchronize an event");
+    if (event) check_event(static_cast<Event*>(event)->captured_by);
     Lock lock(mutex);
     if (!event || !behaviour.host_waits) return;
     auto& awaited = *static_cast<Event*>(event);
@@ -420,8 +454,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
       auto kept = static_cast<int64_t>(std::min<size_t>(nbytes, impl->nbytes()));
       std::vector<Access> accesses{{find_block_locked(impl->data())->second.number, 0, kept, false},
                                    {find_block_locked(data.get())->second.number, 0, kept, true}};
+      check_stream_locked(current_stream, "storage.resize_");
       prepare_locked(tick_locked(current_stream), accesses);
       std::memcpy(data.get(), impl->data(), kept);
+      capture_locked("storage.resize_", accesses, [to = data.get(), from = impl->data(), kept] { std::memcpy(to, from, kept); });
       log_locked({Kind::KERNEL, current_stream, "storage.resize_", std::move(accesses), 0, kept});
     }
     impl->set_data_ptr(std::move(data));
@@ -474,7 +510,8 @@ struct Call {
   bool on_device = false;
 
   at::Tensor argument(const at::Tensor& tensor, bool writes) {
-    if (!is_simulated(tensor)) return tensor;
+    // A graph has the values that the host's numbers had when it was captured.
+    if (!is_simulated(tensor)) return is_capturing && !writes && tensor.defined() ? tensor.clone() : tensor;
     on_device = true;
     {
       Lock lock(mutex);
@@ -520,6 +557,32 @@ struct Call {
   }
 };
 
+// The same call when a graph is replayed: with the same memory for its arguments and its results.
+struct Again {
+  c10::OperatorHandle handle;
+  torch::jit::Stack arguments;
+  std::vector<std::pair<size_t, std::vector<at::Tensor>>> results;  // which, and aliases of what the device has of it
+  std::vector<std::pair<at::Tensor, at::Tensor>> sized;             // an alias of an `out`, and what stands for it
+
+  void keep(size_t index, const std::vector<at::Tensor>& tensors) {
+    if (!is_capturing) return;
+    results.emplace_back(index, std::vector<at::Tensor>());
+    for (auto& tensor : tensors) results.back().second.push_back(tensor.defined() ? cpu_alias(tensor) : tensor);
+  }
+  void operator()() const {
+    auto stack = arguments;
+    handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    auto first = stack.size() - handle.schema().returns().size();
+    for (auto& [index, targets] : results) {
+      auto& value = stack[first + index];
+      auto made = value.isTensor() ? std::vector<at::Tensor>{value.toTensor()} : value.toTensorVector();
+      for (size_t i = 0; i < targets.size(); ++i)
+        if (targets[i].defined() && targets[i].numel()) copy_unseen(targets[i], made[i]);
+    }
+    for (auto& [target, stand_in] : sized) copy_unseen(target, stand_in);
+  }
+};
+
 bool writes_to(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
 // `_foreach_copy_` between the host and the device is several copies.
@@ -544,12 +607,16 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   auto first = stack->size() - parameters.size();
   std::vector<c10::IValue> given(stack->begin() + first, stack->end());
   bool waits = reads_on_host(schema.name(), given);
+  if (waits) host_waits_for(schema.name());
   Call call;
   for (size_t i = 0; i < parameters.size(); ++i) call.replace((*stack)[first + i], writes_to(parameters[i]));
   {
     Lock lock(mutex);
+    check_stream_locked(current_stream, schema.name());
     prepare_locked(tick_locked(current_stream), call.accesses);
   }
+  Again again{handle};
+  if (is_capturing) again.arguments.assign(stack->begin() + first, stack->end());
   handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.size_outputs();
   const auto& returns = schema.returns();
@@ -565,13 +632,18 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     TORCH_CHECK(!returns[i].alias_info(), "the simulated device lacks the view ", schema.operator_name());
     if (value.isTensor()) {
       value = call.result(value.toTensor());
+      again.keep(i, {value.toTensor()});
     } else {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(call.result(tensor));
+      again.keep(i, list.vec());
       value = list;
     }
   }
+  for (auto& [tensor, stand_in] : call.unsized)
+    if (is_capturing && tensor.numel()) again.sized.emplace_back(cpu_alias(tensor), stand_in);
   Lock lock(mutex);
+  capture_locked(schema.name(), call.accesses, again);
   log_locked({Kind::KERNEL, current_stream, c10::toString(handle.operator_name()), std::move(call.accesses)});
   if (!waits) return;
   log_locked({Kind::SYNC_STREAM, current_stream, schema.name(), {}});
@@ -636,7 +708,16 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   bool to_device = !is_simulated(source), to_host = !is_simulated(target);
   if (target.numel() == 0) return target;
   auto from = to_device ? source : cpu_alias(source), to = to_host ? target : cpu_alias(target);
+  bool late = false;
+  if (non_blocking && (to_device || to_host)) {
+    Lock lock(mutex);
+    late = is_pinned_locked(to_device ? source : target);
+  }
+  auto kind = to_host ? Kind::TO_HOST : to_device ? Kind::TO_DEVICE : Kind::KERNEL;
+  auto name = to_host ? "copy to the host" : to_device ? "copy to the device" : "aten::copy_";
+  if ((to_host || to_device) && !late) host_waits_for(std::string(name) + " that waits");
   Lock lock(mutex);
+  check_stream_locked(current_stream, name);
   Access read{-1, 0, 0, false}, written{-1, 0, 0, true};  // of no block: the host's ordinary memory
   std::vector<Access> accesses, one;
   note_locked(one, source, false);
@@ -646,9 +727,12 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   if (!one.empty()) accesses.push_back(written = one[0]);
   prepare_locked(tick_locked(current_stream), accesses);
 
-  bool late = non_blocking && (to_device ? is_pinned_locked(source) : to_host && is_pinned_locked(target));
   auto position = clocks[current_stream][current_stream];
-  if (late && to_host) {
+  if (capturing) {
+    auto host = to_device ? cpu_alias(source) : from, back = to_host ? cpu_alias(target) : to;
+    if (!to_host) copy_unseen(back, host);
+    capture_locked(name, accesses, [host, back] { copy_unseen(back, host); });
+  } else if (late && to_host) {
     auto snapshot = at::empty(target.sizes(), target.options().device(at::kCPU).pinned_memory(false));
     copy_unseen(snapshot, from);
     auto memory = cpu_alias(target);  // does not keep the pinned memory alive
@@ -659,8 +743,6 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   } else {
     copy_unseen(to, from);
   }
-  auto kind = to_host ? Kind::TO_HOST : to_device ? Kind::TO_DEVICE : Kind::KERNEL;
-  auto name = to_host ? "copy to the host" : to_device ? "copy to the device" : "aten::copy_";
   log_locked({kind, current_stream, name, std::move(accesses), 0, target.numel() * static_cast<int64_t>(target.itemsize())});
   if ((to_host || to_device) && !late) {
     log_locked({Kind::SYNC_STREAM, current_stream, std::string(name) + " that waits", {}});
@@ -698,7 +780,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 // Torch would make these of other operators on a device that it does not know. A real device has kernels of its own for
 // them: one kernel for a whole list; and so the numbers of a norm are those of the CPU.
 const std::set<std::string> OF_OUR_OWN = {"aten::native_layer_norm", "aten::native_group_norm", "aten::split_with_sizes_copy",
-                                          "aten::_chunk_cat"};
+                                          "aten::_chunk_cat", "aten::convolution", "aten::convolution_backward"};
 
 void register_kernels_of_our_own() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
@@ -767,11 +849,14 @@ std::vector<Access> accesses_of_locked(const std::vector<at::Tensor>& reads, con
 
 void begin_collective(int64_t stream, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes) {
   Lock lock(mutex);
+  check_stream_locked(stream, "a collective");
   prepare_locked(tick_locked(stream), accesses_of_locked(reads, writes));
 }
 
-void end_collective(int64_t stream, std::string name, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes) {
+void end_collective(int64_t stream, std::string name, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes,
+                    std::function<void()> again) {
   Lock lock(mutex);
+  capture_locked(name, accesses_of_locked(reads, writes), std::move(again));
   int64_t read = 0, written = 0;
   for (auto& tensor : reads) read += tensor.numel() * tensor.itemsize();
   for (auto& tensor : writes) written += tensor.numel() * tensor.itemsize();
@@ -820,6 +905,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("begin_collective", &begin_collective);
   module.def("end_collective", &end_collective);
   module.def("host_reads", &host_reads);
+  module.def("begin_capture", &begin_capture);
+  module.def("end_capture", &end_capture);
+  module.def("drop_capture", &drop_capture);
+  module.def("is_capturing", [] { return is_capturing.load(); });
+  module.def("replay", &replay);
+  module.def("free_graph", &free_graph);
+  module.def("on_wait_of_host", [](std::function<void(const std::string&)> call) { tell_of_wait = std::move(call); });
   module.def("cpu_alias", &cpu_alias);
   module.def("behave", [](const std::string& how, bool value) {
     Lock lock(mutex);

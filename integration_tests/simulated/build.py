@@ -19,6 +19,7 @@ import torch
 
 MODULE: Final = "_simulated_accelerator"
 SOURCE: Final = Path(__file__).with_name("accelerator.cpp")
+INCLUDED: Final = Path(__file__).with_name("capture.h")
 FOLDER: Final = Path(__file__).resolve().parents[2] / "build" / "simulated"
 
 
@@ -55,7 +56,7 @@ def why_not() -> str:
 
 def _version() -> str:
     """What the compiled module depends on, as the name of a folder."""
-    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    source = hashlib.sha256(SOURCE.read_bytes() + INCLUDED.read_bytes()).hexdigest()[:12]
     return f"torch-{torch.__version__}-python-{platform.python_version()}-{source}"
 
 

@@ -2,63 +2,56 @@
 
 To import this module is to register the device, which is final for the process; so only the processes of a world do
 (see worlds.py), and never the one that runs the tests.
-
-A process group behaves as one of NCCL's: it has one stream, on which its collectives run one after the other; a
-collective begins after what was queued on the caller's stream; `wait()` makes the current stream wait, not the host;
-and it refuses tensors of the CPU. The bytes move through gloo while the host queues the collective.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integration_tests.simulated import build, log
-
-NAME: Final = "simulated"
-
-
-def _compiled() -> Any:
-    sys.path.append(str(build.built()))
-    return importlib.import_module(build.MODULE)
-
-
-_ACCELERATOR: Final = _compiled()
-
+from integration_tests.simulated import log
+from integration_tests.simulated.groups import Group
+from integration_tests.simulated.native import ACCELERATOR, NAME
 
 # What is seen of the device
 
 
 def start_log() -> None:
     """Write down from now on what happens, from an empty log."""
-    _ACCELERATOR.start_log()
+    ACCELERATOR.start_log()
 
 
 def stop_log() -> list[log.Record]:
     """Write down no more; returns what was."""
-    _ACCELERATOR.stop_log()
-    return log.from_tuples(_ACCELERATOR.records())
+    ACCELERATOR.stop_log()
+    return log.from_tuples(ACCELERATOR.records())
+
+
+_phase = "the beginning"
 
 
 def mark(name: str) -> None:
     """What follows in the log belongs to this phase of the program."""
-    _ACCELERATOR.mark(name)
+    global _phase
+    _phase = name
+    ACCELERATOR.mark(name)
 
 
-def on_cpu(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of the CPU: whoever looks at it is not in the log, and waits for nothing."""
-    alias: Tensor = _ACCELERATOR.cpu_alias(tensor.detach())
-    return alias
+def phase() -> str:
+    """The phase that was marked last."""
+    return _phase
+
+
+def on_wait_of_host(call: Callable[[str], None] | None) -> None:
+    """While there is a log, call this with what the host is about to wait for; `None` ends it."""
+    ACCELERATOR.on_wait_of_host(call)
 
 
 @contextmanager
@@ -67,11 +60,11 @@ def behaving(how: str, value: bool) -> Iterator[None]:
 
     With "data_changes_device", `.data =` can take a tensor from the CPU to the device, as torch allows it for CUDA.
     """
-    previous = _ACCELERATOR.behave(how, value)
+    previous = ACCELERATOR.behave(how, value)
     try:
         yield
     finally:
-        _ACCELERATOR.behave(how, previous)
+        ACCELERATOR.behave(how, previous)
 
 
 # The device's module, torch.simulated
@@ -82,11 +75,11 @@ def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    previous = _ACCELERATOR.set_current_stream(stream.stream_id)
+    previous = ACCELERATOR.set_current_stream(stream.stream_id)
     try:
         yield
     finally:
-        _ACCELERATOR.set_current_stream(previous)
+        ACCELERATOR.set_current_stream(previous)
 
 
 def _stream(device: Any = None, priority: int = 0, **_: Any) -> torch.Stream:
@@ -100,6 +93,43 @@ def _event(enable_timing: bool = False, **_: Any) -> torch.Event:
 def _default_stream(device: Any = None) -> torch.Stream:
     kind = torch.accelerator.current_stream().device_type
     return torch.Stream(stream_id=0, device_index=0, device_type=kind)
+
+
+class Graph:
+    """What was queued during a capture; see `capture`."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def replay(self) -> None:
+        """Queue it again on the current stream, in the same memory."""
+        ACCELERATOR.replay(self._number)
+
+    def reset(self) -> None:
+        """Let go of its memory."""
+        number, self._number = self._number, 0
+        if number:
+            ACCELERATOR.free_graph(number)
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+@contextmanager
+def capture(graph: Graph) -> Iterator[None]:
+    """Inside, what is queued does not happen, but is kept in `graph`, an empty one, as by `torch.cuda.graph`.
+
+    capture.h says what is refused inside.
+    """
+    torch.accelerator.synchronize()
+    with torch.Stream(device=NAME) as stream:
+        graph._number = ACCELERATOR.begin_capture(stream.stream_id)
+        try:
+            yield
+        except BaseException:
+            ACCELERATOR.drop_capture()
+            raise
+        ACCELERATOR.end_capture()
 
 
 def _device_module() -> types.ModuleType:
@@ -124,11 +154,14 @@ def _device_module() -> types.ModuleType:
         stream=_on_stream,
         current_stream=lambda device=None: torch.accelerator.current_stream(),
         default_stream=_default_stream,
-        set_stream=lambda stream: _ACCELERATOR.set_current_stream(stream.stream_id),
+        set_stream=lambda stream: ACCELERATOR.set_current_stream(stream.stream_id),
         synchronize=lambda device=None: torch.accelerator.synchronize(),
-        memory_allocated=lambda device=None: _ACCELERATOR.memory()[0],
-        max_memory_allocated=lambda device=None: _ACCELERATOR.memory()[1],
-        reset_peak_memory_stats=lambda device=None: _ACCELERATOR.reset_peak(),
+        memory_allocated=lambda device=None: ACCELERATOR.memory()[0],
+        max_memory_allocated=lambda device=None: ACCELERATOR.memory()[1],
+        reset_peak_memory_stats=lambda device=None: ACCELERATOR.reset_peak(),
+        is_current_stream_capturing=ACCELERATOR.is_capturing,
+        Graph=Graph,
+        graph=capture,
         empty_cache=lambda: None,
     )
     return module
@@ -140,210 +173,10 @@ def _watched(name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reads(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _ACCELERATOR.host_reads(self, f"Tensor.{name}")
+        ACCELERATOR.host_reads(self, f"Tensor.{name}")
         return original(self, *args, **kwargs)
 
     return reads
-
-
-# Process groups
-
-
-_c10d: Any = dist  # what torch says of the types of its own classes does not hold for those made in Python
-_WorkOfTorch: Any = _c10d.Work
-_GroupOfTorch: Any = _c10d.ProcessGroup
-
-
-class _Work(_WorkOfTorch):  # type: ignore[misc]  # see above
-    """A collective that is queued. It holds the tensors until somebody waits for it, as NCCL's does."""
-
-    def __init__(self, name: str, group_stream: torch.Stream, tensors: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self.name = name
-        self._done = group_stream.record_event()
-        self._tensors = tuple(tensors)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait; the host goes on."""
-        self._done.wait(torch.accelerator.current_stream())
-        self._tensors = ()
-        return True
-
-    def block_current_stream(self) -> None:
-        """The same by its other name."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the device has come so far, as far as the host knows."""
-        return bool(self._done.query())
-
-    def is_success(self) -> bool:
-        """Nothing fails here."""
-        return True
-
-
-class _Group(_GroupOfTorch):  # type: ignore[misc]  # see above
-    """A communicator with a stream of its own."""
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._bytes = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{NAME}/", store), rank, size, timeout)
-        self._stream = torch.Stream(device=NAME)
-
-    @property
-    def group_name(self) -> str:
-        """What torch calls it."""
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
-
-    def getBackendName(self) -> str:  # torch's name
-        """What moves the bytes, as far as anybody is told."""
-        return NAME
-
-    name = getBackendName
-
-    def _queue(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], move: Callable[[], None]
-    ) -> _Work:
-        """Queue a collective on the group's stream, behind what is queued on the current one."""
-        for tensor in (*reads, *writes):
-            if tensor.device.type != NAME:
-                raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
-        reads, writes = [t.detach() for t in reads], [t.detach() for t in writes]
-        self._stream.wait_event(torch.accelerator.current_stream().record_event())
-        _ACCELERATOR.begin_collective(self._stream.stream_id, reads, writes)
-        move()
-        _ACCELERATOR.end_collective(self._stream.stream_id, name, reads, writes)
-        return _Work(name, self._stream, [*reads, *writes])
-
-    def _everybodys(self, tensor: Tensor) -> list[Tensor]:
-        """The values that each rank has given, in the order of the ranks, as flat tensors of the CPU."""
-        given = on_cpu(tensor).reshape(-1).clone()
-        rows = given.new_empty((self.size(), given.numel()))
-        if given.numel():
-            as_bytes = [row.view(torch.uint8) for row in rows.unbind()]
-            self._bytes.allgather([as_bytes], [given.view(torch.uint8)]).wait()
-        return list(rows.unbind())
-
-    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
-        return _combine(self._everybodys(tensor), operation)
-
-    def _allgather_base(self, output: Tensor, shard: Tensor, opts: Any = None) -> _Work:
-        def move() -> None:
-            on_cpu(output).view(-1).copy_(torch.cat(self._everybodys(shard)))
-
-        return self._queue("all_gather", [shard], [output], move)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None
-    ) -> _Work:
-        """Gather several tensors in one collective."""
-
-        def move() -> None:
-            for output, shard in zip(outputs, shards, strict=True):
-                on_cpu(output).view(-1).copy_(torch.cat(self._everybodys(shard)))
-
-        return self._queue("all_gather", shards, outputs, move)
-
-    def allgather(self, outputs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> _Work:
-        """Gather into a list of tensors, one for each rank."""
-
-        def move() -> None:
-            for targets, shard in zip(outputs, shards, strict=True):
-                for target, values in zip(targets, self._everybodys(shard), strict=True):
-                    on_cpu(target).copy_(values.view(target.shape))
-
-        return self._queue("all_gather", shards, [t for targets in outputs for t in targets], move)
-
-    def _reduce_scatter_base(self, output: Tensor, full: Tensor, opts: Any = None) -> _Work:
-        def move() -> None:
-            reduced = self._reduced(full, _operation(opts)).view(self.size(), -1)
-            on_cpu(output).view(-1).copy_(reduced[self.rank()])
-
-        return self._queue("reduce_scatter", [full], [output], move)
-
-    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> _Work:
-        """Reduce a list of tensors, one for each rank."""
-
-        def move() -> None:
-            for output, tensors in zip(outputs, given, strict=True):
-                reduced = [self._reduced(tensor, _operation(opts)) for tensor in tensors]
-                on_cpu(output).copy_(reduced[self.rank()].view(output.shape))
-
-        return self._queue("reduce_scatter", [t for tensors in given for t in tensors], outputs, move)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], given: list[Tensor], opts: Any = None
-    ) -> _Work:
-        """Reduce and scatter several tensors in one collective."""
-
-        def move() -> None:
-            for output, full in zip(outputs, given, strict=True):
-                reduced = self._reduced(full, _operation(opts)).view(self.size(), -1)
-                on_cpu(output).view(-1).copy_(reduced[self.rank()])
-
-        return self._queue("reduce_scatter", given, outputs, move)
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> _Work:
-        """Reduce in place; several tensors are one collective."""
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-        def move() -> None:
-            for tensor in given:
-                on_cpu(tensor).copy_(self._reduced(tensor, _operation(opts)).view(tensor.shape))
-
-        return self._queue("all_reduce", given, given, move)
-
-    allreduce_coalesced = allreduce
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> _Work:
-        """Give everybody what the root has."""
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        root = 0 if opts is None else opts.rootRank
-
-        def move() -> None:
-            for tensor in given:
-                on_cpu(tensor).copy_(self._everybodys(tensor)[root].view(tensor.shape))
-
-        reads, writes = (given, []) if self.rank() == root else ([], given)
-        return self._queue("broadcast", reads, writes, move)
-
-    def barrier(self, opts: Any = None) -> _Work:
-        """Wait for everybody, on the host."""
-        self._bytes.barrier().wait()
-        return _Work("barrier", self._stream)
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing changes: what follows is queued on the one stream."""
-
-    def _end_coalescing(self, device: torch.device) -> _Work:
-        """Whoever waits for this waits for all that was queued."""
-        return _Work("coalesced", self._stream)
-
-    # What torch 2.13 and later call them.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-
-
-def _operation(options: Any) -> Any:
-    return dist.ReduceOp(dist.ReduceOp.SUM) if options is None else options.reduceOp
-
-
-def _combine(values: list[Tensor], operation: Any) -> Tensor:
-    """Reduce in the order of the ranks, in the dtype of the values, as NCCL's rules are."""
-    kind, factor = operation.__getstate__()  # torch has no other way to ask PREMUL_SUM for its factor
-    pairwise = {
-        dist.ReduceOp.MIN: torch.minimum,
-        dist.ReduceOp.MAX: torch.maximum,
-        dist.ReduceOp.PRODUCT: torch.mul,
-    }
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        scale = on_cpu(factor) if isinstance(factor, Tensor) and factor.device.type == NAME else factor
-        values = [value * scale for value in values]
-    elif kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, *pairwise):
-        raise RuntimeError(f"the simulated backend does not reduce with {kind}")
-    total = functools.reduce(pairwise.get(kind, torch.add), values)
-    return total / len(values) if kind == dist.ReduceOp.AVG else total
 
 
 def _register() -> None:
@@ -351,7 +184,7 @@ def _register() -> None:
     utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())  # type: ignore[no-untyped-call]  # torch's own
     utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend(NAME, _Group, devices=[NAME])
+    dist.Backend.register_backend(NAME, Group, devices=[NAME])
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _watched(name))
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from integration_tests.simulated import device
+from integration_tests.simulated import device, groups
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def _replaced(name: str, of: type, replacement: Callable[..., Any]) -> Iterator[
 
 def _waits_skipped(collective: str) -> AbstractContextManager[None]:
     """Nobody waits for these collectives, although everybody calls `wait()`."""
-    wait = device._Work.wait
+    wait = groups.Work.wait
 
     def hasty(self: Any, timeout: Any = None) -> bool:
         if self.name != collective:
@@ -32,12 +32,12 @@ def _waits_skipped(collective: str) -> AbstractContextManager[None]:
         self._tensors = ()
         return True
 
-    return _replaced("wait", device._Work, hasty)
+    return _replaced("wait", groups.Work, hasty)
 
 
 def _gradients_freed_early() -> AbstractContextManager[None]:
     """The memory of what is reduced is given back when the reduction is queued, and not when it is waited for."""
-    queue = device._Group._queue
+    queue = groups.Group._queue
 
     def freeing(
         self: Any, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], move: Callable[[], None]
@@ -49,7 +49,7 @@ def _gradients_freed_early() -> AbstractContextManager[None]:
                 tensor.untyped_storage().resize_(0)
         return work
 
-    return _replaced("_queue", device._Group, freeing)
+    return _replaced("_queue", groups.Group, freeing)
 
 
 PLANTS: Final[dict[str, Callable[[], AbstractContextManager[None]]]] = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from integration_tests.simulated.log import Kind, Record
 from integration_tests.simulated.models import Block, Model, batch
 from integration_tests.simulated.races import Finding, find_races
+from integration_tests.simulated.waits import Wait, watched
 from integration_tests.simulated.worlds import World
 
 
@@ -31,7 +32,7 @@ class Program:
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
         plant: a bug, a name of plants.py.
-        scenario: what is done with the model, a name of scenarios.py.
+        scenario: what is done with the model, a name of scenarios.py or graphs.py.
     """
 
     library: str = "flatparam"
@@ -71,12 +72,14 @@ class Outcome:
 
     Attributes:
         differences: of each parameter, the largest difference from the same program on the CPU.
+        waits: where the host stood still, each with its phase.
     """
 
     program: Program
     findings: list[Finding]
     log: list[Record]
     differences: dict[str, float]
+    waits: list[tuple[str, Wait]] = attrs.field(factory=list)
 
     def in_phase(self, start: str) -> list[Record]:
         """What was written down in the phases whose names begin so."""
@@ -130,23 +133,24 @@ def _run_one(world: World, program: Program) -> Outcome:
     site = Site.of(world, program, device.mark)
     device.start_log()
     try:
-        with plants.planted(program.plant):
+        with plants.planted(program.plant), watched() as waits:
             values = _perform(site)
     finally:
         records = device.stop_log()
     # FSDP1 cannot offload from the CPU to the CPU; that is to change nothing.
     twin = attrs.evolve(program, offload=program.offload and program.library != "fsdp1")
     differences = _differences(values, _perform(Site.of(world, twin)))
-    return Outcome(program, find_races(records), records, differences)
+    return Outcome(program, find_races(records), records, differences, waits)
 
 
 def _perform(site: Site) -> dict[str, Tensor]:
-    from integration_tests.simulated import device, scenarios
+    from integration_tests.simulated import device, graphs, scenarios
 
     torch.manual_seed(0)
     is_fsdp1 = site.program.library == "fsdp1"  # which offloads so
+    scenario = getattr(scenarios, site.program.scenario, None) or getattr(graphs, site.program.scenario)
     with device.behaving("data_changes_device", is_fsdp1):
-        values: dict[str, Tensor] = getattr(scenarios, site.program.scenario)(site)
+        values: dict[str, Tensor] = scenario(site)
     return {name: value.detach().cpu().clone() for name, value in values.items()}
 
 

@@ -97,7 +97,7 @@ def scaled(site: Site) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _side_stream(site: Site) -> Iterator[None]:
+def side_stream(site: Site) -> Iterator[None]:
     """Inside, a stream of its own is current, which begins after the current one; that goes on after it."""
     if site.is_cpu:
         yield
@@ -114,7 +114,7 @@ def first_step_on_side_stream(site: Site) -> dict[str, Tensor]:
     model = build(site)
     optimizer = optimizer_of(model, site)
     for step in range(site.program.steps):
-        with _side_stream(site) if step == 0 else contextlib.nullcontext():
+        with side_stream(site) if step == 0 else contextlib.nullcontext():
             _pass(model, site, step)
             _update(optimizer, site, step)
     return parameters_of(model, site)
@@ -125,7 +125,7 @@ def forward_on_side_stream(site: Site) -> dict[str, Tensor]:
     model = build(site)
     optimizer = optimizer_of(model, site)
     for step in range(site.program.steps):
-        with _side_stream(site):
+        with side_stream(site):
             site.mark(f"step {step} forward")
             loss: Any = model(site.batches[step]).float().square().mean()
         site.mark(f"step {step} backward")

@@ -1,0 +1,49 @@
+"""A plugin of pytest that has worlds of threads on the simulated device: whole files of tests have their twins by it.
+
+    python -m pytest -p integration_tests.simulated.plugin packages/flatparam-runtime/tests
+
+What a test makes is on the device, by torch's default device. Each rank has a stream of its own. A test fails, too, where
+the checker finds something in what its ranks have done. Tests that start processes are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flatparam_comm import threads
+from integration_tests.simulated import device
+from integration_tests.simulated.races import find_races
+
+_run_rank = threads._run_rank
+
+
+def _run_rank_on_device(*args: Any) -> None:
+    with device.DEVICE, torch.Stream(device=device.NAME):
+        _run_rank(*args)
+        torch.accelerator.synchronize()  # whoever looks at what it returns is on another stream
+
+
+threads._run_rank = _run_rank_on_device
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what starts processes: they have no device."""
+    for item in items:
+        if item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.skip(reason="processes have no simulated device"))
+
+
+@pytest.fixture(autouse=True)
+def _on_device() -> Iterator[None]:
+    device.start_log()
+    try:
+        with device.DEVICE:
+            yield
+    finally:
+        records = device.stop_log()
+    found = [str(finding) for finding in find_races(records)]
+    assert found == [], found
