@@ -54,8 +54,6 @@ def test_a_step_is_captured(
     outcomes: dict[str, Outcome | str], name: str, request: pytest.FixtureRequest
 ) -> None:
     """Forward, backward and optimizer are one graph; its replays with new batches have the bits of the CPU's steps."""
-    if ROWS[name].library == "flatparam":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the host reads what ranks have compared"))
     outcome = outcomes[name]
     assert isinstance(outcome, Outcome), outcome
     assert [str(finding) for finding in outcome.findings] == []

@@ -22,18 +22,21 @@ class Row:
     waits: dict[str, int]
 
 
+# In training the host looks at what the ranks compared in the step before, when the device has a forward pass to do; an
+# evaluation does so at its end. What is offloaded has to be on the host before it is stepped there, or scaled. Torch's
+# own scaler reads whether a gradient was infinite.
 ROWS: Final = {
-    "training": Row(Program(), {"forward": 1}),
-    "training, clipped": Row(Program(clip=True), {"forward": 1}),
-    "training, accumulated": Row(Program(micro_batches=2, no_sync=True), {"forward": 1}),
-    "training, NO_SHARD": Row(Program(strategy="none"), {"forward": 1}),
-    "training, hybrid": Row(Program(strategy="hybrid_of_one"), {"forward": 1}),
-    "training, bfloat16": Row(Program(precision="bfloat16"), {"forward": 1}),
-    "training and evaluation": Row(Program(evaluate=True), {"forward": 1, "evaluation": 1}),
+    "training": Row(Program(), {"backward": 1}),
+    "training, clipped": Row(Program(clip=True), {"backward": 1}),
+    "training, accumulated": Row(Program(micro_batches=2, no_sync=True), {"backward": 1}),
+    "training, NO_SHARD": Row(Program(strategy="none"), {"backward": 1}),
+    "training, hybrid": Row(Program(strategy="hybrid_of_one"), {"backward": 1}),
+    "training, bfloat16": Row(Program(precision="bfloat16"), {"backward": 1}),
+    "training and evaluation": Row(Program(evaluate=True), {"backward": 1, "evaluation": 1}),
     "evaluation alone": Row(Program(scenario="evaluated"), {"forward": 1}),
-    "scaled": Row(Program(scenario="scaled"), {"forward": 1, "optimizer": 1}),
-    "offload": Row(Program(offload=True), {"forward": 1, "backward": 1}),
-    "offload, clipped": Row(Program(offload=True, clip=True), {"forward": 1, "backward": 1, "clip": 2}),
+    "scaled": Row(Program(scenario="scaled"), {"optimizer": 1, "backward": 1}),
+    "offload": Row(Program(offload=True), {"backward": 2}),
+    "offload, clipped": Row(Program(offload=True, clip=True), {"backward": 2, "clip": 1}),
     "offload, evaluation alone": Row(Program(offload=True, scenario="evaluated"), {"forward": 2}),
 }
 
@@ -49,13 +52,3 @@ def waits() -> dict[str, dict[str, list[str]]]:
 def test_waits_of_the_host(waits: dict[str, dict[str, list[str]]], name: str) -> None:
     """The host waits so often in each phase, and nowhere else."""
     assert {phase: len(places) for phase, places in waits[name].items()} == ROWS[name].waits, waits[name]
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_the_host_never_waits(
-    waits: dict[str, dict[str, list[str]]], name: str, request: pytest.FixtureRequest
-) -> None:
-    """The goal: a step is queued without a wait."""
-    if ROWS[name].waits:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the host waits; see ROWS"))
-    assert waits[name] == {}

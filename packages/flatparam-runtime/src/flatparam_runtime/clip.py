@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, ReduceOp
+from flatparam_runtime.streams import streams_of
 from flatparam_runtime.tree import units_in
 
 __all__ = ["clip_grad_norm_"]
@@ -104,7 +105,9 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     if not norms:
         return torch.zeros((), device=device)
     if len({norm.device for norm in norms}) == 1:  # one copy for all
-        together = torch.stack([norm.float() for norm in norms]).to(device)
+        together = torch.stack([norm.float() for norm in norms])
+        if together.device != device:
+            together = streams_of(device).to_device(together, device)
     else:
         together = torch.stack([norm.to(device, torch.float32) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
