@@ -188,8 +188,6 @@ class _Mask:
 
     handles: list[FlatParamHandle]
     flags: Tensor
-    _sent: Tensor
-    """What `flags` is copied from, which takes its time."""
 
     @classmethod
     def of(
@@ -207,7 +205,7 @@ class _Mask:
         flags = streams_of(device).to_device(sent, device)
         for mask in before:
             mask._pass_on(handles, flags, len(own))
-        return cls(handles, flags, sent)
+        return cls(handles, flags)
 
     def _pass_on(self, handles: Sequence[FlatParamHandle], flags: Tensor, own: int) -> None:
         mine = dict(
@@ -239,8 +237,6 @@ class Comparison:
     _parts: list[tuple[Tensor, list[FlatParamHandle]]]
     """For each group what comes to the host, and the flat parameters that its flags are of, in order."""
     _landed: Mark
-    _masks: list[_Mask]
-    """What is copied from."""
     _combined: bytes | None = None
     """The flags of all fingerprints, once they have been read."""
 
@@ -260,13 +256,12 @@ class Comparison:
                 # A group learns what the one before has seen.
                 group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
             parts = [(streams_of(device).to_host(mask.flags), mask.handles) for mask in masks]
-        return cls(units, fingerprint, dict(known), own, parts, copies.end, masks)
+        return cls(units, fingerprint, dict(known), own, parts, copies.end)
 
     def read(self) -> Mapping[FlatParamHandle, bytes]:
         """For each flat parameter, which of its parameters got a gradient on any rank of its groups."""
         if self._combined is None:
             self._landed.synchronize()
-            self._masks.clear()
             self._combined = self._own
             for part, handles in self._parts:
                 found = bytes(part.tolist())

@@ -70,7 +70,7 @@ class OnDevice(Protocol):
         """Have the host wait until the device has read all that it was to read from the host's memory."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy of a small tensor of the host, which does not wait for it, and has to keep `tensor` until it has."""
+        """A copy of a small tensor of the host, for which the host does not wait."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """What will be a copy of a small tensor on the host, once it has waited for it."""
