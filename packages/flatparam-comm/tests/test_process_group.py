@@ -13,7 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatparam_comm import CollectiveError, CommError, ProcessGroupCollectives, ReduceOp, c10d_names
+from flatparam_comm import (
+    CollectiveError,
+    Collectives,
+    CommError,
+    ProcessGroupCollectives,
+    ReduceOp,
+    SingleCollectives,
+    c10d_names,
+    premultiplies,
+    scaled_reduce_scatter,
+)
 from flatparam_comm.testing import run_processes, run_threads
 
 from .patience import BRIEFLY
@@ -232,3 +242,20 @@ def test_a_destroyed_group_is_gone() -> None:
     for shown, _, threads in run_processes(2, _after_the_end):
         assert shown == "ProcessGroupCollectives(destroyed)"
         assert threads == 0
+
+
+def test_who_cannot_multiply_refuses_to() -> None:
+    """Only a backend that takes PREMUL_SUM does a scaled reduce-scatter; another says so, and is told what to do."""
+    alone = SingleCollectives()
+    assert not premultiplies(alone, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"found SingleCollectives.*multiply first, and use reduce_scatter"):
+        scaled_reduce_scatter(alone, torch.zeros(2), torch.ones(2), factor=0.5)
+
+
+def _gloo_multiplies(collectives: Collectives) -> bool:
+    return premultiplies(collectives, torch.device("cpu"))
+
+
+def test_gloo_does_not_multiply() -> None:
+    """A process group over gloo has sums alone."""
+    assert run_processes(1, _gloo_multiplies) == [False]

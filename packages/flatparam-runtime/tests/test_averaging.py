@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flatparam_comm import Collectives
 from flatparam_runtime import gradient_divisors
+from flatparam_runtime.averaging import averaging_over
 
 from .models import Stack, batch
 from .worlds import check_same, full_gradients, mean_gradients, run, seeded, sharded
@@ -67,6 +68,41 @@ def test_neither_factor_leaves_the_range(ranks: int) -> None:
     before, after = gradient_divisors(ranks)
     assert before <= 2 * math.sqrt(ranks)
     assert after <= ranks
+
+
+WIDE = frozenset({torch.float32, torch.bfloat16})
+
+
+@given(RANKS, st.booleans(), st.sampled_from([WIDE, frozenset({torch.float16}), WIDE | {torch.float16}]))
+def test_where_a_mean_is_divided(ranks: int, premultiplies: bool, dtypes: frozenset[torch.dtype]) -> None:
+    """All divisions together are by the number of ranks, and those before the last are by powers of two."""
+    averaging = averaging_over(ranks, float(ranks), dtypes, premultiplies)
+    assert averaging.before * averaging.after / averaging.factor == ranks
+    for factor in (averaging.before, averaging.factor):
+        assert math.frexp(factor)[0] == 0.5
+    assert (averaging.before, averaging.factor, averaging.after).count(1.0) >= (
+        1 if averaging.after > 1 else 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "premultiplies", "dtype", "expected"),
+    [
+        (2, False, torch.float32, (2, 1, 1)),  # one division, of what is copied anyway
+        (8, False, torch.float32, (1, 1, 8)),
+        (3, False, torch.bfloat16, (1, 1, 3)),
+        (8, True, torch.bfloat16, (1, 1 / 8, 1)),
+        (6, True, torch.float32, (1, 1 / 4, 1.5)),
+        (8, True, torch.float16, (4, 1, 2)),  # whose range is too small for the sum
+        (8, False, torch.float16, (4, 1, 2)),
+    ],
+)
+def test_the_places_of_divisions(
+    ranks: int, premultiplies: bool, dtype: torch.dtype, expected: tuple[float, float, float]
+) -> None:
+    """One division where there can be one: in the collective, or of the shard."""
+    found = averaging_over(ranks, float(ranks), frozenset({dtype}), premultiplies)
+    assert (found.before, found.factor, found.after) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -1,6 +1,7 @@
 """Moving bytes between ranks: engines behind one protocol, decorators over any of them, an exact ledger of bytes."""
 
 from flatparam_comm.broadcasting import broadcast_tensors
+from flatparam_comm.c10d_names import PREMULTIPLYING
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.compressed import CompressedCollectives
@@ -20,7 +21,13 @@ from flatparam_comm.forwarding import ForwardingCollectives
 from flatparam_comm.hooked import CommHook, HookedCollectives
 from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
-from flatparam_comm.process_group import ProcessGroupCollectives, engine_of, process_group_of
+from flatparam_comm.process_group import (
+    ProcessGroupCollectives,
+    engine_of,
+    premultiplies,
+    process_group_of,
+    scaled_reduce_scatter,
+)
 from flatparam_comm.ranks_only import RanksOnly
 from flatparam_comm.recording import RecordingCollectives
 from flatparam_comm.shared_memory import SharedMemoryCollectives, shared_memory
@@ -62,6 +69,7 @@ __all__ = [
     "COMPLETED",
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
+    "PREMULTIPLYING",
     "REDUCIBLE",
     "BoundParameter",
     "BufferPool",
@@ -117,9 +125,11 @@ __all__ = [
     "flatten_module",
     "memory_view",
     "owner_of",
+    "premultiplies",
     "process_group_of",
     "resolve_topology",
     "run_threads",
+    "scaled_reduce_scatter",
     "sent_nbytes",
     "shared_memory",
     "with_shared_memory",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "PREMULTIPLYING",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -42,6 +43,7 @@ __all__ = [
     "members_of",
     "new_subgroup",
     "plain",
+    "premultiplies",
     "reduce_scatter",
     "timeout_of",
 ]
@@ -60,6 +62,10 @@ _CARRIED: Final = frozenset(
         torch.int64,
     }
 )
+
+
+#: The names of torch's backends that take PREMUL_SUM, of which torch has no list. Who registers another one adds it.
+PREMULTIPLYING: Final = {"nccl"}
 
 
 def as_carried(tensor: Tensor) -> Tensor:
@@ -89,10 +95,22 @@ def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
     return call(output, shard, group=group, async_op=True)
 
 
-def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
-    """Start a reduce-scatter; returns its `Work`."""
+def reduce_scatter(
+    output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0
+) -> Any:
+    """Start a reduce-scatter; returns its `Work`. A `factor` that is not 1 is of summands, where `premultiplies`."""
     call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
-    return call(output, full, op=_c10d_op(op), group=group, async_op=True)
+    operation = _c10d_op(op) if factor == 1.0 else _first_of("_make_nccl_premul_sum")(factor)
+    return call(output, full, op=operation, group=group, async_op=True)
+
+
+def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether sums of what is on `device` can multiply the summands by a number in the same call."""
+    try:
+        name = str(group._get_backend(device).name()).lower()
+    except RuntimeError:  # a group that is a backend itself
+        name = str(group.name()).lower()
+    return name in PREMULTIPLYING and hasattr(dist, "_make_nccl_premul_sum")
 
 
 def all_to_all(output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: list[int] | None = None) -> Any:

@@ -28,7 +28,13 @@ if dist.is_available() and not dist.is_initialized():
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ProcessGroupCollectives", "engine_of", "process_group_of"]
+__all__ = [
+    "ProcessGroupCollectives",
+    "engine_of",
+    "premultiplies",
+    "process_group_of",
+    "scaled_reduce_scatter",
+]
 
 T = TypeVar("T")
 
@@ -45,7 +51,7 @@ class ProcessGroupCollectives:
     that lives on until the interpreter exits can abort the process there.
     """
 
-    __slots__ = ("_hash", "_is_gloo", "_reference", "_sites")
+    __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_reference", "_sites")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -66,6 +72,7 @@ class ProcessGroupCollectives:
         self._hash = hash(found)
         self._is_gloo = c10d.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], Site] = {}
+        self._premultiplies: dict[torch.device, bool] = {}
 
     def __repr__(self) -> str:
         if self._reference() is None:
@@ -104,6 +111,12 @@ class ProcessGroupCollectives:
         """How many processes the group has."""
         return self.group.size()
 
+    def premultiplies(self, device: torch.device) -> bool:
+        """Whether a reduce-scatter of tensors on `device` takes a `factor`."""
+        if device not in self._premultiplies:
+            self._premultiplies[device] = c10d.premultiplies(self.group, device)
+        return self._premultiplies[device]
+
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         site = self._site("all_gather", label)
@@ -120,15 +133,28 @@ class ProcessGroupCollectives:
         return _WorkPending(site, work, (output, shard))
 
     def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+        self,
+        output: Tensor,
+        full: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        label: str = "",
+        factor: float = 1.0,
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """See `Collectives.reduce_scatter`.
+
+        Args:
+            factor: what each rank's `full` is multiplied by before it is summed; another than 1 only where
+                `premultiplies` says so.
+        """
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, carried, carried_full)
-        work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group))
+        work = _guarded(
+            site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor)
+        )
         return _WorkPending(site, work, (output, full))
 
     def _exchange_and_add(self, site: Site, output: Tensor, full: Tensor) -> Pending:
@@ -246,6 +272,27 @@ def _guarded(site: Site, call: Callable[[], T]) -> T:
             f"the process group failed with {type(error).__name__}: {error}; "
             "look for the first error among the other ranks, or for a rank that did not make this call",
         ) from error
+
+
+def premultiplies(collectives: Collectives, device: torch.device) -> bool:
+    """Whether `scaled_reduce_scatter` takes tensors on `device`: NCCL does, if nothing decorates it."""
+    return isinstance(collectives, ProcessGroupCollectives) and collectives.premultiplies(device)
+
+
+def scaled_reduce_scatter(
+    collectives: Collectives, output: Tensor, full: Tensor, *, factor: float, label: str = ""
+) -> Pending:
+    """`Collectives.reduce_scatter` of sums of `factor * full`, in one call of the backend (PREMUL_SUM).
+
+    Raises:
+        ValueError: where `premultiplies` says no.
+    """
+    if not isinstance(collectives, ProcessGroupCollectives) or not collectives.premultiplies(full.device):
+        raise ValueError(
+            f"expected collectives that multiply before they sum, found {collectives!r}; multiply first, and use "
+            "reduce_scatter"
+        )
+    return collectives.reduce_scatter(output, full, label=label, factor=factor)
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

@@ -192,8 +192,7 @@ class BackwardPass:
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
         state = self.active.get(unit) or self._activate(unit)
-        before, _ = unit.divisors
-        unit.handles[number].deposit(index, divisor=before)
+        unit.handles[number].deposit(index, divisor=unit.averaging.before)
         key = (number, index)
         if key in state.leaves and torch._C._current_graph_task_id() == state.run:  # else more may follow
             state.leaves.discard(key)
@@ -225,10 +224,10 @@ class BackwardPass:
 
     def _collect(self, unit: Unit) -> None:
         """Take the gradients that have no hook of their own."""
-        before, _ = unit.divisors
+        divisor = unit.averaging.before
         for _, handle, watch in watches(unit.handles):
             if watch.unhooked and handle.exposure.is_trainable:
-                handle.deposit_all(watch.unhooked, divisor=before)
+                handle.deposit_all(watch.unhooked, divisor=divisor)
 
     def _activate(self, unit: Unit) -> UnitBackward:
         self.settle_until(unit)

@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 from typing_extensions import final
 
-from flatparam_comm import COMPLETED, FlatParamHandle, Pending
+from flatparam_comm import COMPLETED, FlatParamHandle, Pending, scaled_reduce_scatter
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.streams import Mark, streams_of
 
@@ -77,11 +77,16 @@ class Reduction:
     def begin(cls, unit: Unit, handles: Sequence[FlatParamHandle]) -> Reduction:
         """Start to sum the collected gradients of `handles` over the shard group."""
         parts = []
+        factor = unit.averaging.factor
         for handle in handles:
             output, full = handle.begin_reduce()
             hook = unit.hooks.reduce
             if hook is None:
-                pending = unit.plan.topology.shard.reduce_scatter(output, full, label=unit.name)
+                shard = unit.plan.topology.shard
+                if factor == 1.0:
+                    pending = shard.reduce_scatter(output, full, label=unit.name)
+                else:
+                    pending = scaled_reduce_scatter(shard, output, full, factor=factor, label=unit.name)
             else:
                 hook(full, output)
                 pending = COMPLETED
@@ -142,7 +147,7 @@ class Reduction:
 
     def _averaged(self, part: _Part) -> Reduced:
         handle, output = part.handle, part.output
-        _, after = self.unit.divisors
+        after = self.unit.averaging.after
         if after != 1.0:
             output.div_(after)
         if self.unit.plan.storage_device is None or not streams_of(handle.device).runs_ahead:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from typing_extensions import final
 
-from flatparam_comm import FlatParamError, FlatParamHandle, Pending, Residency
-from flatparam_runtime.averaging import gradient_divisors, split_divisor
+from flatparam_comm import FlatParamError, FlatParamHandle, Pending, Residency, premultiplies
+from flatparam_runtime.averaging import Averaging, averaging_over
 from flatparam_runtime.buffers import UnitBuffers
 from flatparam_runtime.calls import ForwardCall
 from flatparam_runtime.comm_hooks import CommHooks
@@ -219,24 +219,22 @@ class Unit:
         return tuple(handle for handle in self.handles if handle in trained)
 
     @property
-    def divisors(self) -> tuple[float, float]:
-        """What gradients are divided by before and after the sum over ranks."""
+    def averaging(self) -> Averaging:
+        """How the sum over ranks becomes a mean."""
         topology = self.plan.topology
         if self.hooks.reduce is not None:  # which averages over its own ranks
             replicas = topology.data_parallel_size // topology.shard.size
             if topology.shard.size == 1 or self.hooks.all_reduce is not None:
                 replicas = 1
-            return 1.0, float(replicas)
+            return Averaging(after=float(replicas))
         size = topology.data_parallel_size
         if self.hooks.all_reduce is not None:  # likewise, over the copies of a shard
             size = topology.shard.size
-        if self.divide_factor is None:
-            before, after = gradient_divisors(size)
-        else:
-            before, after = split_divisor(self.divide_factor * size / topology.data_parallel_size, size)
-        if after != 1.0 and not any(handle.gradients.dtype is torch.float16 for handle in self.handles):
-            return 1.0, before * after  # the same bits, with one division, of the shard
-        return before, after
+        factor = float(size)
+        if self.divide_factor is not None:
+            factor = self.divide_factor * size / topology.data_parallel_size
+        dtypes = frozenset([handle.gradients.dtype for handle in self.handles])
+        return averaging_over(size, factor, dtypes, premultiplies(topology.shard, self.device))
 
     @property
     def is_needed(self) -> bool:
