@@ -22,7 +22,7 @@ from flatparam_comm import (
     SingleCollectives,
     c10d_names,
     premultiplies,
-    scaled_reduce_scatter,
+    scaled,
 )
 from flatparam_comm.testing import run_processes, run_threads
 
@@ -245,11 +245,11 @@ def test_a_destroyed_group_is_gone() -> None:
 
 
 def test_who_cannot_multiply_refuses_to() -> None:
-    """Only a backend that takes PREMUL_SUM does a scaled reduce-scatter; another says so, and is told what to do."""
+    """Only a backend that takes PREMUL_SUM makes scaled sums; another says so, and is told what to do."""
     alone = SingleCollectives()
     assert not premultiplies(alone, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"found SingleCollectives.*multiply first, and use reduce_scatter"):
-        scaled_reduce_scatter(alone, torch.zeros(2), torch.ones(2), factor=0.5)
+    with pytest.raises(ValueError, match=r"found SingleCollectives.*multiply first, and use their own sums"):
+        scaled(alone, torch.device("cpu"), 0.5)
 
 
 def _gloo_multiplies(collectives: Collectives) -> bool:

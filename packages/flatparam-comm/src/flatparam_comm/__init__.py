@@ -23,10 +23,11 @@ from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group import (
     ProcessGroupCollectives,
+    Scaled,
     engine_of,
     premultiplies,
     process_group_of,
-    scaled_reduce_scatter,
+    scaled,
 )
 from flatparam_comm.ranks_only import RanksOnly
 from flatparam_comm.recording import RecordingCollectives
@@ -106,6 +107,7 @@ __all__ = [
     "RecordingCollectives",
     "ReduceOp",
     "Residency",
+    "Scaled",
     "SharedMemoryCollectives",
     "SilentCollectives",
     "RanksOnly",
@@ -129,7 +131,7 @@ __all__ = [
     "process_group_of",
     "resolve_topology",
     "run_threads",
-    "scaled_reduce_scatter",
+    "scaled",
     "sent_nbytes",
     "shared_memory",
     "with_shared_memory",

@@ -100,8 +100,7 @@ def reduce_scatter(
 ) -> Any:
     """Start a reduce-scatter; returns its `Work`. A `factor` that is not 1 is of summands, where `premultiplies`."""
     call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
-    operation = _c10d_op(op) if factor == 1.0 else _first_of("_make_nccl_premul_sum")(factor)
-    return call(output, full, op=operation, group=group, async_op=True)
+    return call(output, full, op=_c10d_op(op, factor), group=group, async_op=True)
 
 
 def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
@@ -130,9 +129,9 @@ def cpu_backend(group: ProcessGroup) -> str:
         return ""
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
-    """Start an all-reduce in place; returns its `Work`."""
-    return _first_of("all_reduce")(tensor, op=_c10d_op(op), group=group, async_op=True)
+def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0) -> Any:
+    """Start an all-reduce in place; returns its `Work`. For `factor` see `reduce_scatter`."""
+    return _first_of("all_reduce")(tensor, op=_c10d_op(op, factor), group=group, async_op=True)
 
 
 def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
@@ -260,8 +259,8 @@ class _Names:
 _NAMES: Final = _Names()
 
 
-def _c10d_op(op: ReduceOp) -> Any:
-    return getattr(dist.ReduceOp, op.name)
+def _c10d_op(op: ReduceOp, factor: float) -> Any:
+    return getattr(dist.ReduceOp, op.name) if factor == 1.0 else _first_of("_make_nccl_premul_sum")(factor)
 
 
 def _first_of(*names: str) -> Any:

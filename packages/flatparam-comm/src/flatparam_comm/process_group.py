@@ -33,7 +33,7 @@ __all__ = [
     "engine_of",
     "premultiplies",
     "process_group_of",
-    "scaled_reduce_scatter",
+    "scaled",
 ]
 
 T = TypeVar("T")
@@ -178,12 +178,14 @@ class ProcessGroupCollectives:
         sizes[1 - site.rank] = ours.numel()
         return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
 
-    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+    def all_reduce(
+        self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "", factor: float = 1.0
+    ) -> Pending:
+        """See `Collectives.all_reduce`; for `factor` see `reduce_scatter`."""
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         carried = c10d.plain(tensor)
-        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group))
+        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
         return _WorkPending(site, work, (tensor,))
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
@@ -275,24 +277,39 @@ def _guarded(site: Site, call: Callable[[], T]) -> T:
 
 
 def premultiplies(collectives: Collectives, device: torch.device) -> bool:
-    """Whether `scaled_reduce_scatter` takes tensors on `device`: NCCL does, if nothing decorates it."""
+    """Whether `scaled` sums can be made of tensors on `device`: NCCL makes them, if nothing decorates it."""
     return isinstance(collectives, ProcessGroupCollectives) and collectives.premultiplies(device)
 
 
-def scaled_reduce_scatter(
-    collectives: Collectives, output: Tensor, full: Tensor, *, factor: float, label: str = ""
-) -> Pending:
-    """`Collectives.reduce_scatter` of sums of `factor * full`, in one call of the backend (PREMUL_SUM).
+def scaled(collectives: Collectives, device: torch.device, factor: float) -> Scaled:
+    """The sums of `collectives`, of tensors on `device` that each rank multiplies by `factor` first, in the same call.
 
     Raises:
         ValueError: where `premultiplies` says no.
     """
-    if not isinstance(collectives, ProcessGroupCollectives) or not collectives.premultiplies(full.device):
+    if not isinstance(collectives, ProcessGroupCollectives) or not collectives.premultiplies(device):
         raise ValueError(
-            f"expected collectives that multiply before they sum, found {collectives!r}; multiply first, and use "
-            "reduce_scatter"
+            f"expected collectives that multiply before they sum, found {collectives!r}; multiply first, and use their "
+            "own sums"
         )
-    return collectives.reduce_scatter(output, full, label=label, factor=factor)
+    return Scaled(collectives, factor)
+
+
+@final
+@attrs.frozen
+class Scaled:
+    """Sums over ranks of values that are multiplied by `factor` first (PREMUL_SUM)."""
+
+    collectives: ProcessGroupCollectives
+    factor: float
+
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        return self.collectives.reduce_scatter(output, full, label=label, factor=self.factor)
+
+    def all_reduce(self, tensor: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        return self.collectives.all_reduce(tensor, label=label, factor=self.factor)
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 from typing_extensions import final
 
-from flatparam_comm import COMPLETED, FlatParamHandle, Pending, scaled_reduce_scatter
+from flatparam_comm import COMPLETED, FlatParamHandle, Pending
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.streams import Mark, streams_of
 
@@ -77,16 +77,12 @@ class Reduction:
     def begin(cls, unit: Unit, handles: Sequence[FlatParamHandle]) -> Reduction:
         """Start to sum the collected gradients of `handles` over the shard group."""
         parts = []
-        factor = unit.averaging.factor
+        shard = unit.summing if unit.plan.topology.shard.size > 1 else unit.plan.topology.shard
         for handle in handles:
             output, full = handle.begin_reduce()
             hook = unit.hooks.reduce
             if hook is None:
-                shard = unit.plan.topology.shard
-                if factor == 1.0:
-                    pending = shard.reduce_scatter(output, full, label=unit.name)
-                else:
-                    pending = scaled_reduce_scatter(shard, output, full, factor=factor, label=unit.name)
+                pending = shard.reduce_scatter(output, full, label=unit.name)
             else:
                 hook(full, output)
                 pending = COMPLETED
@@ -142,7 +138,8 @@ class Reduction:
         if unit.hooks.all_reduce is not None:
             unit.hooks.all_reduce(part.output, part.output)
         elif unit.hooks.reduce is None or unit.plan.topology.shard.size > 1:
-            part.pending = replicate.all_reduce(part.output, label=unit.name)
+            copies = replicate if unit.plan.topology.shard.size > 1 else unit.summing
+            part.pending = copies.all_reduce(part.output, label=unit.name)
         return True
 
     def _averaged(self, part: _Part) -> Reduced:

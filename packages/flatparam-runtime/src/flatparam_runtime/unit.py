@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from typing_extensions import final
 
-from flatparam_comm import FlatParamError, FlatParamHandle, Pending, Residency, premultiplies
+from flatparam_comm import (
+    Collectives,
+    FlatParamError,
+    FlatParamHandle,
+    Pending,
+    Residency,
+    Scaled,
+    premultiplies,
+    scaled,
+)
 from flatparam_runtime.averaging import Averaging, averaging_over
 from flatparam_runtime.buffers import UnitBuffers
 from flatparam_runtime.calls import ForwardCall
@@ -234,7 +243,18 @@ class Unit:
         if self.divide_factor is not None:
             factor = self.divide_factor * size / topology.data_parallel_size
         dtypes = frozenset([handle.gradients.dtype for handle in self.handles])
-        return averaging_over(size, factor, dtypes, premultiplies(topology.shard, self.device))
+        return averaging_over(size, factor, dtypes, premultiplies(self._group_of_first_sum, self.device))
+
+    @property
+    def _group_of_first_sum(self) -> Collectives:
+        topology = self.plan.topology
+        return topology.shard if topology.shard.size > 1 or topology.replicate is None else topology.replicate
+
+    @property
+    def summing(self) -> Collectives | Scaled:
+        """What the first sum of gradients goes over, of those that communicate, with the factor of `averaging`."""
+        group, factor = self._group_of_first_sum, self.averaging.factor
+        return group if factor == 1.0 else scaled(group, self.device, factor)
 
     @property
     def is_needed(self) -> bool:
