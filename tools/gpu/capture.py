@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -11,7 +13,7 @@ from bench.training import Training
 from bench.workloads import Workload
 from torch import Tensor
 
-from .contenders import PLAIN, told, with_plain
+from .contenders import told, with_plain
 from .facts import Facts
 from .measurement import Measurement, not_on_cpu
 from .place import Place, Plan, in_processes
@@ -19,6 +21,8 @@ from .sizes import EXACT, TINY
 
 BEFORE: Final = 3
 REPLAYS: Final = 2
+LIMIT_OF_EACH: Final = 45.0
+"""Seconds for one contender."""
 
 
 class Graph(Protocol):
@@ -78,6 +82,8 @@ def _replayed(place: Place, training: Training) -> list[float]:
 
 def _captured(training: Training) -> tuple[Graph, Tensor]:
     graph = _new_graph()()
+    gc.collect()  # nothing of before is to be freed meanwhile
+    torch.accelerator.memory.empty_cache()
     graph.capture_begin()
     try:
         loss = training.forward()
@@ -97,10 +103,11 @@ def _new_graph() -> Callable[[], Graph]:
 def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
     """Each in processes of its own: one that fails leaves the device in a state that others should not begin with."""
     rows: dict[str, dict[str, Any]] = {}
-    names = [name for name in with_plain(plan.ranks) if plan.ranks == 1 or name != PLAIN]
-    for name in names:
+    until = time.monotonic() + limit * plan.patience
+    for name in with_plain(plan.ranks):
+        left = (until - time.monotonic()) / plan.patience
         try:
-            (rows[name], *_) = in_processes(plan, limit / len(names), measure, name)
+            (rows[name], *_) = in_processes(plan, min(LIMIT_OF_EACH, max(left, 1.0)), measure, name)
         except Exception as error:
             rows[name] = {"error": told(error)}
     return {"workload": (TINY if plan.tiny else EXACT).workload.what, "rows": rows}
@@ -109,8 +116,8 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
 MEASUREMENTS: Final = (
     Measurement(
         "capture",
-        "Whether a whole step (forward, backward, AdamW) is captured as a graph, and whether two replays have the losses "
-        "of the eager steps in their place, bit for bit; or what was raised.",
+        "Whether a whole step (forward, backward, AdamW) is captured as a graph, and whether two replays have the "
+        "losses of the eager steps in their place, bit for bit; or what was raised.",
         70,
         140,
         _run,

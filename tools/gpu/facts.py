@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 
 import flatparam
 from flatparam_comm import Collectives
@@ -39,8 +40,18 @@ class Facts:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or self.kind
 
 
-def facts_of(ranks: Collectives, plan: Plan) -> Facts:
-    """What is known of the first device; in a process of its own, as torch sets up a device to ask it."""
+def facts_of(ranks: Collectives, plan: Plan) -> Facts | None:
+    """What is known of the first device, of the kind that there is if the plan says none; None where there is none.
+
+    It runs in a process of its own, as torch sets up a device to ask it.
+    """
+    for module in plan.imports:
+        importlib.import_module(module)
+    if not plan.kind:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None:
+            return None
+        plan = evolve(plan, kind=found.type)
     device = take_device(plan, 0)
     if plan.on_cpu:
         name, driver, count, memory = f"CPU {platform.machine()}", "none", 1, (0, 0)

@@ -13,7 +13,7 @@ BYTES: int = 4
 
 @frozen
 class Bytes:
-    """At rest between two steps with AdamW; and on top of that at the peak of a forward and of a backward pass."""
+    """At rest between two steps with AdamW, and at the peaks of a forward and of a backward pass."""
 
     rest: int
     forward: int
@@ -75,7 +75,7 @@ def shard_grad_op(units: Units, *, on_device: bool) -> Bytes:
     """SHARD_GRAD_OP: all full parameters are there at the end of the forward pass, and go one by one."""
     before = [sum(units.full[:k]) for k in _places(units)]
     backward = max(_while_done(units, k, before[k], on_device) for k in _places(units))
-    return Bytes(units.rest, sum(units.full), backward)
+    return Bytes(units.rest, units.rest + sum(units.full), units.rest + backward)
 
 
 def _places(units: Units) -> range:
@@ -83,13 +83,13 @@ def _places(units: Units) -> range:
 
 
 def _while_done(units: Units, k: int, unsharded_before: int, on_device: bool) -> int:
-    """Unit `k` gets its gradients: autograd's, those in the flat buffer, and what is left of the units after it.
+    """What unit `k` takes when it gets its gradients: autograd's, the flat ones, and the shards of those before it.
 
     The flat gradient takes the memory of the full parameters, except in the first unit: nobody waits for a gradient of
     its inputs, so it cannot tell when its parameters were used for the last time.
     """
     full, own = units.full, units.numels[k] * BYTES
     in_reduction = full[k + 1] if on_device and k + 1 < len(full) else 0
-    shards_of_gradients = sum(full[k:]) // units.ranks
+    shards_of_gradients = sum(full[k + 1 :]) // units.ranks
     itself = full[k] if k else 2 * full[k]
     return itself + own + unsharded_before + in_reduction + shards_of_gradients

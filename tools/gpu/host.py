@@ -89,9 +89,9 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
 MEASUREMENTS: Final = (
     Measurement(
         "host",
-        "Microseconds until the host of rank 0 has made all calls of a step, with units so small that it is what takes the "
-        "time; and per unit, on top of what the plain model takes. Waits are those that torch reports for CUDA: an event "
-        "that the host waits for is not among them, and is in the table of what is hidden.",
+        "Microseconds until the host of rank 0 has made all calls of a step, with units so small that it is what takes "
+        "the time; and per unit, on top of what the plain model takes. Waits are those that torch reports for CUDA: an "
+        "event that the host waits for is not among them, and is in the table of what is hidden.",
         30,
         60,
         _run,

@@ -56,23 +56,26 @@ def compared(of_ranks: Sequence[Mapping[str, list[float] | str]], reference: str
 
     `same` is whether nobody of ours has failed or has other losses.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    for name, first in of_ranks[0].items():
-        if isinstance(first, str):
-            rows[name] = {"error": first}
-            continue
-        rows[name] = {"losses": first}
-        pairs = [
-            (ours, theirs)
-            for rank in of_ranks
-            if not isinstance(rank[name], str) and not isinstance(rank[reference], str)
-            for ours, theirs in zip(rank[name], rank[reference], strict=True)
-        ]
-        complete = len(pairs) == len(of_ranks) * len(first)
-        rows[name]["equal"] = complete and all(ours == theirs for ours, theirs in pairs)
-        rows[name]["difference"] = max((abs(float(a) - float(b)) for a, b in pairs), default=None)
+    rows = {
+        name: _row([rank[name] for rank in of_ranks], [rank[reference] for rank in of_ranks])
+        for name in of_ranks[0]
+    }
     same = all(row.get("equal", False) for name, row in rows.items() if name.startswith(OURS))
     return {"reference": reference, "rows": rows, "same": same}
+
+
+def _row(found: Sequence[list[float] | str], expected: Sequence[list[float] | str]) -> dict[str, Any]:
+    errors = [each for each in found if isinstance(each, str)]
+    if errors:
+        return {"error": errors[0]}
+    ours = [loss for losses in found if not isinstance(losses, str) for loss in losses]
+    theirs = [loss for losses in expected if not isinstance(losses, str) for loss in losses]
+    is_known = len(ours) == len(theirs)
+    return {
+        "losses": found[0],
+        "equal": ours == theirs,
+        "difference": max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if is_known else None,
+    }
 
 
 def _losses_of(place: Place, contenders: Mapping[str, Contender]) -> Losses:

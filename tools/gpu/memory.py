@@ -55,22 +55,25 @@ def _counters(device: torch.device) -> Any:
 
 
 def measure(place: Place) -> dict[str, dict[str, Any]]:
-    """A row for each contender: bytes at rest, and the peaks of a forward and of a backward pass on top of that."""
+    """A row for each contender: bytes at rest, and at the peaks of a forward and of a backward pass."""
     rows = {}
-    for name, contender in {**sharding(place.group.size), **keeping(place.group.size)}.items():
+    kept = keeping(place.group.size)
+    for name, contender in {**sharding(place.group.size), **kept}.items():
         meter: Meter = Allocator() if place.plan.on_cpu else DeviceMeter(place)
         made = attempt(place, contender, one_row_stack(place.plan.tiny))
-        rows[name] = {"error": made} if isinstance(made, str) else _row(place, made, meter)
+        rows[name] = (
+            {"error": made} if isinstance(made, str) else _row(place, made, meter) | {"keeps": name in kept}
+        )
         del made
     return rows
 
 
-def _row(place: Place, training: Training, meter: Meter) -> dict[str, int]:
+def _row(place: Place, training: Training, meter: Meter) -> dict[str, Any]:
     losses: list[Tensor] = []
     rest = meter.during(place.group.barrier).at_rest
     forward = meter.during(lambda: losses.append(training.forward())).peak
     backward = meter.during(lambda: training.backward(losses.pop())).peak
-    return {"rest": rest, "forward": forward - rest, "backward": backward - rest}
+    return {"rest": rest, "forward": forward, "backward": backward}
 
 
 def formulas(plan: Plan) -> dict[str, dict[str, int]]:
@@ -91,8 +94,8 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
 MEASUREMENTS: Final = (
     Measurement(
         "memory",
-        "Bytes of all tensors on the device of rank 0, by its allocator: at rest between two steps with AdamW, and on "
-        "top of that at the peak of a forward and of a backward pass, with one row of activations. The formulas are "
+        "Bytes of all tensors on the device of rank 0, by its allocator: at rest between two steps with AdamW, and "
+        "at the peaks of a forward and of a backward pass, with one row of activations. The formulas are "
         "those of [memory and traffic](../memory.md), with the gradients that autograd makes and the shards of "
         "gradients. In a world of one process flatparam and FSDP1 do not shard, and the formulas are for who does.",
         30,

@@ -53,7 +53,9 @@ class Plan:
     @property
     def where(self) -> str:
         """How the ranks run, in words."""
-        return "a world of one process" if self.ranks == 1 else f"{self.ranks} processes, a device each"
+        if self.ranks == 1:
+            return "a world of one process"
+        return f"{self.ranks} processes" + ("" if self.on_cpu else ", a device each")
 
 
 @frozen(eq=False)

@@ -101,7 +101,9 @@ def _run(
     }
 
 
-_HOW: Final = "Everybody is in the same processes. A round is three steps of each in turn, and a ratio is taken in each round. "
+_HOW: Final = (
+    "A round is three steps of each in turn, in the same processes; a ratio is taken in each round. "
+)
 
 MEASUREMENTS: Final = (
     Measurement("steps, fp32", _HOW + "Everything is in fp32, with AdamW.", 50, 120, _run),
