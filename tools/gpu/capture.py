@@ -16,7 +16,7 @@ from torch import Tensor
 from .contenders import told, with_plain
 from .facts import Facts
 from .measurement import Measurement, not_on_cpu
-from .place import Place, Plan, in_processes
+from .place import Place, Plan, allocator_of, in_processes
 from .sizes import EXACT, TINY
 
 BEFORE: Final = 3
@@ -72,7 +72,7 @@ def _replayed(place: Place, training: Training) -> list[float]:
             training.step()
         place.synchronise()
         place.group.barrier()
-        graph, loss = _captured(training)
+        graph, loss = _captured(place, training)
         found = []
         for _ in range(REPLAYS):
             graph.replay()
@@ -80,10 +80,10 @@ def _replayed(place: Place, training: Training) -> list[float]:
     return found
 
 
-def _captured(training: Training) -> tuple[Graph, Tensor]:
+def _captured(place: Place, training: Training) -> tuple[Graph, Tensor]:
     graph = _new_graph()()
     gc.collect()  # nothing of before is to be freed meanwhile
-    torch.accelerator.memory.empty_cache()
+    allocator_of(place.device).empty_cache()
     graph.capture_begin()
     try:
         loss = training.forward()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from attrs import frozen
 from bench.workloads import Workload
 
+from flatparam_core import all_thresholds
+
 BYTES: int = 4
 """Of an element, in fp32."""
 
@@ -58,17 +60,12 @@ class Units:
 
 
 def full_shard(units: Units, *, on_device: bool) -> Bytes:
-    """FULL_SHARD. An accelerator gathers a unit ahead in the forward pass, and reduces one beside the next's backward.
-
-    The units are larger than `runtime.prefetch_nbytes`, so that no more than one is gathered ahead.
-    """
-    full = [*units.full, 0]
-    ahead = full[1:] if on_device else [0] * len(units.full)
-    forward = max(unit + other for unit, other in zip(full, ahead, strict=False))
-    before = [0, *units.full]
-    return Bytes(
-        units.rest, forward, max(_while_done(units, k, before[k], on_device) for k in _places(units))
-    )
+    """FULL_SHARD. An accelerator gathers ahead in the forward pass, and reduces a unit beside the next one's backward."""
+    full = units.full
+    forward = max(full[k] + (_gathered_ahead(full[k + 1 :]) if on_device else 0) for k in _places(units))
+    before = [0, *full]
+    backward = max(_while_done(units, k, before[k], on_device) for k in _places(units))
+    return Bytes(units.rest, units.rest + forward, units.rest + backward)
 
 
 def shard_grad_op(units: Units, *, on_device: bool) -> Bytes:
@@ -76,6 +73,15 @@ def shard_grad_op(units: Units, *, on_device: bool) -> Bytes:
     before = [sum(units.full[:k]) for k in _places(units)]
     backward = max(_while_done(units, k, before[k], on_device) for k in _places(units))
     return Bytes(units.rest, units.rest + sum(units.full), units.rest + backward)
+
+
+def _gathered_ahead(following: Sequence[int]) -> int:
+    """One unit, and more of them as long as they have no more than `runtime.prefetch_nbytes` together."""
+    (threshold,) = (each for each in all_thresholds() if each.name == "runtime.prefetch_nbytes")
+    count = 0
+    while count < len(following) and (not count or sum(following[: count + 1]) <= threshold.value):
+        count += 1
+    return sum(following[:count])
 
 
 def _places(units: Units) -> range:

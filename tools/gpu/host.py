@@ -32,7 +32,7 @@ def measure(place: Place) -> dict[str, dict[str, Any]]:
     queued: dict[str, list[float]] = {name: [] for name in trainings}
     with without_collector():
         took = sum(_queue(place, training) for training in trainings.values())
-        fitting = int(place.plan.seconds / took)
+        fitting = int(place.plan.seconds / took) if took else 0
         for _ in range(place.group.exchange(min(MOST_ROUNDS, max(LEAST_ROUNDS, fitting)))[0]):
             for name, training in trainings.items():
                 queued[name].append(_queue(place, training))

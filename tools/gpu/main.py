@@ -13,9 +13,11 @@ the others go on. The exit status is not 0 where the losses are not those of FSD
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +43,12 @@ MOST_SECONDS: Final = 600.0
 START: Final = 60.0
 """Seconds that asking a device what it is may take."""
 RANKS_ON_CPU: Final = 2
+PRELOADED: Final = (
+    "torch.distributed.fsdp",
+    "flatparam",
+    "flatparam_comm.testing",
+    "flatparam_comm.process_child",
+)
 OUT_OF_TIME: Final = "the ten minutes that all measurements have together were over"
 
 
@@ -58,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         patience=options.patience,
         imports=tuple(options.imports),
     )
+    _start_server()
     (facts,) = run_processes(1, facts_of, plan, timeout=START * plan.patience)
     if facts is None:
         parser.error(
@@ -72,6 +81,12 @@ def main(arguments: Sequence[str]) -> int:
     plan = evolve(plan, kind=facts.kind, ranks=ranks)
     options.out.mkdir(parents=True, exist_ok=True)
     return _measure(plan, facts, options)
+
+
+def _start_server() -> None:
+    """Start the process that all ranks are forked from, so that none of them has to import what takes long."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
 
 
 def _measure(plan: Plan, facts: Facts, options: argparse.Namespace) -> int:

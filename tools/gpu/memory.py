@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-import torch
 from attrs import asdict, define
 from bench.memory import Allocator, Memory
 from bench.training import Training
@@ -16,8 +15,12 @@ from .contenders import attempt, keeping, sharding
 from .facts import Facts
 from .formula import Units, full_shard, shard_grad_op
 from .measurement import Measurement
-from .place import Place, Plan, in_processes
+from .place import Place, Plan, allocator_of, in_processes
 from .sizes import one_row_stack
+
+
+COLLECTIONS: Final = 3
+"""After each contender: what a finaliser lets go is only found by the next one."""
 
 
 class Meter(Protocol):
@@ -39,7 +42,7 @@ class DeviceMeter:
 
     def during(self, action: Callable[[], object]) -> Memory:
         """See `Meter`."""
-        device, counters = self.place.device, _counters(self.place.device)
+        device, counters = self.place.device, allocator_of(self.place.device)
         gc.collect()
         self.place.synchronise()
         counters.reset_peak_memory_stats(device)
@@ -49,14 +52,10 @@ class DeviceMeter:
         return Memory(peak - self.base, at_rest - self.base)
 
 
-def _counters(device: torch.device) -> Any:
-    """`torch.accelerator`, or the device's own module where its allocator does not report to that."""
-    return torch.accelerator if torch.accelerator.memory_stats(device) else torch.get_device_module(device)
-
-
 def measure(place: Place) -> dict[str, dict[str, Any]]:
     """A row for each contender: bytes at rest, and at the peaks of a forward and of a backward pass."""
     rows = {}
+    gc.freeze()  # what has been imported need not be looked through each time
     kept = keeping(place.group.size)
     for name, contender in {**sharding(place.group.size), **kept}.items():
         meter: Meter = Allocator() if place.plan.on_cpu else DeviceMeter(place)
@@ -65,6 +64,8 @@ def measure(place: Place) -> dict[str, dict[str, Any]]:
             {"error": made} if isinstance(made, str) else _row(place, made, meter) | {"keeps": name in kept}
         )
         del made
+        for _ in range(COLLECTIONS):
+            gc.collect()
     return rows
 
 

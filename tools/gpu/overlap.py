@@ -15,7 +15,7 @@ from bench.training import Training
 from .contenders import Step, attempt, full_step, offloading, passes, sharding, told
 from .facts import Facts
 from .measurement import Measurement, not_on_cpu
-from .place import Place, Plan, in_processes
+from .place import Place, Plan, allocator_of, in_processes
 from .sizes import Size
 from .steps import size_of
 from .timeline import STEP, timeline
@@ -34,7 +34,7 @@ def measure(place: Place, size: Size) -> dict[str, dict[str, Any]]:
             rows[name] = {"error": made} if isinstance(made, str) else _row(place, made, step)
             del made
             gc.collect()
-            torch.accelerator.memory.empty_cache()
+            allocator_of(place.device).empty_cache()
     return rows
 
 

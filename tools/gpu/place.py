@@ -139,6 +139,15 @@ def _as_threads(
     return run_threads(THREADS, as_rank, timeout=seconds)
 
 
+def allocator_of(device: torch.device) -> Any:
+    """What knows of the device's memory: `torch.accelerator`, or the device's own module where nobody reports there."""
+    try:
+        reports = bool(torch.accelerator.memory_stats(device))
+    except RuntimeError:  # "Allocator for ... is not a DeviceAllocator"
+        reports = False
+    return torch.accelerator if reports else torch.get_device_module(device)
+
+
 def take_device(plan: Plan, rank: int) -> torch.device:
     """This process's device, which is current from here on."""
     warnings.simplefilter("ignore")  # torch's FSDP1 warns at every turn
