@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import frozen
 from bench.workloads import Workload
 
-from flatparam_core import all_thresholds
+import flatparam_runtime
 
 BYTES: int = 4
 """Of an element, in fp32."""
@@ -60,7 +60,7 @@ class Units:
 
 
 def full_shard(units: Units, *, on_device: bool) -> Bytes:
-    """FULL_SHARD. An accelerator gathers ahead in the forward pass, and reduces a unit beside the next one's backward."""
+    """FULL_SHARD. An accelerator gathers ahead in the forward pass, and reduces beside the next unit's backward."""
     full = units.full
     forward = max(full[k] + (_gathered_ahead(full[k + 1 :]) if on_device else 0) for k in _places(units))
     before = [0, *full]
@@ -77,7 +77,9 @@ def shard_grad_op(units: Units, *, on_device: bool) -> Bytes:
 
 def _gathered_ahead(following: Sequence[int]) -> int:
     """One unit, and more of them as long as they have no more than `runtime.prefetch_nbytes` together."""
-    (threshold,) = (each for each in all_thresholds() if each.name == "runtime.prefetch_nbytes")
+    (threshold,) = (
+        each for each in flatparam_runtime.all_thresholds() if each.name == "runtime.prefetch_nbytes"
+    )
     count = 0
     while count < len(following) and (not count or sum(following[: count + 1]) <= threshold.value):
         count += 1

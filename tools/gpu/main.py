@@ -80,7 +80,12 @@ def main(arguments: Sequence[str]) -> int:
     ranks = options.ranks or (RANKS_ON_CPU if on_cpu else ranks_for(facts.count))
     plan = evolve(plan, kind=facts.kind, ranks=ranks)
     options.out.mkdir(parents=True, exist_ok=True)
-    return _measure(plan, facts, options)
+    file: Path = options.out / f"{facts.slug}.json"
+    if options.tests is not None:
+        made = {"command": "nox -s gpu", "made": made_by(plan, facts)}
+        enter(file, facts, "tests", made | tests_in(options.tests))
+    chosen = [each for each in MEASUREMENTS if not options.only or each.module in options.only]
+    return measure_all(chosen, plan, facts, file)
 
 
 def _start_server() -> None:
@@ -89,23 +94,19 @@ def _start_server() -> None:
     forkserver.ensure_running()
 
 
-def _measure(plan: Plan, facts: Facts, options: argparse.Namespace) -> int:
-    chosen = [each for each in MEASUREMENTS if not options.only or each.module in options.only]
-    file: Path = options.out / f"{facts.slug}.json"
+def measure_all(chosen: Sequence[Measurement], plan: Plan, facts: Facts, file: Path) -> int:
+    """Measure one after the other, enter each in `file`, and write its page; returns the exit status."""
     minutes = sum(each.seconds for each in chosen if not each.why_not(plan, facts)) / 60
     about = "" if plan.tiny else f" This takes about {minutes:.0f} minutes, and not more than ten."
     print(f"{facts.name} ({facts.count} of them, {facts.backend}): {plan.where}.{about}", flush=True)
-    made = made_by(plan, facts)
-    if options.tests is not None:
-        enter(file, facts, "tests", {"command": "nox -s gpu", "made": made, **tests_in(options.tests)})
     started = time.monotonic()
     wrong = []
     for number, measurement in enumerate(chosen, start=1):
         print(f"{number}/{len(chosen)} {measurement.name}: ", end="", flush=True)
         left = MOST_SECONDS - (time.monotonic() - started) / plan.patience
         entry = _entry(measurement, plan, facts, left)
-        head = {"what": measurement.what, "command": command_for(measurement, plan), "made": made}
-        enter(file, facts, measurement.name, head | entry)
+        head = {"what": measurement.what, "command": command_for(measurement, plan)}
+        enter(file, facts, measurement.name, head | {"made": made_by(plan, facts)} | entry)
         print(_told(entry), flush=True)
         if measurement.module == "losses" and not entry.get("same", False):
             wrong.append(measurement.name)

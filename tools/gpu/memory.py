@@ -18,7 +18,6 @@ from .measurement import Measurement
 from .place import Place, Plan, allocator_of, in_processes
 from .sizes import one_row_stack
 
-
 COLLECTIONS: Final = 3
 """After each contender: what a finaliser lets go is only found by the next one."""
 
