@@ -31,7 +31,7 @@ from .facts import Facts, facts_of
 from .measurement import Measurement
 from .page import write
 from .place import Plan, ranks_for
-from .results import command_for, enter, made_by, tests_in
+from .results import command_for, enter, made_by, outcomes
 
 MODULES: Final = (losses, steps, overlap, memory, host, capture)
 MEASUREMENTS: Final[tuple[Measurement, ...]] = tuple(
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     file: Path = options.out / f"{facts.slug}.json"
     if options.tests is not None:
         made = {"command": "nox -s gpu", "made": made_by(plan, facts)}
-        enter(file, facts, "tests", made | tests_in(options.tests))
+        enter(file, facts, "tests", made | outcomes(options.tests))
     chosen = [each for each in MEASUREMENTS if not options.only or each.module in options.only]
     return measure_all(chosen, plan, facts, file)
 

@@ -54,6 +54,6 @@ def enter(file: Path, facts: Facts, name: str, entry: Mapping[str, Any]) -> None
     file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def tests_in(report: Path) -> dict[str, Any]:
+def outcomes(report: Path) -> dict[str, Any]:
     """How the tests marked `gpu` went, from pytest's report."""
     return dict(counts(report))
