@@ -211,7 +211,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """On a GPU: the tests that need one, and what is measured for docs/gpu; says what it skips (`-- -k x`: tests only)."""
+    """With a GPU: the tests that need one, and what is measured for docs/gpu; says what it skips (`-- -k x`: tests)."""
     prepare(session)
     found = session.run(str(PYTHON), "-W", "ignore", "-c", COUNT_DEVICES, silent=True, external=True)
     devices = int(str(found).split()[-1])
