@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.timeline import STEP, Hidden, intersection, timeline, union
+import torch
+from gpu.timeline import STEP, Hidden, events_of, intersection, timeline, union
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -121,6 +124,19 @@ def test_a_profile_without_the_device_is_refused() -> None:
         timeline(trace(on_host("aten::mm", 0, 10, category="cpu_op")))
     with pytest.raises(LookupError, match=STEP):
         timeline({"traceEvents": [on_device("gemm", 0, 10)]})
+
+
+def test_a_trace_of_torch(tmp_path: Path) -> None:
+    """In what torch's profiler exports, the step is a range, and an operator on this thread lies in it."""
+    with torch.profiler.profile() as profile, torch.profiler.record_function(STEP):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = events_of(json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")))
+    (step,) = (event for event in events if event.name == STEP and event.category == "user_annotation")
+    (product,) = (event for event in events if event.name == "aten::matmul")
+    assert step.begin <= product.begin < product.end <= step.end
+    assert step.lane == product.lane
+    assert not product.is_on_device
 
 
 def test_intervals() -> None:

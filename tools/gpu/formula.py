@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from attrs import frozen
 from bench.workloads import Workload
 
@@ -41,7 +42,8 @@ class Units:
         Raises:
             ValueError: where parameters are outside of them.
         """
-        model = workload.model()
+        with torch.device("meta"):
+            model = workload.model()
         units = [module for module in model.modules() if isinstance(module, workload.unit)]
         numels = [sum(p.numel() for p in unit.parameters()) for unit in units]
         if sum(numels) != sum(p.numel() for p in model.parameters()):

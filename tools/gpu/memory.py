@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from attrs import asdict, define
+from bench.contenders import Contender
 from bench.memory import Allocator, Memory
-from bench.training import Training
+from bench.training import Training, floor
 from torch import Tensor
 
 from .contenders import attempt, keeping, sharding
@@ -55,10 +56,12 @@ def measure(place: Place) -> dict[str, dict[str, Any]]:
     """A row for each contender: bytes at rest, and at the peaks of a forward and of a backward pass."""
     rows = {}
     gc.freeze()  # what has been imported need not be looked through each time
-    kept = keeping(place.group.size)
+    workload, kept = one_row_stack(place.plan.tiny), keeping(place.group.size)
+    attempt(place, Contender(floor), workload)  # libraries for products take their workspaces, which stay
+    gc.collect()
     for name, contender in {**sharding(place.group.size), **kept}.items():
         meter: Meter = Allocator() if place.plan.on_cpu else DeviceMeter(place)
-        made = attempt(place, contender, one_row_stack(place.plan.tiny))
+        made = attempt(place, contender, workload)
         rows[name] = (
             {"error": made} if isinstance(made, str) else _row(place, made, meter) | {"keeps": name in kept}
         )
