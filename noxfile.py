@@ -211,20 +211,38 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The tests that need CUDA: NCCL with a rank per GPU, a world of threads on one; says what it skips."""
+    """With a GPU: the tests that need one, and what is measured for docs/gpu; says what it skips (`-- -k x`: tests)."""
     prepare(session)
-    count = "import torch; print(torch.cuda.device_count())"
-    found = session.run(str(PYTHON), "-W", "ignore", "-c", count, silent=True, external=True)
-    devices = int(str(found).strip())
+    found = session.run(str(PYTHON), "-W", "ignore", "-c", COUNT_DEVICES, silent=True, external=True)
+    devices = int(str(found).split()[-1])
     if devices == 0:
-        session.warn("There is no CUDA device here, so every test marked `gpu` is skipped.")
+        session.warn("There is no GPU here: every test marked `gpu` is skipped, and nothing is measured.")
         return
     if devices == 1:
         session.warn("There is one GPU, so the tests of NCCL between GPUs are skipped; all others run on it.")
     install_all_layers(session)
     where = ["integration_tests", *(f"packages/{name}/tests" for name in LADDER)]
-    # One process: the tests share the GPUs, and measure memory on them.
-    pytest(session, "-m", "gpu", *where, *session.posargs, workers="0")
+    report = ROOT / "build" / "gpu.xml"
+    report.unlink(missing_ok=True)
+    failed: Exception | None = None
+    try:
+        # One process: the tests share the GPUs, and measure memory on them.
+        pytest(session, "-m", "gpu", f"--junitxml={report}", *where, *session.posargs, workers="0")
+    except Exception as error:  # nox's own; what is measured is of interest all the same
+        failed = error
+    if not session.posargs:
+        outcomes = ("--tests", str(report)) if report.exists() else ()
+        python(session, "tools/gpu", *outcomes)  # docs/gpu
+    if failed is not None:
+        raise failed
+
+
+# Those that torch has collectives for; it can have none for the GPU of a Mac.
+COUNT_DEVICES = """
+import torch
+found = torch.accelerator.current_accelerator(check_available=True)
+print(0 if found is None or found.type == "mps" else torch.accelerator.device_count())
+"""
 
 
 # The environment

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from attrs import frozen
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,10 +51,9 @@ def ours(setting: Setting, transport: str = "", **arguments: Any) -> Training:
     precision = flatparam.MixedPrecision(torch.bfloat16, torch.bfloat16) if setting.bf16 else None
     model = flatparam.FullyShardedDataParallel(
         setting.model(),
-        process_group=_over(setting, transport),
         auto_wrap_policy=policy,
         mixed_precision=precision,
-        **arguments,
+        **{"process_group": _over(setting, transport), **arguments},
     )
     return Training(model, optimizer_over(list(model.parameters())), setting.batch())
 
@@ -64,22 +63,24 @@ def fsdp1(setting: Setting, **arguments: Any) -> Training:
     precision = torch_fsdp.MixedPrecision(torch.bfloat16, torch.bfloat16) if setting.bf16 else None
     model = torch_fsdp.FullyShardedDataParallel(
         setting.model(),
+        process_group=setting.process_group,
         auto_wrap_policy=ModuleWrapPolicy({setting.workload.unit}),
         mixed_precision=precision,
-        device_id=torch.device("cpu"),
+        device_id=setting.device,
         **arguments,
     )
     return Training(model, optimizer_over(list(model.parameters())), setting.batch())
 
 
-def fsdp2(setting: Setting) -> Training:
+def fsdp2(setting: Setting, **arguments: Any) -> Training:
     """torch's second FSDP."""
     model: nn.Module = setting.model()
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    options: dict[str, Any] = {"mesh": _mesh(setting), "reshard_after_forward": True, **arguments}
     if setting.bf16:
         options["mp_policy"] = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     for unit in [module for module in model.modules() if isinstance(module, setting.workload.unit)]:
-        torch_fsdp.fully_shard(unit, reshard_after_forward=True, **options)
+        torch_fsdp.fully_shard(unit, **options)
+    del options["reshard_after_forward"]  # the outermost module's default is not to
     torch_fsdp.fully_shard(model, **options)
     return Training(model, optimizer_over(list(model.parameters())), setting.batch())
 
@@ -95,6 +96,12 @@ def _over(setting: Setting, transport: str) -> Collectives:
         return setting.group
     group: Collectives = getattr(flatparam_comm, transport)(setting.group)
     return group if setting.ledger is None else RecordingCollectives(group, setting.ledger)
+
+
+def _mesh(setting: Setting) -> DeviceMesh:
+    if setting.process_group is None:
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+    return DeviceMesh.from_group(setting.process_group, setting.device.type)
 
 
 def _no_transport() -> str:

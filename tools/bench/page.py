@@ -30,7 +30,8 @@ def write(results: Mapping[str, Any], page: Path) -> list[str]:
     return [f"wrote {page}", *draw(results, page.parent)]
 
 
-def _table(lines: Sequence[Sequence[str]]) -> str:
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown: a line of headings, and others."""
     head, *rest = (f"| {' | '.join(line)} |" for line in lines)
     rule = "| --- |" + " ---: |" * (len(lines[0]) - 1)
     return "\n".join([head, rule, *rest])
@@ -52,7 +53,7 @@ def _steps(section: Mapping[str, Any]) -> Iterator[str]:
             f"{entry['what']}. {first['rounds']} rounds; the floor takes {1e3 * first['step']:.0f} ms. "
             + _provenance(entry)
         )
-        yield _table(cells(rows))
+        yield table(cells(rows))
 
 
 def _instructions(section: Mapping[str, Any]) -> Iterator[str]:
@@ -65,7 +66,7 @@ def _instructions(section: Mapping[str, Any]) -> Iterator[str]:
             figures = (by[count][part] / 1e6 for count in counts for part in ("pass", "update", "build"))
             lines.append([name, *(f"{figure:.2f}" for figure in figures)])
         yield f"{title}. {_provenance(entry)}"
-        yield _table(lines)
+        yield table(lines)
 
 
 def _world_size(section: Mapping[str, Any]) -> Iterator[str]:
@@ -75,7 +76,7 @@ def _world_size(section: Mapping[str, Any]) -> Iterator[str]:
         lines = [[f"{part}: millions of instructions per unit of 4, over the plain model", *sizes]]
         for name in names:
             lines.append([name, *(f"{section[size]['rows'][name]['4'][part] / 1e6:.2f}" for size in sizes)])
-        yield _table(lines)
+        yield table(lines)
     yield _provenance(section[sizes[-1]])
 
 
@@ -94,7 +95,7 @@ def _growth(section: Mapping[str, Any]) -> Iterator[str]:
             lines = [[f"{part}, {unit}", *rows]]
             for name in names:
                 lines.append([name, *(f"{scale * by[name][part]:.3g}" for by in rows.values())])
-            yield _table(lines)
+            yield table(lines)
         yield _provenance(entry)
 
 
@@ -108,7 +109,7 @@ def _optimizer(section: Mapping[str, Any]) -> Iterator[str]:
                 cells += [f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{middle / rows[PLAIN][when][1]:.3f}"]
             lines.append([name, *cells])
         yield f"{title}. {_provenance(entry)}"
-        yield _table(lines)
+        yield table(lines)
 
 
 def _profile(section: Mapping[str, Any]) -> Iterator[str]:
@@ -120,7 +121,7 @@ def _profile(section: Mapping[str, Any]) -> Iterator[str]:
         for owner in sorted(owners, key=lambda owner: -max(by.get(owner, 0.0) for by in rows.values())):
             lines.append([owner, *(f"{by.get(owner, 0.0):.1f}" for by in rows.values())])
         lines.append(["all", *(f"{sum(by.values()):.1f}" for by in rows.values())])
-        yield _table(lines)
+        yield table(lines)
         yield _provenance(entry)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
 import torch
 from attrs import define, frozen
 from torch import Tensor, nn
@@ -11,6 +14,8 @@ from flatparam_comm import ByteLedger, Collectives
 from .widened import widen
 from .workloads import Batch, Workload
 
+CPU: Final = torch.device("cpu")
+
 
 def optimizer_over(parameters: list[Tensor]) -> torch.optim.Optimizer:
     """The optimizer of every contender."""
@@ -19,23 +24,31 @@ def optimizer_over(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 @frozen
 class Setting:
-    """What every contender is given. `ledger` is for transports that are not of c10d; None where nobody counts."""
+    """What every contender is given.
+
+    `ledger` is for transports that are not of c10d; None where nobody counts. `process_group` is what `group`
+    works over, as torch's own libraries take it; None for torch's default group.
+    """
 
     workload: Workload
     bf16: bool
     group: Collectives
     ledger: ByteLedger | None = None
+    device: torch.device = CPU
+    process_group: Any = None
 
     def model(self) -> nn.Module:
-        """The workload's model, with the same weights in every call, in fp32."""
-        model = self.workload.seeded()
-        if self.bf16:
+        """The workload's model on the device, with the same weights in every call, in fp32."""
+        there: AbstractContextManager[object] = nullcontext() if self.device == CPU else self.device
+        with there:
+            model = self.workload.seeded()
+        if self.bf16 and self.device == CPU:
             widen(model)
         return model
 
     def batch(self, *, cast: bool = False) -> Batch:
         """This rank's batch; `cast` for who computes in bf16 and does not cast by itself."""
-        batch = self.workload.batch_of(self.group.rank)
+        batch = [t.to(self.device) for t in self.workload.batch_of(self.group.rank)]
         return tuple(t.bfloat16() if cast and t.is_floating_point() else t for t in batch)
 
 

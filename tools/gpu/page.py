@@ -1,0 +1,186 @@
+"""The page of a device, and the list of devices: nothing in them is edited by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from bench.page import table
+
+BEGIN, END = "<!-- begin devices -->", "<!-- end devices -->"
+NONE: Final = "None yet."
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page of a device."""
+    return "\n\n".join(_parts(results)) + "\n"
+
+
+def write(file: Path) -> list[str]:
+    """Write the page beside the results in `file`, and the list in the README there; a sentence for each."""
+    target = file.with_suffix(".md")
+    target.write_text(page(json.loads(file.read_text(encoding="utf-8"))), encoding="utf-8")
+    readme = file.parent / "README.md"
+    if not readme.exists():
+        return [f"wrote {target}"]
+    readme.write_text(with_devices(readme.read_text(encoding="utf-8"), file.parent), encoding="utf-8")
+    return [f"wrote {target}", f"wrote the list in {readme}"]
+
+
+def with_devices(text: str, folder: Path) -> str:
+    """The README with a list of the devices of which there are results in the folder.
+
+    Raises:
+        LookupError: where it has no place for the list.
+    """
+    lines = []
+    for file in sorted(folder.glob("*.json")):
+        results = json.loads(file.read_text(encoding="utf-8"))
+        lines.append(f"* [{results['device']['name']}]({file.stem}.md)")
+    body = f"{BEGIN}\n\n" + ("\n".join(lines) or NONE) + f"\n\n{END}"
+    new, found = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
+    if not found:
+        raise LookupError(f"expected the markers {BEGIN} and {END}, found none")
+    return new
+
+
+def _parts(results: Mapping[str, Any]) -> Iterator[str]:
+    device = results["device"]
+    yield f"# {device['name']}"
+    gigabytes = f", {device['bytes'] / 1e9:.0f} GB of memory each" if device["bytes"] else ""
+    yield (
+        f"Written by `python tools/gpu`, which `nox -s gpu` runs. The machine has {device['count']} of these devices"
+        f"{gigabytes}; torch's backend for them is {device['backend']}. [What is measured](README.md)."
+    )
+    for name, entry in results["measurements"].items():
+        yield f"## {name}"
+        if "what" in entry:
+            yield entry["what"]
+        yield from _findings(name, entry)
+        yield f"`{entry['command']}`" + _provenance(entry)
+
+
+def _findings(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    if "reason" in entry:
+        yield f"Not measured: {entry['reason']}."
+    elif "error" in entry:
+        yield f"Failed: {entry['error']}"
+    else:
+        yield from _RENDER[name.split(",")[0]](entry)
+
+
+def _provenance(entry: Mapping[str, Any]) -> str:
+    made = entry["made"]
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    tiny = ", with models so small that times say nothing" if made["tiny"] else ""
+    seconds = f", {entry['seconds']:.0f} s" if "seconds" in entry else ""
+    return f", {made['date']}, {made['where']}{tiny}{seconds}; {versions}; driver {made['driver']}."
+
+
+def _rows(heads: list[str], rows: Rows, cells: Callable[[Mapping[str, Any]], list[str]]) -> str:
+    """A table; who has failed says why instead of figures."""
+    lines = [["", *heads]]
+    for name, row in rows.items():
+        failed = [f"failed: {row.get('error')}".replace("|", "\\|"), *[""] * (len(heads) - 1)]
+        lines.append([name, *(failed if "error" in row else cells(row))])
+    return table(lines)
+
+
+def _tests(entry: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{entry['passed']} passed, {entry['failed']} failed, {entry['skipped']} skipped."
+    if entry["failures"]:
+        yield "\n".join(f"* `{name}`" for name in entry["failures"])
+
+
+def _losses(entry: Mapping[str, Any]) -> Iterator[str]:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        difference = row["difference"]
+        off = "" if difference is None else f"{difference:.2g}"
+        return [*(f"{loss:.6f}" for loss in row["losses"]), "yes" if row["equal"] else "**no**", off]
+
+    yield "As they have to be." if entry["same"] else "**Not as they have to be.**"
+    steps = max((len(row.get("losses", ())) for row in entry["rows"].values()), default=0)
+    heads = [*(f"loss {step + 1}" for step in range(steps)), f"equal to {entry['reference']}", "difference"]
+    yield _rows(heads, entry["rows"], cells)
+
+
+def _steps(entry: Mapping[str, Any]) -> Iterator[str]:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        ratio = row.get("ratio")
+        of_reference = "" if ratio is None else f"{ratio[1]:.3f} ({ratio[0]:.3f}-{ratio[2]:.3f})"
+        return [f"{row['ms']:.2f}", of_reference, str(row["rounds"])]
+
+    yield f"{entry['workload']}."
+    yield _rows(["ms a step", f"x {entry['reference']} (quartiles)", "rounds"], entry["rows"], cells)
+
+
+def _overlap(entry: Mapping[str, Any]) -> Iterator[str]:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        kinds = [row[kind] for kind in ("communication", "to_device", "to_host")]
+        hidden = [
+            f"{kind['hidden'] / 1e3:.2f} of {kind['total'] / 1e3:.2f}" if kind["total"] else "-"
+            for kind in kinds
+        ]
+        waits = ", ".join(f"{count} {name}" for name, count in row["waits_of_host"].items())
+        return [f"{row['length'] / 1e3:.2f}", f"{row['computing'] / 1e3:.2f}", *hidden, waits or "none"]
+
+    yield f"{entry['workload']}, in {entry['precision']}. Milliseconds."
+    heads = ["step", "computing", "collectives hidden", "to the device hidden", "to the host hidden"]
+    yield _rows([*heads, "waits of the host"], entry["rows"], cells)
+
+
+def _memory(entry: Mapping[str, Any]) -> Iterator[str]:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        kept = row.get("keeps", False)
+        said = entry["formulas"]["SHARD_GRAD_OP" if kept else "FULL_SHARD"]
+        return [
+            f"{row[part] / 1e6:.1f} ({row[part] / said[part]:.2f})"
+            for part in ("rest", "forward", "backward")
+        ]
+
+    yield f"{entry['workload']}. Megabytes, and in parentheses how often the formula's."
+    formulas = {
+        f"formula of {name}": [f"{said[part] / 1e6:.1f}" for part in ("rest", "forward", "backward")]
+        for name, said in entry["formulas"].items()
+    }
+    made = _rows(["at rest", "peak of the forward pass", "peak of the backward pass"], entry["rows"], cells)
+    yield "\n".join([made, *(f"| {name} | {' | '.join(said)} |" for name, said in formulas.items())])
+
+
+def _host(entry: Mapping[str, Any]) -> Iterator[str]:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        per_unit, waits = row.get("us_per_unit"), row["waits"]
+        return [
+            f"{row['us']:.0f}",
+            "" if per_unit is None else f"{per_unit:.1f}",
+            "not on this device" if waits is None else str(waits),
+        ]
+
+    yield f"{entry['workload']}."
+    yield _rows(["µs a step", "µs a unit, on top of the plain model", "waits"], entry["rows"], cells)
+
+
+def _capture(entry: Mapping[str, Any]) -> Iterator[str]:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        if not row["captured"]:
+            return ["no", "", row["reason"].replace("|", "\\|")]
+        return ["yes", "yes" if row["equal"] else f"no: {row['replayed']} for {row['eager']}", ""]
+
+    yield f"{entry['workload']}."
+    yield _rows(["captured", "replays as eager steps", "because"], entry["rows"], cells)
+
+
+_RENDER: Final[dict[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
+    "tests": _tests,
+    "losses": _losses,
+    "steps": _steps,
+    "overlap": _overlap,
+    "memory": _memory,
+    "host": _host,
+    "capture": _capture,
+}
