@@ -99,7 +99,8 @@ def _while_done(units: Units, k: int, unsharded_before: int, on_device: bool) ->
     its inputs, so it cannot tell when its parameters were used for the last time.
     """
     full, own = units.full, units.numels[k] * BYTES
-    in_reduction = full[k + 1] if on_device and k + 1 < len(full) else 0
+    # Of one rank the flat gradient is the shard of the sum.
+    in_reduction = full[k + 1] if on_device and units.ranks > 1 and k + 1 < len(full) else 0
     shards_of_gradients = sum(full[k + 1 :]) // units.ranks
     itself = full[k] if k else 2 * full[k]
     return itself + own + unsharded_before + in_reduction + shards_of_gradients
