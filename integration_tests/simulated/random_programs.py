@@ -10,7 +10,7 @@ import hypothesis
 from flatparam_comm import Collectives
 from integration_tests.programs.recipes import Configuration, Program
 from integration_tests.programs.running import NothingToReduceError, run_sharded, thresholds_of
-from integration_tests.programs.strategies import HYBRID, SINGLE, cases
+from integration_tests.programs.strategies import SINGLE, cases
 
 
 def drawn(count: int) -> list[tuple[Program, Configuration]]:
@@ -24,7 +24,7 @@ def drawn(count: int) -> list[tuple[Program, Configuration]]:
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(cases(ranks=(2,), kinds=(*SINGLE, *HYBRID)))
+    @hypothesis.given(cases(ranks=(2,), kinds=SINGLE, depth=2))
     def keep(case: tuple[Program, Configuration]) -> None:
         found.append(case)
 

@@ -74,7 +74,7 @@ JOBS: Final = {
     "accumulation": _accumulation,
     "interruptions": _interruptions,
     "switch": _switch,
-    "random programs": lambda: [(run_drawn, case) for case in drawn(24)],
+    "random programs": lambda: [(run_drawn, case) for case in drawn(10)],
 }
 
 

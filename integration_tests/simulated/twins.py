@@ -27,7 +27,9 @@ Job: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 def wrong_with(jobs: Sequence[Job], ranks: int = 2) -> dict[str, list[str]]:
     """Of each job with which something is wrong, what; by its function and its arguments."""
     told = zip(jobs, *on_simulated(ranks, _do_all, jobs), strict=True)
-    lines = {f"{function.__name__}{args}": [*itertools.chain(*of_ranks)] for (function, args), *of_ranks in told}
+    lines = {
+        f"{function.__name__}{args}": [*itertools.chain(*of_ranks)] for (function, args), *of_ranks in told
+    }
     return {name: wrong for name, wrong in lines.items() if wrong}
 
 
