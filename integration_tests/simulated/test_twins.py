@@ -13,7 +13,6 @@ from integration_tests.parity.programs import PROGRAMS
 from integration_tests.parity.sharded import Setting, shard, train
 from integration_tests.parity.test_processes import SETTINGS
 from integration_tests.parity.zoo import ZOO
-from integration_tests.simulated.random_programs import drawn, run_drawn
 from integration_tests.simulated.twins import Job, wrong_with
 
 pytestmark = pytest.mark.processes
@@ -74,7 +73,6 @@ JOBS: Final = {
     "accumulation": _accumulation,
     "interruptions": _interruptions,
     "switch": _switch,
-    "random programs": lambda: [(run_drawn, case) for case in drawn(10)],
 }
 
 
