@@ -173,7 +173,7 @@ def models(session: nox.Session) -> None:
 def overlap(session: nox.Session) -> None:
     """What is hidden behind computing, on the simulated device: a table, and pictures (`-- --ratios 0.5 1 2`)."""
     install_all_layers(session)
-    pictures = ("--pictures", "build/overlap")
+    pictures = ("--pictures", "build/overlap", "--docs", "docs/pictures")
     python(session, "-m", "integration_tests.simulated.overlap", *pictures, *session.posargs)
 
 

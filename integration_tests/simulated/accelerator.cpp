@@ -26,6 +26,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/functional.h>
@@ -184,12 +185,14 @@ std::list<LateCopy> late_copies;  // in the order in which they were queued
 // Whoever watches operators (a dispatch mode, the host's log) does not see these.
 void copy_unseen(const at::Tensor& target, const at::Tensor& source) {
   InKernel running;
+  c10::InferenceMode inference;  // an alias that was made in it may be written to in it alone
   c10::impl::ExcludeDispatchKeyGuard guard(c10::python_ks | c10::autograd_dispatch_keyset);
   target.copy_(source);
 }
 
 void poison(const at::Tensor& tensor) {
   InKernel running;
+  c10::InferenceMode inference;
   c10::impl::ExcludeDispatchKeyGuard guard(c10::python_ks | c10::autograd_dispatch_keyset);
   auto nbytes = tensor.numel() * static_cast<int64_t>(tensor.itemsize());
   auto bytes = at::full({nbytes}, POISON, at::TensorOptions().dtype(at::kByte));

@@ -126,6 +126,7 @@ void replay(int64_t number) {
     log_locked({Kind::KERNEL, stream, "a graph", std::move(accesses)});
   }
   InKernel running;
+  c10::InferenceMode inference;
   for (auto& node : nodes) node.run();
 }
 

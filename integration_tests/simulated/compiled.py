@@ -127,7 +127,7 @@ def main() -> None:
     counts = counted([*rows, *more])
     print("| compiled | library | backend | graphs | graph breaks | more of each for one more block |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
-    for row, count, other in zip(rows, counts, counts[len(rows) :], strict=True):
+    for row, count, other in zip(rows, counts[: len(rows)], counts[len(rows) :], strict=True):
         each = f"{other.graphs - count.graphs}, {other.breaks - count.breaks}"
         print(f"| {row.way} | {row.library} | {row.backend} | {count.graphs} | {count.breaks} | {each} |")
     for reason in dict.fromkeys(reason for count in counts for reason in count.reasons):

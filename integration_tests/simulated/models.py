@@ -1,8 +1,9 @@
-"""The model that the programs train: an input layer, some blocks of two matrices each, an output layer."""
+"""The models that the programs train."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Each forward takes a batch of vectors of eight numbers.
+    """An input layer, some blocks and an output layer; each forward takes a batch of vectors of eight numbers.
 
     Args:
         checkpointing: recompute each block in the backward pass; how: "", "reentrant" or "not reentrant".
@@ -56,6 +57,30 @@ class Model(nn.Module):
         return checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
 
 
-def batch(step: int, rank: int) -> Tensor:
+WIDTHS: Final = (64, 96, 80, 128, 72, 112)
+
+
+class Matrix(nn.Linear):
+    """A matrix without a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+
+class Chain(nn.Module):
+    """Matrices of different sizes: the first and the last are the root's, and each of the others is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = list(itertools.pairwise(WIDTHS))
+        self.first, self.last = (nn.Linear(*pair, bias=False) for pair in (pairs[0], pairs[-1]))
+        self.units = nn.Sequential(*(Matrix(*pair) for pair in pairs[1:-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.units(self.first(x)))
+        return result
+
+
+def batch(step: int, rank: int, width: int = 8) -> Tensor:
     """What a rank is given in a step."""
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + rank))

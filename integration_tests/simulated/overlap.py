@@ -54,6 +54,11 @@ class Row:
     schedule: Replay
 
     @property
+    def slug(self) -> str:
+        """The name as a part of a file's name."""
+        return "-".join(self.name.replace(",", "").replace(":", "").split())
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """What stands in it."""
         step = self.schedule.step(STEP)
@@ -116,6 +121,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="the configurations whose names contain this")
     parser.add_argument("--pictures", type=Path, help="a folder for a picture of each configuration")
+    parser.add_argument("--docs", type=Path, help="a folder for a small one of each, at the ratio 1")
     return parser.parse_args()
 
 
@@ -131,10 +137,16 @@ def main() -> None:
         if arguments.pictures is not None:
             arguments.pictures.mkdir(parents=True, exist_ok=True)
             for row in lines:
-                file = "-".join(row.name.replace(",", "").replace(":", "").split()) + f"-{ratio:g}.svg"
-                (arguments.pictures / file).write_text(
+                (arguments.pictures / f"{row.slug}-{ratio:g}.svg").write_text(
                     draw(row.schedule, STEP, f"{row.name}, ratio {ratio:g}")
                 )
+        if arguments.docs is not None and ratio == 1:
+            arguments.docs.mkdir(parents=True, exist_ok=True)
+            for row in lines:
+                if "forward_prefetch" in row.name:
+                    continue  # it looks as without
+                small = draw(row.schedule, STEP, row.name, least=1.0)
+                (arguments.docs / f"overlap-{row.slug}.svg").write_text(small)
 
 
 if __name__ == "__main__":

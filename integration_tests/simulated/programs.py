@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from integration_tests.simulated.log import Kind, Record
-from integration_tests.simulated.models import Block, Model, batch
+from integration_tests.simulated.models import WIDTHS, Block, Chain, Matrix, Model, batch
 from integration_tests.simulated.races import Finding, find_races
 from integration_tests.simulated.waits import Wait, watched
 from integration_tests.simulated.worlds import World
@@ -31,6 +31,7 @@ class Program:
         optimizer: "sgd", "adam" or "fused adam".
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
+        chain: whether the model is a chain of matrices, and not the one with blocks.
         plant: a bug, a name of plants.py.
         scenario: what is done with the model, a name of scenarios.py or graphs.py.
     """
@@ -49,6 +50,7 @@ class Program:
     evaluate: bool = False
     checkpointing: str = ""
     twice: bool = False
+    chain: bool = False
     ranks: int = 2
     blocks: int = 3
     steps: int = 3
@@ -113,7 +115,8 @@ class Site:
         on_cpu = (torch.device("cpu"), world.cpu_group)
         device, group = (world.device, world.group) if mark else on_cpu
         count = program.steps + program.micro_batches
-        batches = [batch(number, world.rank).to(device) for number in range(count)]
+        width = WIDTHS[0] if program.chain else 8
+        batches = [batch(number, world.rank, width).to(device) for number in range(count)]
         return cls(world.rank, device, group, program, mark or (lambda name: None), batches)
 
     @property
@@ -166,10 +169,11 @@ def build(site: Site) -> nn.Module:
     """The model of the program, with the same values on every rank, sharded."""
     program = site.program
     torch.manual_seed(0)
-    return LIBRARIES[program.library](Model(program.blocks, program.checkpointing, program.twice), site)
+    model = Chain() if program.chain else Model(program.blocks, program.checkpointing, program.twice)
+    return LIBRARIES[program.library](model, site)
 
 
-def _flatparam(model: Model, site: Site) -> nn.Module:
+def _flatparam(model: nn.Module, site: Site) -> nn.Module:
     import flatparam
     from flatparam.wrap import ModuleWrapPolicy
 
@@ -178,7 +182,7 @@ def _flatparam(model: Model, site: Site) -> nn.Module:
     )
 
 
-def _fsdp1(model: Model, site: Site) -> nn.Module:
+def _fsdp1(model: nn.Module, site: Site) -> nn.Module:
     from torch.distributed import fsdp
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -219,7 +223,7 @@ def _group_of_one(site: Site) -> dist.ProcessGroup:
     return groups[site.rank]
 
 
-def _fsdp2(model: Model, site: Site) -> nn.Module:
+def _fsdp2(model: nn.Module, site: Site) -> nn.Module:
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -239,7 +243,7 @@ def _fsdp2(model: Model, site: Site) -> nn.Module:
     return model
 
 
-LIBRARIES: Final[dict[str, Callable[[Model, Site], nn.Module]]] = {
+LIBRARIES: Final[dict[str, Callable[[nn.Module, Site], nn.Module]]] = {
     "flatparam": _flatparam,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
@@ -247,7 +251,7 @@ LIBRARIES: Final[dict[str, Callable[[Model, Site], nn.Module]]] = {
 
 
 def _wrapped(site: Site) -> set[type[nn.Module]]:
-    return {Block, nn.Linear} if site.program.wrap_everything else {Block}
+    return {Block, nn.Linear} if site.program.wrap_everything else {Block, Matrix}
 
 
 # What is common to all libraries

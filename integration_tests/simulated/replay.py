@@ -286,8 +286,11 @@ _LANE: Final = 26.0
 _TOP: Final = 54.0
 
 
-def draw(schedule: Replay, step: str, title: str) -> str:
-    """A picture of a step as the text of an SVG: one lane per stream, and one for when the host stands still."""
+def draw(schedule: Replay, step: str, title: str, *, least: float = 0.0) -> str:
+    """A picture of a step as the text of an SVG: one lane per stream, and one for when the host stands still.
+
+    What would be narrower than `least` points is left out.
+    """
     tasks = [task for task in schedule.tasks if task.phase.startswith(step) and task.cost > 0]
     waits = [wait for wait in schedule.waits if wait.phase.startswith(step) and wait.end > wait.begin]
     start, stop = min(task.begin for task in tasks), max(task.end for task in tasks)
@@ -310,6 +313,8 @@ def draw(schedule: Replay, step: str, title: str) -> str:
         parts.append(_text(10, y + 14, f"stream {stream}: {_busy_with(tasks, stream)}", 11))
     parts.append(_text(10, host + 14, "the host waits", 11))
     for task in tasks:
+        if task.cost * scale < least:
+            continue
         text = f"{task.record.name}, {task.phase}"
         parts.append(box(task.begin, task.end, rows[task.record.stream], _COLOURS[_colour_of(task)], text))
     parts += [
