@@ -26,7 +26,12 @@ def graphed_with_new_gradients(site: Site) -> dict[str, Tensor]:
     return _graphed(site, set_to_none=True)
 
 
-def _graphed(site: Site, *, set_to_none: bool) -> dict[str, Tensor]:
+def graphed_at_once(site: Site) -> dict[str, Tensor]:
+    """A first step is captured."""
+    return _graphed(site, set_to_none=False, warm_up=0)
+
+
+def _graphed(site: Site, *, set_to_none: bool, warm_up: int = WARM_UP) -> dict[str, Tensor]:
     model = build(site)
     optimizer = optimizer_of(model, site)
     given = site.batches[0].clone()
@@ -45,13 +50,13 @@ def _graphed(site: Site, *, set_to_none: bool) -> dict[str, Tensor]:
         return loss
 
     with side_stream(site):
-        for number in range(WARM_UP):
+        for number in range(warm_up):
             site.mark(f"step {number} warm-up")
             given.copy_(site.batches[number])
             step()
     site.mark("capture")
     again, loss = _captured(site, step)
-    for number in range(WARM_UP, site.program.steps):
+    for number in range(warm_up, site.program.steps):
         site.mark(f"step {number} replay")
         given.copy_(site.batches[number])
         losses.append(again(loss))

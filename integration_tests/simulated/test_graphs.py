@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import attrs
@@ -30,8 +31,12 @@ ROWS: Final = {
 }
 """What is captured; where nothing else is said, a whole step."""
 
-REFUSED: Final = Program("fsdp1", scenario="graphed")
-"""FSDP1's host waits before each gather, so that it does not run too far ahead."""
+REFUSED: Final = {
+    "FSDP1": Program("fsdp1", scenario="graphed"),
+    "offload": Program(offload=True, scenario="graphed"),
+    "first pass": Program(scenario="graphed_at_once"),
+}
+"""What cannot be captured. FSDP1's host waits before each gather, so that it does not run too far ahead."""
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +50,12 @@ def facts() -> dict[str, Any]:
 def outcomes() -> dict[str, Outcome | str]:
     """What the first rank has to tell of each row, or what was raised."""
     graphed = [attrs.evolve(p, scenario="graphed") if p.scenario == "train" else p for p in ROWS.values()]
-    programs = [attrs.evolve(program, steps=6) for program in [*graphed, REFUSED]]
-    return dict(zip([*ROWS, "FSDP1"], on_simulated(2, graph_facts.attempt, programs)[0], strict=True))
+    programs = [attrs.evolve(program, steps=6) for program in [*graphed, *REFUSED.values()]]
+    return dict(zip([*ROWS, *REFUSED], on_simulated(2, graph_facts.attempt, programs)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_step_is_captured(
-    outcomes: dict[str, Outcome | str], name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_step_is_captured(outcomes: dict[str, Outcome | str], name: str) -> None:
     """Forward, backward and optimizer are one graph; its replays with new batches have the bits of the CPU's steps."""
     outcome = outcomes[name]
     assert isinstance(outcome, Outcome), outcome
@@ -63,6 +66,26 @@ def test_a_step_is_captured(
 def test_fsdp1_cannot_be_captured(outcomes: dict[str, Outcome | str]) -> None:
     """A library whose host waits is refused: FSDP1's does before each gather, so that it does not run too far ahead."""
     assert "not permitted when stream is capturing: synchronize an event" in str(outcomes["FSDP1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "offload",
+            r"is being captured in a graph, but its gradients are offloaded, so that the host has to look",
+        ),
+        (
+            "first pass",
+            r"its first pass is being captured in a graph.*run a few steps on a side stream before",
+        ),
+    ],
+)
+def test_what_needs_the_host_is_refused_by_name(
+    outcomes: dict[str, Outcome | str], name: str, message: str
+) -> None:
+    """What cannot be captured says why, and what to do."""
+    assert re.search(message, str(outcomes[name])), outcomes[name]
 
 
 def test_nothing_happens_in_a_capture(facts: dict[str, Any]) -> None:
