@@ -42,7 +42,8 @@ def _graphed(site: Site, *, set_to_none: bool) -> dict[str, Tensor]:
         if site.program.clip:
             clip(model, site)
         optimizer.step()
-        return loss
+        result: Tensor = loss
+        return result
 
     with side_stream(site):
         for number in range(WARM_UP):
