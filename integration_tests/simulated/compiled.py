@@ -111,7 +111,8 @@ def _wrap(model: Model, library: str) -> nn.Module:
         )
     for block in model.blocks:
         fsdp.fully_shard(block, mesh=_mesh())
-    return fsdp.fully_shard(model, mesh=_mesh())
+    fsdp.fully_shard(model, mesh=_mesh())
+    return model
 
 
 def _mesh() -> Any:

@@ -47,7 +47,8 @@ def _graphed(site: Site, *, set_to_none: bool, warm_up: int = WARM_UP) -> dict[s
         if site.program.clip:
             clip(model, site)
         optimizer.step()
-        return loss
+        result: Tensor = loss
+        return result
 
     with side_stream(site):
         for number in range(warm_up):

@@ -81,7 +81,7 @@ def _train(group: Collectives, way: Way) -> dict[str, Tensor]:
         added = torch.randn(2, 8, WIDTH, generator=generator).requires_grad_(way.differentiates_inputs)
         logits = model(tokens[:, :-1], added).float()
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         found[f"loss {step}"] = loss.detach()

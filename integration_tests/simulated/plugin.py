@@ -22,12 +22,12 @@ _run_rank = threads._run_rank
 
 
 def _run_rank_on_device(*args: Any) -> None:
-    with device.DEVICE, torch.Stream(device=device.NAME):
+    with device.DEVICE, torch.Stream(device=device.DEVICE):
         _run_rank(*args)
         torch.accelerator.synchronize()  # whoever looks at what it returns is on another stream
 
 
-threads._run_rank = _run_rank_on_device
+threads._run_rank = _run_rank_on_device  # type: ignore[assignment]  # it takes whatever that takes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
