@@ -75,7 +75,7 @@ class Sizes:
         """Those of the chain in a program, by hand."""
         first, *inner, last = (a * b for a, b in itertools.pairwise(WIDTHS))
         numels = [first + last, *inner]
-        sharing = 1 if program.strategy in ("none", "hybrid") else program.ranks
+        sharing = 1 if _is_whole(program) else program.ranks
         compute = 2 if program.precision else 4
         reduced = [4 * numel // sharing for numel in numels]
         rest = 0 if program.offload else 2 * sum(reduced)
@@ -115,16 +115,14 @@ def _of_unit(program: Program, sizes: Sizes, k: int) -> Iterator[int]:
     keeps = program.strategy in ("grad_op", "none")
     before = 0 if k == 1 else F[k - 1]
     others = sum(F[1:k]) if keeps else 0 if program.prefetch == "late" else before
-    flying = (
-        0 if program.strategy == "none" else sum(G[k + 1 : k + 2])
-    )  # the sum over copies needs its result alone
+    flying = 0 if _is_whole(program) else sum(G[k + 1 : k + 2])
     given = sum(R[k + 1 : k + 3] if program.offload else R[k + 1 :])
     waiting = sum(G[1 : k + 1]) if program.no_sync else 0
     made = F[k]  # by autograd, in the dtype of computation; there is but one parameter
     yield G[0] + F[k] + others + made + flying + waiting + given
     yield G[0] + others + made + flying + (waiting or G[k]) + given
     yield G[0] + (others or before) + flying + (waiting or G[k]) + given
-    yield G[0] + (others or before) + (waiting or G[k]) + R[k] + given
+    yield G[0] + (others or before) + (waiting or G[k]) + (0 if _is_whole(program) else R[k]) + given
 
 
 def _of_root(program: Program, sizes: Sizes) -> Iterator[int]:
@@ -134,10 +132,15 @@ def _of_root(program: Program, sizes: Sizes) -> Iterator[int]:
     first, last = compute * WIDTHS[0] * WIDTHS[1], compute * WIDTHS[-2] * WIDTHS[-1]
     gathered = sum(F[1:]) if program.strategy in ("grad_op", "none") else F[-1]
     given = sum(R[1:3] if program.offload else R[1:])
-    flying = 0 if program.strategy == "none" else G[1]
+    flying = 0 if _is_whole(program) else G[1]
     yield gathered + last + (sum(G) if program.no_sync else G[0])
     yield first + G[0] + flying + given
-    yield G[0] + R[0] + given
+    yield G[0] + (0 if _is_whole(program) else R[0]) + given
+
+
+def _is_whole(program: Program) -> bool:
+    """Whether each rank has all of a parameter: the flat gradient is what is summed, and then the gradient."""
+    return program.strategy in ("none", "hybrid")
 
 
 @attrs.frozen
