@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from integration_tests.simulated.models import Model
 from integration_tests.simulated.programs import Site, build, clip, optimizer_of, parameters_of, unreduced
 
 
@@ -149,6 +150,18 @@ def evaluated(site: Site) -> dict[str, Tensor]:
             for parameter in model.parameters():
                 parameter.mul_(0.5)
     return {**outputs, **parameters_of(model, site)}
+
+
+def computed_on_the_host(site: Site) -> dict[str, Tensor]:
+    """The model stays on the CPU, and its inputs come from the device."""
+    import flatparam
+    from flatparam_comm import SingleCollectives
+
+    torch.manual_seed(0)
+    model = flatparam.FullyShardedDataParallel(
+        Model(2), process_group=SingleCollectives(), device_id=torch.device("cpu")
+    )
+    return {f"output {step}": model(site.batches[step] * 2) for step in range(site.program.steps)}
 
 
 def summoned(site: Site) -> dict[str, Tensor]:

@@ -16,7 +16,9 @@ FAMILIES: Final = {
         Program(),
         Program(strategy="grad_op", prefetch="forward", use_orig_params=True),
         Program(strategy="none", clip=True),
+        Program(strategy="none", use_orig_params=True, micro_batches=2, no_sync=True),
         Program(strategy="hybrid", micro_batches=2, prefetch="late"),
+        Program(strategy="hybrid", use_orig_params=True, twice=True),
         Program(strategy="hybrid_of_one", evaluate=True),
     ],
     "training": [
@@ -42,6 +44,7 @@ FAMILIES: Final = {
         Program(scenario="evaluated"),
         Program(scenario="summoned"),
         Program(scenario="summoned", use_orig_params=True),
+        Program(scenario="summoned", use_orig_params=True, strategy="none"),
         Program(scenario="saved"),
         Program(scenario="saved", offload=True, optimizer="adam"),
         Program(scenario="checkpointed_asynchronously", optimizer="adam"),
@@ -62,6 +65,7 @@ MENDED: Final[dict[str, Program]] = {
     "scaling what is offloaded": Program(offload=True, scenario="scaled"),
     "accumulators of another stream": Program(scenario="first_step_on_side_stream", twice=True),
     "writing parameters that are still copied": Program(offload=True, scenario="evaluated", ranks=1),
+    "inputs that come from the device": Program(scenario="computed_on_the_host"),
     "a backward pass that has failed": Program(scenario="interrupted"),
 }
 """What used to race, to crash or to compute other numbers, and is named after it."""

@@ -126,7 +126,8 @@ def _before_forward(
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
     """The inputs on the device of the unit's parameters and in the dtype that it computes in."""
     if call.is_top and unit.handles:
-        inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=True), inputs)
+        waits = unit.device.type == "cpu"  # the host would compute with what has not landed
+        inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=not waits), inputs)
     casting = unit.plan.casting
     if call.full_precision or not casting.applies(is_top=call.is_top, manages=bool(unit.handles)):
         return inputs

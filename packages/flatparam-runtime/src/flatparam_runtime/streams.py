@@ -66,6 +66,12 @@ class OnDevice(Protocol):
         What they read has to stay until the host has waited for their end, or the stream that it was allocated on.
         """
 
+    def aside(self) -> AbstractContextManager[Copies]:
+        """Inside, work is queued on the stream for copies to the host, which waits for nothing that is queued now.
+
+        It may use only what the host has, and what is made inside.
+        """
+
     def wait_for_uploads(self) -> None:
         """Have the host wait until the device has read all that it was to read from the host's memory."""
 
@@ -111,6 +117,10 @@ class NoStreams:
         return nullcontext(_Copies())
 
     def downloading(self) -> AbstractContextManager[Copies]:
+        """Nothing happens beside anything."""
+        return nullcontext(_Copies())
+
+    def aside(self) -> AbstractContextManager[Copies]:
         """Nothing happens beside anything."""
         return nullcontext(_Copies())
 
@@ -180,10 +190,19 @@ class Streams:
     @contextlib.contextmanager
     def downloading(self) -> Iterator[Copies]:
         """See `OnDevice.downloading`."""
+        with self._on(self._for_downloads()) as copies:
+            yield copies
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Copies]:
+        """See `OnDevice.aside`."""
+        with self._on(self._for_downloads(), after_current=False) as copies:
+            yield copies
+
+    def _for_downloads(self) -> torch.Stream:
         if self._down is None:
             self._down = torch.Stream(self.device)
-        with self._on(self._down) as copies:
-            yield copies
+        return self._down
 
     def wait_for_uploads(self) -> None:
         """See `OnDevice.wait_for_uploads`."""
@@ -191,9 +210,10 @@ class Streams:
         self._uploaded = _Done()
 
     @contextlib.contextmanager
-    def _on(self, stream: torch.Stream) -> Iterator[_Copies]:
+    def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[_Copies]:
         copies = _Copies()
-        stream.wait_event(self._record(torch.accelerator.current_stream(self.device)))
+        if after_current:
+            stream.wait_event(self._record(torch.accelerator.current_stream(self.device)))
         with stream:
             try:
                 yield copies
