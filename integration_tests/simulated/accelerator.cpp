@@ -719,37 +719,39 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   auto kind = to_host ? Kind::TO_HOST : to_device ? Kind::TO_DEVICE : Kind::KERNEL;
   auto name = to_host ? "copy to the host" : to_device ? "copy to the device" : "aten::copy_";
   if ((to_host || to_device) && !late) host_waits_for(std::string(name) + " that waits");
-  Lock lock(mutex);
-  check_stream_locked(current_stream, name);
-  Access read{-1, 0, 0, false}, written{-1, 0, 0, true};  // of no block: the host's ordinary memory
-  std::vector<Access> accesses, one;
-  note_locked(one, source, false);
-  if (!one.empty()) accesses.push_back(read = one[0]);
-  one.clear();
-  note_locked(one, target, true);
-  if (!one.empty()) accesses.push_back(written = one[0]);
-  prepare_locked(tick_locked(current_stream), accesses);
+  {  // the result is returned without the lock: to count another reference may take the lock of Python
+    Lock lock(mutex);
+    check_stream_locked(current_stream, name);
+    Access read{-1, 0, 0, false}, written{-1, 0, 0, true};  // of no block: the host's ordinary memory
+    std::vector<Access> accesses, one;
+    note_locked(one, source, false);
+    if (!one.empty()) accesses.push_back(read = one[0]);
+    one.clear();
+    note_locked(one, target, true);
+    if (!one.empty()) accesses.push_back(written = one[0]);
+    prepare_locked(tick_locked(current_stream), accesses);
 
-  auto position = clocks[current_stream][current_stream];
-  if (capturing) {
-    auto host = to_device ? cpu_alias(source) : from, back = to_host ? cpu_alias(target) : to;
-    if (!to_host) copy_unseen(back, host);
-    capture_locked(name, accesses, [host, back] { copy_unseen(back, host); });
-  } else if (late && to_host) {
-    auto snapshot = at::empty(target.sizes(), target.options().device(at::kCPU).pinned_memory(false));
-    copy_unseen(snapshot, from);
-    auto memory = cpu_alias(target);  // does not keep the pinned memory alive
-    poison(memory);
-    late_copies.push_back({true, current_stream, position, written, read, snapshot, memory});
-  } else if (late) {
-    late_copies.push_back({false, current_stream, position, read, written, cpu_alias(source), to});
-  } else {
-    copy_unseen(to, from);
-  }
-  log_locked({kind, current_stream, name, std::move(accesses), 0, target.numel() * static_cast<int64_t>(target.itemsize())});
-  if ((to_host || to_device) && !late) {
-    log_locked({Kind::SYNC_STREAM, current_stream, std::string(name) + " that waits", {}});
-    reach_host_locked(clocks[current_stream]);
+    auto position = clocks[current_stream][current_stream];
+    if (capturing) {
+      auto host = to_device ? cpu_alias(source) : from, back = to_host ? cpu_alias(target) : to;
+      if (!to_host) copy_unseen(back, host);
+      capture_locked(name, accesses, [host, back] { copy_unseen(back, host); });
+    } else if (late && to_host) {
+      auto snapshot = at::empty(target.sizes(), target.options().device(at::kCPU).pinned_memory(false));
+      copy_unseen(snapshot, from);
+      auto memory = cpu_alias(target);  // does not keep the pinned memory alive
+      poison(memory);
+      late_copies.push_back({true, current_stream, position, written, read, snapshot, memory});
+    } else if (late) {
+      late_copies.push_back({false, current_stream, position, read, written, cpu_alias(source), to});
+    } else {
+      copy_unseen(to, from);
+    }
+    log_locked({kind, current_stream, name, std::move(accesses), 0, target.numel() * static_cast<int64_t>(target.itemsize())});
+    if ((to_host || to_device) && !late) {
+      log_locked({Kind::SYNC_STREAM, current_stream, std::string(name) + " that waits", {}});
+      reach_host_locked(clocks[current_stream]);
+    }
   }
   return target;
 }
@@ -886,6 +888,9 @@ pybind11::list take_records() {
 
 }  // namespace
 
+// Whoever waits for our lock must not hold that of Python, for which an operator may wait that has ours.
+using WithoutPython = pybind11::call_guard<pybind11::gil_scoped_release>;
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(SIMULATED, &device_allocator);
@@ -895,19 +900,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock(mutex);
     records.clear();
     logging = true;
-  });
+  }, WithoutPython());
   module.def("stop_log", [] {
     Lock lock(mutex);
     logging = false;
-  });
+  }, WithoutPython());
   module.def("records", &take_records);
   module.def("mark", [](std::string name) {
     Lock lock(mutex);
     log_locked({Kind::MARK, current_stream, std::move(name), {}});
-  });
-  module.def("begin_collective", &begin_collective);
-  module.def("end_collective", &end_collective);
-  module.def("host_reads", &host_reads);
+  }, WithoutPython());
+  module.def("begin_collective", &begin_collective, WithoutPython());
+  module.def("end_collective", &end_collective, WithoutPython());
+  module.def("host_reads", &host_reads, WithoutPython());
   module.def("begin_capture", &begin_capture);
   module.def("end_capture", &end_capture);
   module.def("drop_capture", &drop_capture);
