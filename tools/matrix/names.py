@@ -40,6 +40,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
     "_init_group": "torch.optim.AdamW",
     "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
+    "_make_nccl_premul_sum": "torch.distributed",
     "_metadata": "torch.nn.Module().state_dict()",
     "_non_persistent_buffers_set": "torch.nn.Module()",
     "_parameters": "torch.nn.Module()",
