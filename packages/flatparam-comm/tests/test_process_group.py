@@ -253,9 +253,17 @@ def test_who_cannot_multiply_refuses_to() -> None:
 
 
 def _gloo_multiplies(collectives: Collectives) -> bool:
+    assert isinstance(collectives, ProcessGroupCollectives)
+    for refused in (
+        lambda: collectives.reduce_scatter(torch.zeros(1), torch.ones(1), factor=0.5),
+        lambda: collectives.all_reduce(torch.ones(1), factor=0.5),
+        lambda: scaled(collectives, torch.device("cpu"), 0.5),
+    ):
+        with pytest.raises(ValueError, match="multiply first, and use their own sums"):
+            refused()
     return premultiplies(collectives, torch.device("cpu"))
 
 
 def test_gloo_does_not_multiply() -> None:
-    """A process group over gloo has sums alone."""
+    """A process group over gloo has sums alone, and refuses a factor instead of leaving it out."""
     assert run_processes(1, _gloo_multiplies) == [False]

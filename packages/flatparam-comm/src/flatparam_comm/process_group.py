@@ -117,6 +117,13 @@ class ProcessGroupCollectives:
             self._premultiplies[device] = c10d.premultiplies(self.group, device)
         return self._premultiplies[device]
 
+    def _check_factor(self, device: torch.device, factor: float) -> None:
+        if factor != 1.0 and not self.premultiplies(device):
+            raise ValueError(
+                f"expected collectives that multiply before they sum, found {self!r}; multiply first, and use their "
+                "own sums"
+            )
+
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         site = self._site("all_gather", label)
@@ -149,6 +156,7 @@ class ProcessGroupCollectives:
         """
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
+        self._check_factor(full.device, factor)
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, carried, carried_full)
@@ -184,6 +192,7 @@ class ProcessGroupCollectives:
         """See `Collectives.all_reduce`; for `factor` see `reduce_scatter`."""
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
+        self._check_factor(tensor.device, factor)
         carried = c10d.plain(tensor)
         work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
         return _WorkPending(site, work, (tensor,))
@@ -287,11 +296,12 @@ def scaled(collectives: Collectives, device: torch.device, factor: float) -> Sca
     Raises:
         ValueError: where `premultiplies` says no.
     """
-    if not isinstance(collectives, ProcessGroupCollectives) or not collectives.premultiplies(device):
+    if not isinstance(collectives, ProcessGroupCollectives):
         raise ValueError(
             f"expected collectives that multiply before they sum, found {collectives!r}; multiply first, and use their "
             "own sums"
         )
+    collectives._check_factor(device, factor)
     return Scaled(collectives, factor)
 
 

@@ -248,9 +248,8 @@ class Comparison:
         own = fingerprint.flags()
         masks: list[_Mask] = []
         device = next((handle.device for unit in units for handle in unit.handles), _CPU)
-        with streams_of(
-            device
-        ).aside() as copies:  # nothing that computes waits for it, nor the other way round
+        # Nothing that computes waits for it, nor the other way round.
+        with streams_of(device).aside() as copies:
             for group, members in groups_of(units):
                 handles = [handle for unit in members for handle in unit.handles if handle in known]
                 if not masks or handles != masks[-1].handles:
