@@ -208,7 +208,7 @@ def of_two(world: World) -> Facts:
     def own(*numbers: float) -> Tensor:
         return torch.tensor([number + 10 * rank for number in numbers], device=world.device)
 
-    found: Facts = {"cpu tensor": _error_of(lambda: dist.all_reduce(torch.ones(1), group=group))}
+    found: Facts = {"cpu tensor": error_of(lambda: dist.all_reduce(torch.ones(1), group=group))}
     for operation in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
         reduced = own(1.0, 2.0)
         dist.all_reduce(reduced, op=getattr(dist.ReduceOp, operation), group=group)
@@ -237,7 +237,8 @@ def of_two(world: World) -> Facts:
     return {**found, "waiting": [_findings(world, wait=wait) for wait in (True, False)]}
 
 
-def _error_of(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
+    """What a call raises, as text; empty where it does not raise."""
     try:
         call()
     except RuntimeError as error:

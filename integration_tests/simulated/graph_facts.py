@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from integration_tests.simulated.device_facts import error_of
 from integration_tests.simulated.programs import Outcome, Program, run
 from integration_tests.simulated.worlds import World
 
@@ -86,7 +87,7 @@ def refused(device: torch.device) -> dict[str, tuple[str, list[float]]]:
                 numbers.mul_(5)
                 call(numbers)
 
-        found[name] = (_error_of(work), numbers.tolist())
+        found[name] = (error_of(work), numbers.tolist())
     return found
 
 
@@ -114,9 +115,9 @@ def streams(device: torch.device) -> Facts:
     graph.replay()
     return {
         "forked and joined": numbers.tolist(),
-        "not forked": _error_of(lambda: captured(fork=False)),
-        "not joined": _error_of(lambda: captured(join=False)),
-        "waiting for what was before": _error_of(lambda: captured(wait=True)),
+        "not forked": error_of(lambda: captured(fork=False)),
+        "not joined": error_of(lambda: captured(join=False)),
+        "waiting for what was before": error_of(lambda: captured(wait=True)),
     }
 
 
@@ -133,14 +134,6 @@ def memory(device: torch.device) -> Facts:
         output.copy_(given * 2)
     grown = module.memory_allocated() - start - size
     del given
-    error = _error_of(graph.replay)
+    error = error_of(graph.replay)
     graph.reset()
     return {"grown": grown, "error": error, "left": module.memory_allocated() - start}
-
-
-def _error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""

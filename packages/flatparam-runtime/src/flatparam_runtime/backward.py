@@ -409,6 +409,7 @@ class BackwardPass:
                     f"{reduced.handle}: a backward pass is being captured in a graph, but {why}, so that the host has "
                     "to look at what comes from the device; capture the step without this unit, or do not capture it"
                 )
+        for reduced in self.held:  # only now: nothing is given where something is refused
             _give(reduced.handle, reduced.gradient, reduced.arrived)
         self.held.clear()
 
