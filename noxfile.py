@@ -22,7 +22,8 @@ DIST = ROOT / "dist"
 
 # From the lowest layer to the highest.
 LADDER = ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam")
-WORKERS = str(min(os.cpu_count() or 1, 4))
+# How many processes pytest takes at once; more than there are cores is right beside a machine that others keep busy.
+WORKERS = os.environ.get("FLATPARAM_TEST_WORKERS", str(min(os.cpu_count() or 1, 4)))
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "none"
