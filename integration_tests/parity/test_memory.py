@@ -241,14 +241,16 @@ def live_peaks(group: Collectives, setting: Setting) -> tuple[int, int]:
     return forward, meter.live_nbytes
 
 
-FIRST_LAYER = 3 + (LAYERS - 1) / 2
-"""Its parameters, its gradient as autograd makes it and in its slot, and the sharded gradients of all others."""
+SECOND_LAYER = 3 + (LAYERS - 2) / 2
+"""Its parameters and those of the first, its gradient, and the sharded gradients of those after it."""
+FIRST_LAYER = 2 + (LAYERS - 1) / 2
+"""Its gradient as autograd makes it and in its slot, and the sharded gradients of all others."""
 
 
 @pytest.mark.parametrize(
     ("strategy", "order", "forward", "backward"),
     [
-        ("FULL_SHARD", "BACKWARD_PRE", 1, FIRST_LAYER),
+        ("FULL_SHARD", "BACKWARD_PRE", 1, SECOND_LAYER),
         ("FULL_SHARD", "BACKWARD_POST", 1, FIRST_LAYER),
         ("SHARD_GRAD_OP", "BACKWARD_PRE", LAYERS, LAYERS + 1),
     ],
@@ -256,9 +258,8 @@ FIRST_LAYER = 3 + (LAYERS - 1) / 2
 def test_everything_that_is_live(strategy: str, order: str, forward: int, backward: float) -> None:
     """All tensors together take what the formula says, and activations; nothing of a layer's size else.
 
-    The sharded gradients grow by half a layer with each layer, so that the worst moment of FULL_SHARD is at the first
-    layer. Its input needs no gradient, so its own gradient is in its slot before its parameters are freed; a
-    later layer's takes their place. SHARD_GRAD_OP begins with all layers and one gradient that autograd has made,
+    The sharded gradients grow by half a layer with each layer, so that the worst moment of FULL_SHARD is at the end: at
+    the second layer, beside which the first is gathered ahead, or at the first layer. SHARD_GRAD_OP begins with all layers and one gradient that autograd has made,
     and only gets smaller. The activations: per layer its input and a gradient of it, and some more at the ends.
     """
     activations = 2 * (LAYERS + 4) * ACTIVATION

@@ -66,7 +66,7 @@ FORWARD_AHEAD = {
 REDUCTIONS = """
     reshard 2 reduce 2
     finish 2 reshard 1 reduce 1
-    finish 1 reduce (root) reshard (root) finish (root)
+    reshard (root) finish 1 reduce (root) finish (root)
 """
 
 BACKWARD = {
@@ -76,20 +76,20 @@ BACKWARD = {
         reshard 2 reduce 2
         finish 2 use 1
         reshard 1 reduce 1
-        finish 1 reduce (root) reshard (root) finish (root)
+        reshard (root) finish 1 reduce (root) finish (root)
     """,
     # It begins when this one has been freed, and before its reduction begins.
     ("FULL_SHARD", "BACKWARD_POST"): """
         reshard 2 unshard 1 reduce 2
         finish 2 use 1
         reshard 1 reduce 1
-        finish 1 reduce (root) reshard (root) finish (root)
+        reshard (root) finish 1 reduce (root) finish (root)
     """,
     ("FULL_SHARD", None): """
         reshard 2 reduce 2
         finish 2 unshard 1 use 1
         reshard 1 reduce 1
-        finish 1 reduce (root) reshard (root) finish (root)
+        reshard (root) finish 1 reduce (root) finish (root)
     """,
     # Everything is there.
     ("SHARD_GRAD_OP", "BACKWARD_PRE"): REDUCTIONS,
@@ -104,7 +104,7 @@ FIRST_BACKWARD = {
         reshard 2 reduce 2
         finish 2 use 1
         reshard 1 reduce 1
-        finish 1 reduce (root) reshard (root) finish (root)
+        reshard (root) finish 1 reduce (root) finish (root)
     """,
     "SHARD_GRAD_OP": REDUCTIONS,
 }
@@ -190,8 +190,9 @@ def test_nested_units() -> None:
         use {inner}
         reshard {inner} reduce {inner}
         reshard {middle} finish {inner} reduce {middle}
+        reshard (root) reshard {outer}      # at the end of the pass: nothing tells it before
         finish {middle} reduce {outer}
-        finish {outer} reduce (root) reshard (root) reshard {outer} finish (root)
+        finish {outer} reduce (root) finish (root)
     """
     expected = {"forward": lines(forward), "backward": lines(backward)}
     assert schedule(named("nested"), Setting("FULL_SHARD")) == expected
@@ -208,7 +209,7 @@ RECOMPUTED = """
     unshard blocks.1 reshard blocks.2 reduce blocks.2
     finish blocks.2 unshard blocks.0 use blocks.1 reshard blocks.1 reduce blocks.1
     finish blocks.1 use blocks.0 reshard blocks.0 reduce blocks.0
-    finish blocks.0 reduce (root) reshard (root) finish (root)
+    reshard (root) finish blocks.0 reduce (root) finish (root)
 """
 
 
@@ -232,7 +233,7 @@ def test_reentrant_checkpointing_around_a_unit() -> None:
         finish blocks.2 unshard blocks.0 reshard blocks.1 reduce blocks.1
         use blocks.0
         finish blocks.1 reshard blocks.0 reduce blocks.0
-        finish blocks.0 reduce (root) reshard (root) finish (root)
+        reshard (root) finish blocks.0 reduce (root) finish (root)
     """
     expected = {"forward": lines(CHECKPOINTED + "reshard blocks.2"), "backward": lines(recomputed)}
     assert schedule(named("reentrant-around-unit"), Setting("FULL_SHARD")) == expected
@@ -269,7 +270,7 @@ def test_a_unit_called_twice() -> None:
         unshard between                     # when the second call's backward begins
         use between reshard between reduce between
         reshard block finish between reduce block
-        finish block reduce (root) reshard (root) finish (root)
+        reshard (root) finish block reduce (root) finish (root)
     """
     assert schedule(named("twice"), Setting("FULL_SHARD")) == {
         "forward": lines(forward),

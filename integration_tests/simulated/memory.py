@@ -99,12 +99,12 @@ def formula(program: Program, ahead: int) -> dict[str, int]:
     keeps = program.strategy in ("grad_op", "none")
     collected = sum(G) if program.no_sync else 0
     windows = [sum(F[1:])] if keeps else [sizes.window(unit) for unit in range(len(F))]
-    backward = max(
+    gathered = max(
         itertools.chain(_of_root(program, sizes), *(_of_unit(program, sizes, k) for k in range(1, len(F))))
     )
     return {
         "forward": sizes.rest + collected + F[0] + max(windows),
-        "backward": sizes.rest + F[0] + backward,
+        "backward": sizes.rest + max(F[0] + gathered, *_at_the_end(program, sizes)),
         "optimizer": sizes.rest + (0 if program.offload else sum(R)),
     }
 
@@ -119,23 +119,38 @@ def _of_unit(program: Program, sizes: Sizes, k: int) -> Iterator[int]:
     given = sum(R[k + 1 : k + 3] if program.offload else R[k + 1 :])
     waiting = sum(G[1 : k + 1]) if program.no_sync else 0
     made = F[k]  # by autograd, in the dtype of computation; there is but one parameter
-    yield G[0] + F[k] + others + made + flying + waiting + given
-    yield G[0] + others + made + flying + (waiting or G[k]) + given
-    yield G[0] + (others or before) + flying + (waiting or G[k]) + given
-    yield G[0] + (others or before) + (waiting or G[k]) + (0 if _is_whole(program) else R[k]) + given
+    of_root = (
+        G[0] if program.no_sync else _ends(program)[1]
+    )  # kept where autograd left it, until the first comes
+    yield of_root + F[k] + others + made + flying + waiting + given
+    yield of_root + others + made + (waiting or G[k]) + given
+    yield of_root + (others or before) + (waiting or G[k]) + (0 if _is_whole(program) else R[k]) + given
 
 
 def _of_root(program: Program, sizes: Sizes) -> Iterator[int]:
-    """The same where the last matrix has its gradient, where the first has, and where both are reduced."""
+    """The same where the last matrix has its gradient, and where the first has."""
     F, G, R = sizes.full, sizes.gradient, sizes.reduced
-    compute = 2 if program.precision else 4
-    first, last = compute * WIDTHS[0] * WIDTHS[1], compute * WIDTHS[-2] * WIDTHS[-1]
+    first, last = _ends(program)
     gathered = sum(F[1:]) if program.strategy in ("grad_op", "none") else F[-1]
     given = sum(R[1:3] if program.offload else R[1:])
     flying = 0 if _is_whole(program) else G[1]
-    yield gathered + last + (sum(G) if program.no_sync else G[0])
-    yield first + G[0] + flying + given
+    yield gathered + last + (sum(G) if program.no_sync else 0)
+    yield first + (0 if program.no_sync else last + flying) + given
+
+
+def _at_the_end(program: Program, sizes: Sizes) -> Iterator[int]:
+    """What there is when the root's parameters are freed, while its gradients are collected and reduced."""
+    G, R = sizes.gradient, sizes.reduced
+    first, last = _ends(program)
+    given = sum(R[1:3] if program.offload else R[1:])
+    yield first + (0 if program.no_sync else last) + G[0] + given
     yield G[0] + (0 if _is_whole(program) else R[0]) + given
+
+
+def _ends(program: Program) -> tuple[int, int]:
+    """The bytes of the gradients of the first and of the last matrix, both of which the root has."""
+    compute = 2 if program.precision else 4
+    return compute * WIDTHS[0] * WIDTHS[1], compute * WIDTHS[-2] * WIDTHS[-1]
 
 
 def _is_whole(program: Program) -> bool:

@@ -31,9 +31,6 @@ ALL: Final = 2**22
 """The default, by which the whole chain is gathered ahead."""
 NOT_FSDP2: Final = ("originals", "NO_SHARD", "hybrid", "hybrid, sharded", "BACKWARD_POST")
 """What FSDP2 has no word for, or has by another name."""
-LARGER: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "bfloat16", "offload")
-"""Where FSDP2's live bytes are fewer: our buffer for the root's gradients is whole when the first of them comes."""
-
 Key = tuple[str, str, int]
 
 
@@ -70,15 +67,13 @@ def test_no_more_reserved_than_fsdp2(found: dict[Key, Measured], name: str) -> N
     assert ours.pools_nbytes <= theirs.pools_nbytes
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_FSDP2])
-def test_no_more_alive_than_fsdp2(
-    found: dict[Key, Measured], name: str, request: pytest.FixtureRequest
-) -> None:
-    """At most as many bytes are alive at once as of FSDP2."""
-    if name in LARGER:
-        request.applymarker(
-            pytest.mark.xfail(strict=True, reason="the root's buffer for gradients is whole early")
-        )
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in (*NOT_FSDP2, "offload")])
+def test_no_more_alive_than_fsdp2(found: dict[Key, Measured], name: str) -> None:
+    """At most as many bytes are alive at once as of FSDP2.
+
+    With offload there is nothing to compare: FSDP2's host gives a gradient's memory back to the stream that is still
+    writing it, so that these bytes count as reserved alone.
+    """
     assert found["flatparam", name, ONE_UNIT].nbytes <= found["fsdp2", name, ALL].nbytes
 
 

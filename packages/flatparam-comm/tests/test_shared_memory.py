@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from flatparam_comm import (
     SharedMemoryCollectives,
     resolve_topology,
     shared_memory,
+    takes_parts,
 )
 from flatparam_comm.shared_moves import OPS, Call
 from flatparam_comm.shared_segment import SLOTS
@@ -33,6 +35,29 @@ from flatparam_comm.testing import run_processes, run_threads
 processes = pytest.mark.processes
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SIZES = (0, 1, 7, 64, 1000, 5000, 40_000)
+
+
+@attrs.frozen
+class Torn:
+    """A flat tensor in parts of seven elements, each in memory of its own."""
+
+    whole: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def numel(self) -> int:
+        return self.whole.numel()
+
+    def fill(self, start: int, out: Tensor) -> None:
+        parts = [part.clone() for part in self.whole[start : start + out.numel()].split(7)]
+        if parts:
+            torch.cat(parts, out=out)
 
 
 class Program:
@@ -86,6 +111,8 @@ class Program:
         if kind == "all_gather":
             return comm.all_gather(whole, mine if in_place else part), whole
         if kind == "reduce_scatter":
+            if op is ReduceOp.SUM and takes_parts(comm) and (self.number // 2 + comm.rank) % 2:
+                return comm.reduce_scatter_parts(part, Torn(whole)), part
             target = mine if in_place else part
             return comm.reduce_scatter(target, whole, op=op), target
         if kind == "all_reduce":
@@ -104,6 +131,34 @@ def test_random_programs_have_the_bits_of_threads(size: int) -> None:
     """Any program of collectives gives the same bytes as on threads, whatever each rank waits for first."""
     seeds = [1, 2, 3]
     assert run_processes(size, _programs, seeds) == run_threads(size, _programs, seeds)
+
+
+def _refused(comm: Collectives) -> list[str]:
+    shared = shared_memory(comm)
+    said = []
+    for output, full in (
+        (torch.zeros(3), torch.zeros(7)),
+        (torch.zeros(3), torch.zeros(6, dtype=torch.float64)),
+        (torch.zeros(3, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)),
+        (torch.zeros(3, 1), torch.zeros(6)),
+    ):
+        with pytest.raises(ValueError, match="expected") as caught:
+            shared.reduce_scatter_parts(output, Torn(full), label="L")
+        said.append(str(caught.value))
+    shared.barrier()  # nothing has begun
+    return said
+
+
+@processes
+def test_parts_that_cannot_be_reduced_are_refused() -> None:
+    """Before anything is sent: too many elements, another dtype, one that has no sum, another shape."""
+    for rank, said in enumerate(run_processes(2, _refused)):
+        begin = f"rank {rank} of 2: reduce_scatter 'L': expected "
+        expected = "parts of 6 x float32 on cpu for an output of 3 elements on cpu, found parts of "
+        assert said[0] == begin + expected + "7 x float32 on cpu"
+        assert said[1] == begin + expected + "6 x float64 on cpu"
+        assert "torch.bool" in said[2]
+        assert said[3].startswith(begin + "output to be 1-D")
 
 
 def _fenced(comm: Collectives, seeds: list[int]) -> list[dict[int, list[int]]]:

@@ -76,7 +76,7 @@ WIDE = frozenset({torch.float32, torch.bfloat16})
 @given(RANKS, st.booleans(), st.sampled_from([WIDE, frozenset({torch.float16}), WIDE | {torch.float16}]))
 def test_where_a_mean_is_divided(ranks: int, premultiplies: bool, dtypes: frozenset[torch.dtype]) -> None:
     """All divisions together are by the number of ranks, and those before the last are by powers of two."""
-    averaging = averaging_over(ranks, float(ranks), dtypes, premultiplies)
+    averaging = averaging_over(ranks, float(ranks), dtypes, premultiplies=premultiplies)
     assert averaging.before * averaging.after / averaging.factor == ranks
     for factor in (averaging.before, averaging.factor):
         assert math.frexp(factor)[0] == 0.5
@@ -101,7 +101,7 @@ def test_the_places_of_divisions(
     ranks: int, premultiplies: bool, dtype: torch.dtype, expected: tuple[float, float, float]
 ) -> None:
     """One division where there can be one: in the collective, or of the shard."""
-    found = averaging_over(ranks, float(ranks), frozenset({dtype}), premultiplies)
+    found = averaging_over(ranks, float(ranks), frozenset({dtype}), premultiplies=premultiplies)
     assert (found.before, found.factor, found.after) == expected
 
 

@@ -111,5 +111,19 @@ def test_the_log_is_bounded() -> None:
         fingerprint.note("gather", unit, 4)
     assert not fingerprint.is_empty
     assert len(fingerprint.deeds([unit])) < 2**15
-    fingerprint.agreed()
+    fingerprint.agreed(fingerprint.noted)
     assert fingerprint.is_empty
+
+
+def test_what_was_noted_since_a_comparison_is_kept() -> None:
+    """Ranks that agree on what was done up to a comparison keep what they have done since, for a message."""
+    module = sharded(Block, SingleCollectives())
+    unit = shard_module(nn.Sequential(module), UnitPlan(Topology(SingleCollectives())))
+    fingerprint = Fingerprint()
+    fingerprint.note("gather", unit, 4)
+    compared = fingerprint.noted
+    fingerprint.note("reduce", unit, 8)
+    fingerprint.agreed(compared)
+    assert [(deed.kind, deed.nbytes) for deed in fingerprint.deeds([unit])] == [("reduce", 8)]
+    fingerprint.agreed(compared)
+    assert not fingerprint.is_empty

@@ -3,7 +3,7 @@
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.c10d_names import PREMULTIPLYING
 from flatparam_comm.checks import REDUCIBLE
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
 from flatparam_comm.compressed import CompressedCollectives
 from flatparam_comm.current import current_collectives
 from flatparam_comm.errors import (
@@ -97,6 +97,7 @@ __all__ = [
     "Kill",
     "MismatchError",
     "ParamSpec",
+    "Parts",
     "PeerError",
     "Pending",
     "Precision",
@@ -113,6 +114,7 @@ __all__ = [
     "RanksOnly",
     "SingleCollectives",
     "Span",
+    "TakesParts",
     "Topology",
     "Totals",
     "Transfer",
@@ -134,5 +136,6 @@ __all__ = [
     "scaled",
     "sent_nbytes",
     "shared_memory",
+    "takes_parts",
     "with_shared_memory",
 ]

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.collectives import Parts, ReduceOp
 from flatparam_comm.errors import describe_call
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check_all_reduce",
     "check_broadcast",
     "check_reduce_scatter",
+    "check_reduce_scatter_parts",
     "check_subgroup",
 ]
 
@@ -83,6 +84,23 @@ def check_reduce_scatter(site: Site, output: Tensor, full: Tensor, op: ReduceOp)
     _check_numel(site, whole=("full", full), part=("output", output))
     _check_overlap(site, whole=("full", full), part=("output", output))
     _check_reducible(site, full, op)
+
+
+def check_reduce_scatter_parts(site: Site, output: Tensor, full: Parts) -> None:
+    """Raise ValueError unless `full`, which was never made, can be reduced over the ranks and scattered to `output`."""
+    _check_flat(site, "output", output)
+    found = (full.dtype, full.device.type, full.numel())
+    expected = (output.dtype, "cpu", site.size * output.numel())
+    if found != expected or not output.is_cpu:
+        raise site.refuse(
+            f"parts of {_told(*expected)} for an output of {output.numel()} elements on {output.device}",
+            f"parts of {_told(*found)}",
+        )
+    _check_reducible(site, output, ReduceOp.SUM)
+
+
+def _told(dtype: torch.dtype, device: str, numel: int) -> str:
+    return f"{numel} x {str(dtype).removeprefix('torch.')} on {device}"
 
 
 def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:

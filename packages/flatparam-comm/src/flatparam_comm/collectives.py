@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+import torch
 from torch import Tensor
 
-__all__ = ["Collectives", "Pending", "ReduceOp"]
+__all__ = ["Collectives", "Parts", "Pending", "ReduceOp", "TakesParts", "takes_parts"]
 
 
 class ReduceOp(enum.Enum):
@@ -106,3 +107,41 @@ class Collectives(Protocol):
         Every rank of this group calls it, with the same `ranks`.
         """
         ...
+
+
+class Parts(Protocol):
+    """A flat tensor that was never made, 1-D; `flatparam_core.Unflattened` is one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the flat tensor."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parts are."""
+        ...
+
+    def numel(self) -> int:
+        """The elements of the flat tensor."""
+        ...
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """Write the elements `[start, start + out.numel())` to `out`, 1-D and contiguous."""
+        ...
+
+
+class TakesParts(Protocol):
+    """What some `Collectives` can do beside: take each element from where it is."""
+
+    def reduce_scatter_parts(self, output: Tensor, full: Parts, *, label: str = "") -> Pending:
+        """`Collectives.reduce_scatter`, a sum, of a flat tensor of the CPU that was never made.
+
+        Ranks may mix the two. The parts may be written to, and freed, when the call returns. `output` is new memory.
+        """
+        ...
+
+
+def takes_parts(collectives: Collectives) -> TypeGuard[TakesParts]:
+    """Whether `collectives` can reduce-scatter what lies in parts."""
+    return hasattr(collectives, "reduce_scatter_parts")

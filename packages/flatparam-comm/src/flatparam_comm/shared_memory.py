@@ -27,12 +27,12 @@ from torch import Tensor
 from flatparam_comm import c10d_names as c10d
 from flatparam_comm import checks
 from flatparam_comm.checks import Site
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, describe_call
 from flatparam_comm.exchanging import exchange_bytes
 from flatparam_comm.process_group import ProcessGroupCollectives
 from flatparam_comm.shared_host import Link, connect
-from flatparam_comm.shared_moves import REDUCTIONS, Call
+from flatparam_comm.shared_moves import REDUCTIONS, Call, Scatter
 from flatparam_comm.shared_pending import NOTHING, Place, SharedPending
 from flatparam_comm.shared_segment import SLOTS
 from flatparam_comm.shared_waiting import Watch
@@ -155,6 +155,12 @@ class SharedMemoryCollectives:
             return self.inner.reduce_scatter(output, full, op=op, label=label)
         return self._start(site, _plain(output), _plain(full), REDUCTIONS[op])
 
+    def reduce_scatter_parts(self, output: Tensor, full: Parts, *, label: str = "") -> Pending:
+        """See `TakesParts.reduce_scatter_parts`. Adds in rank order, in the dtype of `full`."""
+        site = Site(self._rank, self._size, "reduce_scatter", label)
+        checks.check_reduce_scatter_parts(site, output, full)
+        return self._start(site, output, full, REDUCTIONS[ReduceOp.SUM])
+
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`. Adds in rank order, in the tensor's dtype."""
         site = Site(self._rank, self._size, "all_reduce", label)
@@ -203,7 +209,7 @@ class SharedMemoryCollectives:
     def _meet(self, op: str, label: str) -> None:
         self._start(Site(self._rank, self._size, op, label), NOTHING, NOTHING).wait()
 
-    def _start(self, site: Site, target: Tensor, source: Tensor, detail: int = 0) -> SharedPending:
+    def _start(self, site: Site, target: Tensor, source: Tensor | Parts, detail: int = 0) -> SharedPending:
         """Take the next number and its slot, put this rank's part there, and tell the others."""
         if self._failure is not None:
             raise self._again(site)
@@ -215,7 +221,12 @@ class SharedMemoryCollectives:
         move, code = place.move(site.op, source.dtype, source.numel(), detail)
         posted, at = place.slot.posted, 2 * self._rank
         posted[at] = code
-        move.put(source)
+        if isinstance(source, Tensor):
+            move.put(source)
+        else:
+            assert isinstance(move, Scatter), "nothing else takes parts"
+            move.put_parts(source, target)
+            source = target
         if not _KEEPS_ORDER:
             self._order_memory()
         posted[at + 1] = self._sequence = place.number = self._sequence + 1

@@ -21,11 +21,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.collectives import Parts, ReduceOp
 from flatparam_comm.shared_segment import Slot
 from flatparam_core import Threshold
 
-__all__ = ["OPS", "REDUCTIONS", "Call", "Move"]
+__all__ = ["OPS", "REDUCTIONS", "Call", "Move", "Scatter"]
 
 _REDUCERS: Final[dict[ReduceOp, Callable[..., Tensor]]] = {
     ReduceOp.SUM: torch.add,
@@ -152,10 +152,13 @@ class _Gather:
 
 
 @final
-class _Scatter:
+class Scatter:
+    """A reduce-scatter; where the source is the target, the target has this rank's own part already."""
+
     __slots__ = ("after", "before", "parts", "rank", "reducer", "start", "stop")
 
     def __init__(self, call: Call, slot: Slot, rank: int, size: int) -> None:
+        """See `Call.move`."""
         part = call.numel // size
         row = part * (size - 1)
         self.rank, self.start, self.stop = rank, rank * part, (rank + 1) * part
@@ -170,13 +173,21 @@ class _Scatter:
         ]
 
     def put(self, source: Tensor) -> None:
+        """See `Move.put`."""
         if self.start:
             self.before.copy_(source[: self.start])
         if self.stop < source.numel():
             self.after.copy_(source[self.stop :])
 
+    def put_parts(self, source: Parts, target: Tensor) -> None:
+        """`put` a tensor that was never made, and leave this rank's own part of it in `target`."""
+        source.fill(0, self.before)
+        source.fill(self.stop, self.after)
+        source.fill(self.start, target)
+
     def take(self, target: Tensor, source: Tensor) -> None:
-        own = source[self.start : self.stop]
+        """See `Move.take`."""
+        own = target if source is target else source[self.start : self.stop]
         if not self.parts:
             target.copy_(own)
             return
@@ -237,7 +248,7 @@ class _Broadcast:
 _MOVES: Final[dict[str, Callable[[Call, Slot, int, int], Move]]] = {
     "all_gather": _Gather,
     "exchange": _Gather,
-    "reduce_scatter": _Scatter,
+    "reduce_scatter": Scatter,
     "all_reduce": _AllReduce,
     "broadcast": _Broadcast,
 }

@@ -16,6 +16,7 @@ from flatparam_core.errors import FlatParamError
 from flatparam_core.layout import FlatLayout
 from flatparam_core.pool import BufferPool
 from flatparam_core.thresholds import Threshold
+from flatparam_core.unflattened import Unflattened
 
 __all__ = ["GradientLedger"]
 
@@ -73,14 +74,17 @@ class _Batch:
 class GradientLedger:
     """The unsharded gradients of one flat parameter since the last reduction, summed, in the reduction dtype.
 
-    Each gradient is copied once, with its cast and its averaging factor, straight to its slot. Invariant: the buffer is
-    allocated exactly while some slot was deposited or the buffer is out for reduction.
+    Each gradient is copied once, with its cast and its averaging factor, straight to its slot: when it is deposited, or
+    with others when all that were kept are collected. Invariant: the buffer is allocated exactly while some slot was
+    deposited or the buffer is out for reduction.
     """
 
     buffer: FlatBuffer
     deposited: bytearray
     """One byte per parameter: 1 where a gradient has arrived since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
+    _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
+    """Gradients that are where autograd left them, by parameter, with their divisors."""
     _batches: dict[tuple[int, ...], _Batch] = attrs.field(factory=dict)
 
     @classmethod
@@ -100,12 +104,51 @@ class GradientLedger:
     @property
     def is_full(self) -> bool:
         """Whether a gradient of every parameter has arrived since the last release."""
-        return all(self.deposited)
+        return all(arrived or index in self._kept for index, arrived in enumerate(self.deposited))
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has arrived since the last release."""
-        return not any(self.deposited)
+        return not (any(self.deposited) or self._kept)
+
+    def keep(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
+        """`deposit` it at the latest when the flat gradient is completed, and leave it where it is until then.
+
+        A flat parameter whose first gradient comes long before its last, as that of a language model's head does, needs
+        no whole buffer in between. A second gradient of a parameter is deposited with the first one at once.
+        """
+        if self.deposited[index] or index in self._kept:
+            self.deposit(index, gradient, divisor=divisor)
+        else:
+            self._kept[index] = gradient.detach(), divisor
+
+    def collect(self) -> None:
+        """Deposit what was kept; the small gradients in a few calls for all."""
+        kept, self._kept = self._kept, {}
+        for divisor in {divisor for _, divisor in kept.values()}:
+            indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
+            self._deposit_all(indices, [kept[index][0] for index in indices], divisor)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether all gradients that have arrived are where autograd left them, to be taken as they are."""
+        return not any(self.deposited) and all(divisor == 1.0 for _, divisor in self._kept.values())
+
+    def hand_over(self) -> Unflattened:
+        """What was kept, as the flat gradient that is not made; until `release` they count as deposited.
+
+        Raises:
+            FlatParamError: where `is_apart` is false.
+        """
+        if not self.is_apart:
+            raise FlatParamError(
+                f"{self.buffer.layout.fqns[0]}, ...: some gradients are in the flat buffer already"
+            )
+        kept, self._kept = self._kept, {}
+        for index in kept:
+            self.deposited[index] = 1
+        parts = {index: gradient for index, (gradient, _) in kept.items()}
+        return Unflattened(self.buffer.layout, self.dtype, self.buffer.tensor.device, parts)
 
     def deposit(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Add `gradient / divisor` to the slot of parameter `index`.
@@ -115,6 +158,7 @@ class GradientLedger:
             gradient: shape of the parameter, any floating or complex dtype that casts to the ledger's.
             divisor: a power of two loses nothing; the averaging factor before the reduction.
         """
+        self._collect_kept([index])
         self.open()
         slot = self._slots[index]
         gradient = gradient.detach()
@@ -139,6 +183,14 @@ class GradientLedger:
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> None:
         """`deposit` each of `gradients` at its index; the small ones among them in a few calls for all."""
+        self._collect_kept(indices)
+        self._deposit_all(indices, gradients, divisor)
+
+    def _collect_kept(self, indices: Sequence[int]) -> None:
+        if self._kept and any(index in self._kept for index in indices):
+            self.collect()
+
+    def _deposit_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float) -> None:
         dtype = self.buffer.tensor.dtype
         again = set(map(self.deposited.__getitem__, indices))  # a second backward pass before the reduction
         alike = len(again) == 1 and all(_holds(dtype, given) for given in {g.dtype for g in gradients})
@@ -189,6 +241,7 @@ class GradientLedger:
 
         The memory stays with the ledger until `release`.
         """
+        self.collect()
         self.open()
         if not all(self.deposited):
             torch._foreach_zero_(
@@ -200,6 +253,7 @@ class GradientLedger:
     def release(self) -> None:
         """Forget every gradient and free the memory, once the reduction has read it."""
         self.deposited[:] = bytes(len(self.deposited))
+        self._kept.clear()
         self.buffer.free()
 
     def give_away(self) -> torch.Tensor:
@@ -216,6 +270,7 @@ class GradientLedger:
         Raises:
             FlatParamError: where none has arrived.
         """
+        self._collect_kept([index])
         if not self.deposited[index]:
             raise FlatParamError(f"no gradient of {self.buffer.layout.fqns[index]!r} has arrived")
         return self._slots[index]

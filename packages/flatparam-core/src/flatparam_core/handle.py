@@ -40,6 +40,7 @@ from flatparam_core.pool import BufferPool
 from flatparam_core.precision import Precision
 from flatparam_core.residency import RESIDENCY, Residency
 from flatparam_core.tensor_data import give_data
+from flatparam_core.unflattened import Unflattened
 
 __all__ = ["FlatParamHandle"]
 
@@ -418,8 +419,14 @@ class FlatParamHandle:
         for _, gradient in zip(*self.form.take_gradients([index]), strict=True):
             self.gradients.deposit(index, gradient, divisor=divisor)
 
+    def keep(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
+        """`deposit` the gradients of leaves `indices` later, with others: at the latest in `begin_reduce`."""
+        for index, gradient in zip(*self.form.take_gradients(indices), strict=True):
+            self.gradients.keep(index, gradient, divisor=divisor)
+
     def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
-        """`deposit` each of `indices`, small ones in a few calls for all."""
+        """`deposit` each of `indices` and what was kept, small ones in a few calls for all."""
+        self.gradients.collect()
         indices, gradients = self.form.take_gradients(indices)
         if gradients:
             self.gradients.deposit_all(indices, gradients, divisor=divisor)
@@ -436,6 +443,15 @@ class FlatParamHandle:
             return full, full
         full = self.gradients.complete()
         return full.new_empty(self.layout.shard_numel), full
+
+    def begin_reduce_parts(self) -> tuple[torch.Tensor, Unflattened]:
+        """`begin_reduce` where all gradients were kept: `input` is not made, its parts are where autograd left them.
+
+        Raises:
+            FlatParamError: where `gradients.is_apart` is false.
+        """
+        full = self.gradients.hand_over()
+        return torch.empty(self.layout.shard_numel, dtype=full.dtype, device=full.device), full
 
     def finish_reduce(
         self, reduced: torch.Tensor, *, arrived: Sequence[int] | None = None, divisor: float = 1.0

@@ -234,6 +234,8 @@ class Comparison:
     _fingerprint: Fingerprint
     _known: dict[FlatParamHandle, bytes]
     _own: bytes
+    _noted: int
+    """How many collectives the fingerprint is of."""
     _parts: list[tuple[Tensor, list[FlatParamHandle]]]
     """For each group what comes to the host, and the flat parameters that its flags are of, in order."""
     _landed: Mark
@@ -257,22 +259,31 @@ class Comparison:
                 # A group learns what the one before has seen.
                 group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
             parts = [(streams_of(device).to_host(mask.flags), mask.handles) for mask in masks]
-        return cls(units, fingerprint, dict(known), own, parts, copies.end)
+        return cls(units, fingerprint, dict(known), own, fingerprint.noted, parts, copies.end)
+
+    def look(self) -> None:
+        """Read it if it has come; the host does not wait."""
+        if self._combined is None and self._landed.is_reached():
+            self._take()
 
     def read(self) -> Mapping[FlatParamHandle, bytes]:
         """For each flat parameter, which of its parameters got a gradient on any rank of its groups."""
+        self.look()
         if self._combined is None:
             self._landed.synchronize()
-            self._combined = self._own
-            for part, handles in self._parts:
-                found = bytes(part.tolist())
-                self._combined = found[-len(self._own) :]
-                start = 0
-                for handle in handles:
-                    stop = start + len(handle.layout.slots)
-                    self._known[handle] = found[start:stop]  # the last group's
-                    start = stop
+            self._take()
         return self._known
+
+    def _take(self) -> None:
+        self._combined = self._own
+        for part, handles in self._parts:
+            found = bytes(part.tolist())
+            self._combined = found[-len(self._own) :]
+            start = 0
+            for handle in handles:
+                stop = start + len(handle.layout.slots)
+                self._known[handle] = found[start:stop]  # the last group's
+                start = stop
 
     def check(self) -> None:
         """See whether the ranks have all done the same; every rank calls it in the same place, as it may communicate.
@@ -285,7 +296,7 @@ class Comparison:
             _check_training(self._units)
             deeds = _everyone(self._units[0], self._fingerprint.deeds(self._units), "order")
             raise DivergenceError(_first_divergence(deeds, _rank(self._units[0])))
-        self._fingerprint.agreed()
+        self._fingerprint.agreed(self._noted)
 
 
 def compare_gradients(

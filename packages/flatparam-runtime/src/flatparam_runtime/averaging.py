@@ -31,7 +31,12 @@ class Averaging:
 
 @functools.cache
 def averaging_over(
-    ranks: int, divisor: float, dtypes: frozenset[torch.dtype], premultiplies: bool
+    ranks: int,
+    divisor: float,
+    dtypes: frozenset[torch.dtype],
+    *,
+    premultiplies: bool = False,
+    copies: bool = True,
 ) -> Averaging:
     """How a sum over `ranks` is divided by `divisor`.
 
@@ -41,6 +46,7 @@ def averaging_over(
     Args:
         dtypes: what is summed.
         premultiplies: whether the collective can multiply.
+        copies: whether gradients are copied before they are summed, with which a division costs nothing.
     """
     before, after = split_divisor(divisor, ranks)
     if not dtypes <= _WIDE:
@@ -49,7 +55,7 @@ def averaging_over(
         if math.frexp(divisor)[0] == 0.5:
             return Averaging(factor=1.0 / divisor)
         return Averaging(factor=1.0 / before, after=after)
-    return Averaging(before=before) if after == 1.0 else Averaging(after=divisor)
+    return Averaging(before=before) if after == 1.0 and copies else Averaging(after=divisor)
 
 
 def gradient_divisors(ranks: int) -> tuple[float, float]:

@@ -32,9 +32,9 @@ __all__ = ["BackwardPass"]
 MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
     "runtime.reductions_in_flight",
     1,
-    "So many units' gradients are reduced while the next unit's are collected; above, the oldest is waited for.",
+    "So many units' gradients are reduced while the next unit's are computed; above, the oldest is waited for.",
 )
-"""While one unit's gradients are reduced, the next unit's are collected: two buffers at most."""
+"""While one unit's gradients are reduced, the next unit's are computed; they are collected when it is over."""
 
 
 LeafKey: TypeAlias = tuple[int, int]
@@ -192,7 +192,11 @@ class BackwardPass:
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
         state = self.active.get(unit) or self._activate(unit)
-        unit.handles[number].deposit(index, divisor=unit.averaging.before)
+        handle, divisor = unit.handles[number], unit.averaging.before
+        if streams_of(unit.device).runs_ahead or self._reduces_parts(unit):
+            handle.keep([index], divisor=divisor)
+        else:
+            handle.deposit(index, divisor=divisor)
         key = (number, index)
         if key in state.leaves and torch._C._current_graph_task_id() == state.run:  # else more may follow
             state.leaves.discard(key)
@@ -211,8 +215,12 @@ class BackwardPass:
         if state.leaves or state.inputs or torch._C._current_graph_task_id() != state.run:
             return
         self._hook_the_rest(unit, state)
-        if not state.leaves:
+        if not state.leaves and not (state.keeps_parameters and self._is_alone(unit)):
             self._complete(unit)
+
+    def _is_alone(self, unit: Unit) -> bool:
+        """Whether no other unit is waited for: `finish` comes next, and frees what was kept before it collects."""
+        return self.active.keys() | self.expected.keys() == {unit}
 
     def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
         """Wait for each gradient that is still to come, and from now on for those leaves in every pass."""
@@ -223,11 +231,18 @@ class BackwardPass:
                 state.leaves.update((number, index) for index in missing)
 
     def _collect(self, unit: Unit) -> None:
-        """Take the gradients that have no hook of their own."""
-        divisor = unit.averaging.before
+        """Take the gradients that have no hook of their own, and those that were kept."""
+        if unit.sync_gradients and unit.to_reduce:
+            self._make_room()  # before there is one more buffer; the reduction would have to wait for it anyway
+        divisor, reduces_parts = unit.averaging.before, self._reduces_parts(unit)
         for _, handle, watch in watches(unit.handles):
-            if watch.unhooked and handle.exposure.is_trainable:
-                handle.deposit_all(watch.unhooked, divisor=divisor)
+            if handle.exposure.is_trainable:
+                take = handle.keep if reduces_parts else handle.deposit_all
+                take(watch.unhooked, divisor=divisor)
+
+    @staticmethod
+    def _reduces_parts(unit: Unit) -> bool:
+        return unit.sync_gradients and unit.reduces_parts
 
     def _activate(self, unit: Unit) -> UnitBackward:
         self.settle_until(unit)
@@ -357,11 +372,11 @@ class BackwardPass:
         for unit in self.units:
             if unit not in self.active and _has_gradients_left(unit):
                 self._activate(unit)  # nothing told of it before: its outputs hide their tensors
-        for unit in list(self.active):
-            self._complete(unit)
         for unit in self.units:
             if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
                 unit.reshard()  # kept for the whole pass, prefetched for nothing, or used in the forward pass alone
+        for unit in list(self.active):
+            self._complete(unit)
         self._reduce_ready(all_of_them=True)
         for unit in self.units:
             if unit.sync_gradients and unit.unsynced and unit.phase is Phase.IDLE:

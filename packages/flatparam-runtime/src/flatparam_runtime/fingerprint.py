@@ -62,6 +62,8 @@ class Fingerprint:
     """A 64-bit hash of everything since the beginning."""
     before_each: Callable[[Unit, Deed], None] | None = None
     """Called before each collective while the ranks have not been through a whole pass together."""
+    noted: int = 0
+    """How many collectives there were since the beginning."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
     """Two numbers for each collective: which, and its bytes. Bounded, since passes may go on without agreement."""
 
@@ -75,6 +77,7 @@ class Fingerprint:
             del self._log[:]
         self._log.append(what)
         self._log.append(nbytes)
+        self.noted += 1
 
     @property
     def is_empty(self) -> bool:
@@ -87,9 +90,10 @@ class Fingerprint:
         pairs = zip(self._log[::2], self._log[1::2], strict=True)
         return [_deed(kinds[what % 4], units[what // 4], nbytes) for what, nbytes in pairs]
 
-    def agreed(self) -> None:
-        """All ranks have the same value: what led to it need not be kept."""
-        del self._log[:]
+    def agreed(self, noted: int) -> None:
+        """All ranks had the same value when so many collectives were noted: what led to it need not be kept."""
+        kept = 2 * (self.noted - noted)
+        del self._log[: max(0, len(self._log) - kept)]
 
     def flags(self) -> bytes:
         """16 bytes whose maximum over ranks, byte by byte, is this rank's own exactly where all ranks have the same."""

@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 from typing_extensions import final
 
-from flatparam_comm import COMPLETED, FlatParamHandle, Pending
+from flatparam_comm import COMPLETED, FlatParamHandle, Pending, takes_parts
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.streams import Mark, streams_of
 
@@ -78,14 +78,18 @@ class Reduction:
         """Start to sum the collected gradients of `handles` over the shard group."""
         parts = []
         shard = unit.summing if unit.plan.topology.shard.size > 1 else unit.plan.topology.shard
+        hook, group = unit.hooks.reduce, unit.plan.topology.shard
         for handle in handles:
-            output, full = handle.begin_reduce()
-            hook = unit.hooks.reduce
-            if hook is None:
-                pending = shard.reduce_scatter(output, full, label=unit.name)
+            pending: Pending = COMPLETED
+            if unit.reduces_parts and takes_parts(group) and handle.gradients.is_apart:
+                output, apart = handle.begin_reduce_parts()
+                pending = group.reduce_scatter_parts(output, apart, label=unit.name)
             else:
-                hook(full, output)
-                pending = COMPLETED
+                output, full = handle.begin_reduce()
+                if hook is None:
+                    pending = shard.reduce_scatter(output, full, label=unit.name)
+                else:
+                    hook(full, output)
             parts.append(_Part(handle, output, pending))
         return cls(unit, parts)
 

@@ -30,6 +30,9 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Have the host wait until the device has done it."""
 
+    def is_reached(self) -> bool:
+        """Whether the device has done it; the host does not wait."""
+
 
 class Copies(Protocol):
     """Copies on a stream of their own."""
@@ -93,6 +96,10 @@ class _Done:
     def synchronize(self) -> None:
         """Nothing."""
 
+    def is_reached(self) -> bool:
+        """Yes."""
+        return True
+
 
 @final
 @attrs.define(eq=False)
@@ -147,6 +154,9 @@ class _Event:
 
     def synchronize(self) -> None:
         self.event.synchronize()
+
+    def is_reached(self) -> bool:
+        return bool(self.event.query())
 
 
 @final

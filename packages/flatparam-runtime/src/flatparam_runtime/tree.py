@@ -144,8 +144,7 @@ class UnitTree:
         """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
         current = self.backward
         if current is None:
-            if not self.streams.is_capturing:
-                self.check_comparison()
+            self._look_at_comparison()
             self.pool.keeps = True
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.end_backward
@@ -189,7 +188,9 @@ class UnitTree:
         if self.backward is None:
             self._settle_leftovers()
         self._check_capture()
-        if not self.streams.runs_ahead:
+        if self.streams.runs_ahead:
+            self._look_at_comparison()
+        else:
             self.check_comparison()
         if not self._has_begun:
             agree_on_units(self.units)
@@ -253,19 +254,23 @@ class UnitTree:
             self._has_inferred = True
 
     def _compare(self, comparison: Comparison | None) -> None:
-        """See whether the ranks have done the same: at once if it is here, else before the next pass compares.
+        """See whether the ranks have done the same: at once if it is here, else when the next pass has compared.
 
-        That is before its backward, or at the end of one without gradients. By then it has long come from an
-        accelerator, and the device has a forward pass to do while the host looks.
-        Every rank does so in the same place, even if one of them has had to read the answer before.
+        By then it has long come from an accelerator, and the host has read it when the next pass or its backward began.
+        Every rank says so in the same place, whenever it has read the answer, because it then asks the others.
         """
         self.check_comparison()
         self.comparison = comparison
         if not self.streams.runs_ahead or not (self._has_trained or self._has_inferred):
             self.check_comparison()
 
+    def _look_at_comparison(self) -> None:
+        """Read it if it has come, so that nobody has to wait for it later."""
+        if self.comparison is not None and not self.streams.is_capturing:
+            self.comparison.look()
+
     def check_comparison(self) -> None:
-        """Look at it now.
+        """See what the ranks have compared, and wait for it where it has not come.
 
         Raises:
             DivergenceError: on every rank, if the ranks have not all done the same.

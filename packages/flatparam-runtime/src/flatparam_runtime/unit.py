@@ -22,6 +22,7 @@ from flatparam_comm import (
     Scaled,
     premultiplies,
     scaled,
+    takes_parts,
 )
 from flatparam_runtime.averaging import Averaging, averaging_over
 from flatparam_runtime.buffers import UnitBuffers
@@ -243,7 +244,16 @@ class Unit:
         if self.divide_factor is not None:
             factor = self.divide_factor * size / topology.data_parallel_size
         dtypes = frozenset([handle.gradients.dtype for handle in self.handles])
-        return averaging_over(size, factor, dtypes, premultiplies(self._group_of_first_sum, self.device))
+        multiplies = premultiplies(self._group_of_first_sum, self.device)
+        return averaging_over(size, factor, dtypes, premultiplies=multiplies, copies=not self.reduces_parts)
+
+    @property
+    def reduces_parts(self) -> bool:
+        """Whether gradients are reduced from where autograd leaves them, without a flat one."""
+        shard = self.plan.topology.shard
+        if self.hooks.reduce is not None or self.device.type != "cpu" or shard.size == 1:
+            return False
+        return takes_parts(shard)
 
     @property
     def _group_of_first_sum(self) -> Collectives:
