@@ -17,11 +17,13 @@ from torch import Tensor
 
 from flatparam_comm import (
     REDUCIBLE,
+    ByteLedger,
     CollectiveError,
     Collectives,
     CommError,
     Pending,
     ProcessGroupCollectives,
+    RecordingCollectives,
     ReduceOp,
     SharedMemoryCollectives,
     resolve_topology,
@@ -131,6 +133,26 @@ def test_random_programs_have_the_bits_of_threads(size: int) -> None:
     """Any program of collectives gives the same bytes as on threads, whatever each rank waits for first."""
     seeds = [1, 2, 3]
     assert run_processes(size, _programs, seeds) == run_threads(size, _programs, seeds)
+
+
+def _recorded(comm: Collectives) -> tuple[bool, list[tuple[str, int, int]], Tensor]:
+    plain = takes_parts(RecordingCollectives(comm, ByteLedger()))
+    ledger = ByteLedger(keep=True)
+    group = RecordingCollectives(shared_memory(comm), ledger)
+    assert takes_parts(group)
+    output = torch.empty(3)
+    group.reduce_scatter_parts(output, Torn(torch.arange(6.0) * (comm.rank + 1)), label="L").wait()
+    found = [(each.op, each.payload_nbytes, each.sent_nbytes) for each in ledger.transfers]
+    return plain, found, output
+
+
+@processes
+def test_parts_are_entered_in_a_ledger() -> None:
+    """As the tensor that was never made; over an engine that takes none, the recording one does not either."""
+    for rank, (plain, found, output) in enumerate(run_processes(2, _recorded)):
+        assert not plain
+        assert found == [("reduce_scatter", 24, 12)]
+        assert output.tolist() == [9.0 * rank, 9.0 * rank + 3, 9.0 * rank + 6]
 
 
 def _refused(comm: Collectives) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,16 @@ from flatparam_comm import (
     ReduceOp,
 )
 from flatparam_runtime import no_sync, unit_of, units_in
+from flatparam_runtime.reduction import PART_NBYTES
 
 from .models import Branches, Chain, Stack, TiedBranches, TiedRoot, batch
 from .worlds import Grads, check_at_rest, full_gradients, run, sharded
+
+
+@pytest.fixture(autouse=True)
+def _small_parts() -> Iterator[None]:
+    with PART_NBYTES.set_to(0):
+        yield
 
 
 class PartsCollectives(ForwardingCollectives):
@@ -145,6 +152,16 @@ def _most(collectives: Collectives, do: Step, **plan: Any) -> tuple[int, int, in
 def test_no_flat_gradient_is_made() -> None:
     """Nothing is allocated for one, in any unit."""
     assert run(2, _most, two_steps) == [(0, 6, 0)] * 2
+
+
+@pytest.mark.parametrize(("more", "parts"), [(0, 6), (1, 0)])
+def test_small_gradients_are_copied_first(more: int, parts: int) -> None:
+    """Where gradients have fewer bytes on average than the threshold says, one flat gradient for all is cheaper."""
+    block = Chain(1)
+    sizes = [4 * parameter.numel() for parameter in block.parameters()]
+    padded = -(-sum(sizes) // 8) * 8
+    with PART_NBYTES.set_to(padded // len(sizes) + more):
+        assert [found[1:] for found in run(2, _most, two_steps)] == [(parts, 6 - parts)] * 2
 
 
 def test_sums_of_several_passes_are_flat() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
 from flatparam_comm.forwarding import ForwardingCollectives
 from flatparam_comm.ledger import ByteLedger, Transfer, sent_nbytes
 
@@ -42,6 +44,20 @@ class RecordingCollectives(ForwardingCollectives):
         self._record("reduce_scatter", label, full)
         return pending
 
+    @property
+    def reduce_scatter_parts(self) -> Callable[..., Pending]:
+        """See `TakesParts.reduce_scatter_parts`; there is one where `inner` has one."""
+        if not takes_parts(self.inner):
+            raise AttributeError(f"{self.inner!r} takes no parts")
+        return functools.partial(self._reduce_scatter_parts, self.inner)
+
+    def _reduce_scatter_parts(
+        self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = ""
+    ) -> Pending:
+        pending = inner.reduce_scatter_parts(output, full, label=label)
+        self._record("reduce_scatter", label, full)
+        return pending
+
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
         pending = self.inner.all_reduce(tensor, op=op, label=label)
@@ -57,7 +73,7 @@ class RecordingCollectives(ForwardingCollectives):
     def _decorate(self, inner: Collectives) -> Collectives:
         return RecordingCollectives(inner, self.ledger)
 
-    def _record(self, op: str, label: str, full: Tensor, root: int = 0) -> None:
-        payload = full.numel() * full.element_size()
+    def _record(self, op: str, label: str, full: Tensor | Parts, root: int = 0) -> None:
+        payload = full.numel() * full.dtype.itemsize
         sent = sent_nbytes(op, payload, rank=self.rank, size=self.size, root=root)
         self.ledger.record(Transfer(op, label, full.dtype, payload, sent))

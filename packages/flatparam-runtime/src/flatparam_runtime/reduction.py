@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 from torch import Tensor
 from typing_extensions import final
 
-from flatparam_comm import COMPLETED, FlatParamHandle, Pending, takes_parts
+from flatparam_comm import COMPLETED, FlatParamHandle, Pending, Threshold, takes_parts
 from flatparam_runtime.phases import Phase
 from flatparam_runtime.streams import Mark, streams_of
 
 if TYPE_CHECKING:
     from flatparam_runtime.unit import Unit
 
-__all__ = ["PartialSum", "Reduced", "Reduction"]
+__all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reduction"]
+
+PART_NBYTES: Final = Threshold(
+    "runtime.part_nbytes",
+    2**14,
+    "Through shared memory a unit's gradients are reduced from where autograd left them if one has so many bytes on "
+    "average; smaller ones are copied to a flat buffer first.",
+    least=0,
+)
+"""Below it a tensor costs more to cut out than its second copy."""
 
 
 @final

@@ -34,7 +34,7 @@ from flatparam_runtime.initial_weights import InitialWeights
 from flatparam_runtime.inner_calls import InnerCalls
 from flatparam_runtime.phases import PHASES, Phase
 from flatparam_runtime.plan import UnitPlan
-from flatparam_runtime.reduction import PartialSum, Reduction
+from flatparam_runtime.reduction import PART_NBYTES, PartialSum, Reduction
 from flatparam_runtime.streams import Mark, streams_of
 
 __all__ = ["Unit"]
@@ -253,7 +253,9 @@ class Unit:
         shard = self.plan.topology.shard
         if self.hooks.reduce is not None or self.device.type != "cpu" or shard.size == 1:
             return False
-        return takes_parts(shard)
+        nbytes = sum(handle.gradients.buffer.nbytes for handle in self.handles)
+        count = sum(len(handle.layout.slots) for handle in self.handles)
+        return takes_parts(shard) and nbytes >= count * PART_NBYTES.value
 
     @property
     def _group_of_first_sum(self) -> Collectives:
