@@ -24,6 +24,7 @@ from flatparam_core.specs import ParamSpec
 from flatparam_core.tensor_data import give_data
 from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
+from flatparam_core.unflattened import Unflattened
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "Span",
     "Threshold",
     "Transitions",
+    "Unflattened",
     "all_thresholds",
     "clean_fqn",
     "discover",
