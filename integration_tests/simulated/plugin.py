@@ -3,7 +3,8 @@
     python -m pytest -p integration_tests.simulated.plugin packages/flatparam-runtime/tests
 
 What a test makes is on the device, by torch's default device. Each rank has a stream of its own. A test fails, too, where
-the checker finds something in what its ranks have done. Tests that start processes are left out.
+the checker finds something in what its ranks have done. Tests that start processes are left out, and those that
+`not_twinned.py` lists.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from flatparam_comm import threads
 from integration_tests.simulated import device
+from integration_tests.simulated.not_twinned import why_not_twinned
 from integration_tests.simulated.races import find_races
 
 _run_rank = threads._run_rank
@@ -31,10 +33,13 @@ threads._run_rank = _run_rank_on_device  # type: ignore[assignment]  # it takes 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what starts processes: they have no device."""
+    """Leave out what starts processes, which have no device, and what makes no sense there."""
     for item in items:
+        reason = why_not_twinned(item.nodeid)
         if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.skip(reason="processes have no simulated device"))
+            reason = "processes have no simulated device"
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
