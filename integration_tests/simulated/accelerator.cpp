@@ -720,10 +720,16 @@ bool is_pinned_locked(const at::Tensor& tensor) {
   return found && found->second.pinned;
 }
 
+// An alias has the bytes of a tensor; this has its values, where they are conjugate or negative views of those.
+at::Tensor as_seen(const at::Tensor& alias, const at::Tensor& tensor) {
+  auto seen = tensor.is_conj() ? alias.conj() : alias;
+  return tensor.is_neg() ? seen._neg_view() : seen;
+}
+
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   bool to_device = !is_simulated(source), to_host = !is_simulated(target);
   if (target.numel() == 0) return target;
-  auto from = to_device ? source : cpu_alias(source), to = to_host ? target : cpu_alias(target);
+  auto from = to_device ? source : as_seen(cpu_alias(source), source), to = to_host ? target : as_seen(cpu_alias(target), target);
   bool late = false;
   if (non_blocking && (to_device || to_host)) {
     Lock lock(mutex);
@@ -787,6 +793,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Tensor", &set_tensor);
 }
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FULL_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)

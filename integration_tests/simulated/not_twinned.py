@@ -9,19 +9,14 @@ from types import MappingProxyType
 from typing import Final
 
 _RUNTIME: Final = "packages/flatparam-runtime/tests"
+_LIFTED: Final = "integration_tests/lifted"
 
 _GATHERS_AHEAD: Final = "on an accelerator small units are gathered ahead in the forward pass, on purpose"
-_COMPARES_LATER: Final = (
-    "on an accelerator what the ranks have told each other is read before the next comparison, on purpose"
-)
 _POOL: Final = "on an accelerator torch's allocator is the pool, and ours keeps nothing"
 _LSTM: Final = "an LSTM has a kernel of its own on each kind of device but the CPU, and the simulated one has none"
 
 NOT_TWINNED: Final = MappingProxyType(
     {
-        f"{_RUNTIME}/test_agreement.py::test_units_of_one_size_in_another_order": _COMPARES_LATER,
-        f"{_RUNTIME}/test_agreement.py::test_evaluation_in_another_order": _COMPARES_LATER,
-        f"{_RUNTIME}/test_agreement.py::test_one_rank_of_four": _COMPARES_LATER,
         f"{_RUNTIME}/test_backward.py::test_gradients_are_collected_one_unit_at_a_time[None-1]": (
             "it says that reductions do not overlap where nothing is asked for; on an accelerator they do"
         ),
@@ -39,6 +34,13 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_RUNTIME}/test_shard.py::test_other_libraries_modules_are_units": _LSTM,
         f"{_RUNTIME}/test_traverse.py::test_a_tensor_is_found_in[packed sequence]": (
             "torch keeps the lengths of a packed sequence on the CPU, and its default device takes them elsewhere"
+        ),
+        f"{_LIFTED}/test_prefetch.py::test_l47_the_order_is_learned_again": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_prefetch.py::test_l47_several_units_ahead_in_the_forward_pass": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_prefetch.py::test_l47_lists_of_what_to_gather": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_prefetch.py::test_l48_the_peak_is_a_formula": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_ranks.py::test_l01_ranks_that_run_different_units_are_told": (
+            "on an accelerator both units are gathered ahead, so that the ranks' forward passes do not differ yet"
         ),
     }
 )

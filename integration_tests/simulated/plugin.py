@@ -24,12 +24,20 @@ _run_rank = threads._run_rank
 
 
 def _run_rank_on_device(*args: Any) -> None:
+    torch.accelerator.synchronize()  # what it is given was made on another stream
     with device.DEVICE, torch.Stream(device=device.DEVICE):
         _run_rank(*args)
         torch.accelerator.synchronize()  # whoever looks at what it returns is on another stream
 
 
 threads._run_rank = _run_rank_on_device  # type: ignore[assignment]  # it takes whatever that takes
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Have the tensors of modules of tests on the device, too."""
+    with device.DEVICE:
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
