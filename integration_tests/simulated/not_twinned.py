@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+_COMM: Final = "packages/flatparam-comm/tests"
 _RUNTIME: Final = "packages/flatparam-runtime/tests"
 _LIFTED: Final = "integration_tests/lifted"
 _INTERFACE: Final = "packages/flatparam/tests"
@@ -30,6 +31,7 @@ _WEAK_REFERENCES: Final = (
 
 NOT_TWINNED: Final = MappingProxyType(
     {
+        f"{_COMM}/test_contract_refusals.py::test_bad_calls_are_refused_and_leave_the_group_usable": _SPARSE,
         f"{_RUNTIME}/test_backward.py::test_gradients_are_collected_one_unit_at_a_time[None-1]": (
             "it says that reductions do not overlap where nothing is asked for; on an accelerator they do"
         ),
