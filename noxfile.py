@@ -180,9 +180,23 @@ def overlap(session: nox.Session) -> None:
 
 @nox.session
 def sanitise(session: nox.Session) -> None:
-    """Every combination of settings on the simulated device, looked through for races (`-- --every 10`)."""
+    """Tests, and every combination of settings, on the simulated device, looked through for races (`-- --every 10`)."""
     install_all_layers(session)
+    pytest(session, "-p", "integration_tests.simulated.plugin", "-m", "not gpu", *TWINS)
     python(session, "-m", "integration_tests.simulated.sweep", *session.posargs)
+
+
+# Where there are worlds of threads; the others' files and bytes do not depend on the device.
+TWINS = (
+    "packages/flatparam-comm/tests",
+    "packages/flatparam-runtime/tests",
+    "packages/flatparam-state/tests",
+    "--ignore=packages/flatparam-state/tests/checkpoint",
+    "--ignore=packages/flatparam-state/tests/formats",
+    "packages/flatparam/tests",
+    "--ignore=packages/flatparam/tests/command",
+    "integration_tests/lifted",
+)
 
 
 @nox.session

@@ -602,6 +602,14 @@ void copy_one_by_one(torch::jit::Stack* stack) {
   for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(sources[i], non_blocking);
 }
 
+// What CUDA's kernels for lists do, since autograd does not do it for them.
+void count_versions(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& given) {
+  if (schema.name().rfind("aten::_foreach_", 0) != 0) return;
+  for (size_t i = 0; i < given.size(); ++i)
+    if (given[i].isTensorList() && writes_to(schema.arguments()[i]))
+      for (const at::Tensor& tensor : given[i].toTensorVector()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   if (copies_between_host_and_device(handle, *stack)) return copy_one_by_one(stack);
   InKernel running;
@@ -622,6 +630,7 @@ void run_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   if (is_capturing) again.arguments.assign(stack->begin() + first, stack->end());
   handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.size_outputs();
+  count_versions(schema, given);
   const auto& returns = schema.returns();
   auto first_result = stack->size() - returns.size();
   for (size_t i = 0; i < returns.size(); ++i) {
@@ -685,6 +694,10 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
   impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
   return self;
 }
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  int64_t numel = source.nbytes() / self.itemsize();
+  return set_storage(self, std::move(source), 0, {c10::SymInt(numel)}, {c10::SymInt(1)});
+}
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(source.storage());
@@ -707,10 +720,16 @@ bool is_pinned_locked(const at::Tensor& tensor) {
   return found && found->second.pinned;
 }
 
+// An alias has the bytes of a tensor; this has its values, where they are conjugate or negative views of those.
+at::Tensor as_seen(const at::Tensor& alias, const at::Tensor& tensor) {
+  auto seen = tensor.is_conj() ? alias.conj() : alias;
+  return tensor.is_neg() ? seen._neg_view() : seen;
+}
+
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   bool to_device = !is_simulated(source), to_host = !is_simulated(target);
   if (target.numel() == 0) return target;
-  auto from = to_device ? source : cpu_alias(source), to = to_host ? target : cpu_alias(target);
+  auto from = to_device ? source : as_seen(cpu_alias(source), source), to = to_host ? target : as_seen(cpu_alias(target), target);
   bool late = false;
   if (non_blocking && (to_device || to_host)) {
     Lock lock(mutex);
@@ -771,8 +790,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", &record_stream);
   library.impl("_has_compatible_shallow_copy_type", &can_take_data_of);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
+  library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Tensor", &set_tensor);
 }
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FULL_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)

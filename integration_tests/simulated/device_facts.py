@@ -28,8 +28,35 @@ def of_one(world: World) -> Facts:
         autograd,
         memory,
         amp,
+        versions,
+        views_of_complex_numbers,
+        copies_of_storages,
     )
     return {function.__name__: function(world.device) for function in functions}
+
+
+def versions(device: torch.device) -> tuple[int, int]:
+    """How many changes in place autograd counts of a tensor, of one operator and of one on a list."""
+    alone, listed = _numbers(device), _numbers(device)
+    before = (alone._version, listed._version)
+    alone.add_(1)
+    torch._foreach_add_([listed], 1)
+    return alone._version - before[0], listed._version - before[1]
+
+
+def views_of_complex_numbers(device: torch.device) -> list[Any]:
+    """Copies of a conjugate and of a negative view, on the device and to the host."""
+    number = torch.tensor([1.0 + 2.0j]).to(device)
+    conjugate, negative = number.conj(), number.conj().imag
+    return [each.cpu().tolist() for each in (conjugate.clone(), conjugate, negative.clone(), negative)]
+
+
+def copies_of_storages(device: torch.device) -> list[list[float]]:
+    """A tensor whose storage was copied on the device, and one whose storage was copied to the host."""
+    numbers = _numbers(device)
+    storage: Any = numbers.untyped_storage()
+    copies = (storage.clone(), storage.cpu())
+    return [torch.empty(0, device=each.device).set_(each).tolist() for each in copies]
 
 
 def _numbers(device: torch.device) -> Tensor:

@@ -3,7 +3,8 @@
     python -m pytest -p integration_tests.simulated.plugin packages/flatparam-runtime/tests
 
 What a test makes is on the device, by torch's default device. Each rank has a stream of its own. A test fails, too, where
-the checker finds something in what its ranks have done. Tests that start processes are left out.
+the checker finds something in what its ranks have done. Tests that start processes are left out, and those that
+`not_twinned.py` lists.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 
 from flatparam_comm import threads
 from integration_tests.simulated import device
+from integration_tests.simulated.not_twinned import why_not_twinned
 from integration_tests.simulated.races import find_races
 
 _run_rank = threads._run_rank
 
 
 def _run_rank_on_device(*args: Any) -> None:
+    torch.accelerator.synchronize()  # what it is given was made on another stream
     with device.DEVICE, torch.Stream(device=device.DEVICE):
         _run_rank(*args)
         torch.accelerator.synchronize()  # whoever looks at what it returns is on another stream
@@ -30,11 +33,21 @@ def _run_rank_on_device(*args: Any) -> None:
 threads._run_rank = _run_rank_on_device  # type: ignore[assignment]  # it takes whatever that takes
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Have the tensors of modules of tests on the device, too."""
+    with device.DEVICE:
+        return (yield)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what starts processes: they have no device."""
+    """Leave out what starts processes, which have no device, and what makes no sense there."""
     for item in items:
+        reason = why_not_twinned(item.nodeid)
         if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.skip(reason="processes have no simulated device"))
+            reason = "processes have no simulated device"
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -138,3 +138,18 @@ def test_waiting_orders_streams(two: Any) -> None:
         assert waiting == []
         assert len(hasty) == 1
         assert "all_gather" in hasty[0]
+
+
+def test_operators_on_lists_count_versions(one: Any) -> None:
+    """Autograd notices a change in place by an operator on a list, as it does on CUDA."""
+    assert one["versions"] == (1, 1)
+
+
+def test_conjugate_and_negative_views_are_copied(one: Any) -> None:
+    """What is copied of such a view are its values."""
+    assert one["views_of_complex_numbers"] == [[1.0 - 2.0j], [1.0 - 2.0j], [-2.0], [-2.0]]
+
+
+def test_storages_are_copied(one: Any) -> None:
+    """As `copy.deepcopy` and `torch.save` do it."""
+    assert one["copies_of_storages"] == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2

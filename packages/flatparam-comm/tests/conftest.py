@@ -43,18 +43,20 @@ class World:
     def run(self, fn: Contract, *args: Any) -> list[Any]:
         """What `fn(collectives, device, *args)` returns on each rank."""
         kind = self.name.split("-")[0]
-        if kind == "single":
-            return [fn(SingleCollectives(), self.device, *args)]
         if kind == "gloo":
             return run_processes(self.size, fn, self.device, *args)
         if kind == "shared":
             return run_processes(self.size, run_shared, fn, self.device, *args)
         if kind == "nccl":
             return [_run_nccl(fn, self.device, *args)]
+        # In this process it is torch's default device rather than the CPU.
+        device = str(torch.get_default_device()) if self.device == "cpu" else self.device
+        if kind == "single":
+            return [fn(SingleCollectives(), device, *args)]
         decorate = _DECORATORS.get(kind, lambda collectives: collectives)
         return run_threads(
             self.size,
-            lambda collectives: fn(decorate(collectives), self.device, *args),
+            lambda collectives: fn(decorate(collectives), device, *args),
             deliver_late=kind != "early",
         )
 

@@ -121,14 +121,15 @@ def test_different_tensors_are_an_error_before_anything_is_sent() -> None:
     with pytest.raises(RankError):
         run_threads(2, program)
     assert len(seen) == 2
+    here = torch.get_default_device().type
     for message in seen:
         assert "broadcast_tensors 'initial values'" in message
         assert (
-            "found at tensor number 1: rank 0 has ('float32', (2,), 'cpu'); rank 1 has ('float32', (3,), 'cpu')"
+            f"found at tensor number 1: rank 0 has ('float32', (2,), {here!r}); rank 1 has ('float32', (3,), {here!r})"
             in message
         )
     with pytest.raises(
-        RankError, match=r"tensor number 0: rank 0 has none; rank 1 has \('float32', \(1,\), 'cpu'\)"
+        RankError, match=rf"tensor number 0: rank 0 has none; rank 1 has \('float32', \(1,\), {here!r}\)"
     ):
         run_threads(2, lambda comm: broadcast_tensors(comm, [torch.zeros(1)] * comm.rank))
 

@@ -65,10 +65,10 @@ def _post(kind: str, comm: Collectives) -> None:
         (
             "gather 4",
             "gather 5",
-            ["all_gather 'A' (4 x float32 on cpu)", "all_gather 'B' (5 x float32 on cpu)"],
+            ["all_gather 'A' (4 x float32 on HERE)", "all_gather 'B' (5 x float32 on HERE)"],
         ),
         ("gather 4", "gather half", ["all_gather 'A' (4 x float32", "all_gather 'C' (4 x float16"]),
-        ("gather 4", "sum", ["all_gather 'A'", "all_reduce 'D' (sum, 4 x float32 on cpu)"]),
+        ("gather 4", "sum", ["all_gather 'A'", "all_reduce 'D' (sum, 4 x float32 on HERE)"]),
         ("sum", "max", ["all_reduce 'D' (sum, 4", "all_reduce 'E' (max, 4"]),
         ("from 0", "from 1", ["broadcast 'F' (root 0, 4", "broadcast 'G' (root 1, 4"]),
         ("exchange", "barrier", ["exchange 'H'", "barrier 'I'"]),
@@ -84,7 +84,9 @@ def test_calls_that_differ_are_an_error_on_every_rank(one: str, other: str, word
         assert isinstance(mine, MismatchError)
         assert mine.rank == rank
         called = [words[0], words[1], words[0]]
-        for caller, word in enumerate(called):
+        for caller, word in enumerate(
+            each.replace("HERE", str(torch.get_default_device())) for each in called
+        ):
             assert f"rank {caller} called {word}" in str(mine)
         assert "make every rank call the same" in str(mine)
 

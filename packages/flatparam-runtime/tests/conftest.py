@@ -51,8 +51,8 @@ def free_after_forward(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, and its twin: one GPU that all ranks share."""
-    return torch.device(request.param)
+    """The CPU, or else torch's default device; and its twin: one GPU that all ranks share."""
+    return torch.get_default_device() if request.param == "cpu" else torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -60,12 +60,12 @@ def test_norm_and_gradients_are_those_of_the_whole_model(
     assert len({float(norm) for norm, _ in outcomes}) == 1
     for norm, found in outcomes:
         assert norm.shape == ()
-        torch.testing.assert_close(norm.cpu(), expected)
+        torch.testing.assert_close(norm.cpu(), expected.cpu())
         for name, value in gradients.items():
             other = found[name]
             assert value is not None
             assert other is not None
-            torch.testing.assert_close(other.cpu(), value)
+            torch.testing.assert_close(other.cpu(), value.cpu())
 
 
 def test_a_small_norm_scales_nothing(ranks: int) -> None:

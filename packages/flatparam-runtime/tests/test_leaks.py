@@ -71,11 +71,12 @@ UNITS = [f"stack.{name}" for name in BLOCKS]
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """What is freed inside is freed by counting references."""
+    """What is freed inside is freed by counting references; autograd's own threads let go of it a moment later."""
     gc.collect()
     gc.disable()
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         gc.enable()
 

@@ -30,7 +30,9 @@ def loss(module: nn.Module, rank: int, step: int = 0) -> Tensor:
     return out
 
 
-def accumulated(make: type[nn.Module], ranks: int, steps: int, device: torch.device | str = "cpu") -> Grads:
+def accumulated(
+    make: type[nn.Module], ranks: int, steps: int, device: torch.device | str | None = None
+) -> Grads:
     """Each rank's gradients added up over the steps, as one reduction then sums them over ranks."""
     found: Grads = {}
     for rank in range(ranks):

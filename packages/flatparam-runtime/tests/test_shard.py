@@ -304,7 +304,9 @@ def test_other_libraries_modules_are_units(use_orig_params: bool) -> None:
 def test_a_unit_dies_with_its_module() -> None:
     """A sharded module that nobody holds is freed, with its units and their memory."""
     module = sharded(Stack, SingleCollectives(), units=["blocks.0"])
-    module(batch()).sum().backward()
+    # A thread of autograd's own would let go of it a moment later.
+    with torch.autograd.set_multithreading_enabled(False):
+        module(batch()).sum().backward()
     references = [
         weakref.ref(module),
         *(weakref.ref(handle.flat_param) for u in units_in(module) for handle in u.handles),

@@ -34,10 +34,10 @@ def run(ranks: int, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = 
     return run_threads(ranks, fn, *args, faults=faults)
 
 
-def seeded(make: Callable[[], M], device: torch.device | str = "cpu") -> M:
-    """The same module on every call."""
+def seeded(make: Callable[[], M], device: torch.device | str | None = None) -> M:
+    """The same module on every call; on torch's default device where none is named."""
     torch.manual_seed(7)
-    return make().to(device)  # made on the CPU, so that the values are the same on every device
+    return make().to(device or torch.get_default_device())  # its values are the same on every device
 
 
 def rectangle(world: Collectives, shards: int) -> Topology:
@@ -54,7 +54,7 @@ def sharded(
     where: Collectives | Topology,
     *,
     units: Sequence[str] = (),
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     **plan: Any,
 ) -> M:
     """The seeded module, with the submodules in ``units`` (inner ones first) and itself as units."""
@@ -128,10 +128,14 @@ def nobody_has_gradient(handle: FlatParamHandle, index: int, missing: Sequence[b
 
 
 def mean_gradients(module: nn.Module, losses: Callable[[nn.Module, int], Tensor], ranks: int) -> Grads:
-    """The mean of the gradients of a local module on each rank's loss, summed in the order of ranks."""
+    """The mean of the gradients of a local module on each rank's loss, summed in the order of ranks.
+
+    As in a world of threads, backward runs in this thread, also on an accelerator, where it adds in another order then.
+    """
     found: Grads = dict.fromkeys(name for name, _ in module.named_parameters())
     for rank in range(ranks):
-        losses(module, rank).backward()
+        with torch.autograd.set_multithreading_enabled(ranks == 1):
+            losses(module, rank).backward()
         for name, parameter in module.named_parameters():
             before, part = found[name], parameter.grad
             if part is not None:

@@ -26,7 +26,7 @@ def on_meta(make: Any = mlp) -> Any:
 
 def fill(module: nn.Module) -> None:
     """A `param_init_fn`: values that depend on the shape only."""
-    module.to_empty(device="cpu", recurse=False)
+    module.to_empty(device=torch.get_default_device(), recurse=False)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         torch.arange(
             tensor.numel(), out=tensor.detach().view(-1)

@@ -174,7 +174,8 @@ def test_facts_about_the_ranks() -> None:
         return model.rank, model.world_size, model.sharding_strategy, model.compute_device
 
     facts = on_ranks(3, rank)
-    assert facts == [(r, 3, ShardingStrategy.SHARD_GRAD_OP, torch.device("cpu")) for r in range(3)]
+    here = torch.get_default_device()
+    assert facts == [(r, 3, ShardingStrategy.SHARD_GRAD_OP, here) for r in range(3)]
 
 
 def test_settings_of_the_schedule(use_orig_params: bool) -> None:

@@ -1,0 +1,103 @@
+"""Which tests have no twin by `plugin.py`, and why: beside those that start processes or need CUDA, these.
+
+A name is what pytest calls a test, without its parameters where it stands for all of them, or a file.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+_COMM: Final = "packages/flatparam-comm/tests"
+_RUNTIME: Final = "packages/flatparam-runtime/tests"
+_LIFTED: Final = "integration_tests/lifted"
+_INTERFACE: Final = "packages/flatparam/tests"
+
+_GATHERS_AHEAD: Final = "on an accelerator small units are gathered ahead in the forward pass, on purpose"
+_POOL: Final = "on an accelerator torch's allocator is the pool, and ours keeps nothing"
+_LSTM: Final = (
+    "an LSTM has a kernel of its own on each kind of device but the CPU, and the simulated one has none"
+)
+_FSDP1_ON_CPU: Final = "torch's FSDP1 is beside it, over gloo and on the CPU by name"
+_PIECES: Final = "long parameters are stepped in pieces on the CPU only, whose caches they do not fit in"
+_FUSED: Final = (
+    "a real accelerator steps a whole unit by one fused kernel; the simulated one takes the CPU's, which rounds a "
+    "tensor's end otherwise"
+)
+_SPARSE: Final = "the simulated device has no sparse tensors"
+_WEAK_REFERENCES: Final = (
+    "torch cannot take a parameter with weak references to a device that is none of its own list"
+)
+
+NOT_TWINNED: Final = MappingProxyType(
+    {
+        f"{_COMM}/test_contract_refusals.py::test_bad_calls_are_refused_and_leave_the_group_usable": _SPARSE,
+        f"{_RUNTIME}/test_backward.py::test_gradients_are_collected_one_unit_at_a_time[None-1]": (
+            "it says that reductions do not overlap where nothing is asked for; on an accelerator they do"
+        ),
+        f"{_RUNTIME}/test_events.py::test_the_schedule_of_one_step": _GATHERS_AHEAD,
+        f"{_RUNTIME}/test_events.py::test_the_schedule_with_an_input_that_needs_a_gradient": _GATHERS_AHEAD,
+        f"{_RUNTIME}/test_events.py::test_events_carry_phase_and_bytes": _GATHERS_AHEAD,
+        f"{_RUNTIME}/test_inner_calls.py::test_an_inner_call_gathers_only_its_unit": _GATHERS_AHEAD,
+        f"{_RUNTIME}/test_pool.py::test_what_is_kept_within_a_pass": _POOL,
+        f"{_RUNTIME}/test_pool.py::test_where_nothing_is_gathered_again_a_backward_pass_keeps_nothing": _POOL,
+        f"{_RUNTIME}/test_pool.py::test_what_is_not_sharded_takes_no_memory": _POOL,
+        f"{_RUNTIME}/test_pool.py::test_what_no_sync_holds": _POOL,
+        f"{_RUNTIME}/test_pool.py::test_nothing_is_kept_after_summoning": _POOL,
+        f"{_RUNTIME}/test_prefetch.py::test_forward_prefetch": _GATHERS_AHEAD,
+        f"{_RUNTIME}/test_prefetch_lists.py::test_a_list_takes_the_place_of_the_plan": _GATHERS_AHEAD,
+        f"{_RUNTIME}/test_shard.py::test_other_libraries_modules_are_units": _LSTM,
+        f"{_RUNTIME}/test_traverse.py::test_a_tensor_is_found_in[packed sequence]": (
+            "torch keeps the lengths of a packed sequence on the CPU, and its default device takes them elsewhere"
+        ),
+        f"{_LIFTED}/test_prefetch.py::test_l47_the_order_is_learned_again": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_prefetch.py::test_l47_several_units_ahead_in_the_forward_pass": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_prefetch.py::test_l47_lists_of_what_to_gather": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_prefetch.py::test_l48_the_peak_is_a_formula": _GATHERS_AHEAD,
+        f"{_LIFTED}/test_ranks.py::test_l01_ranks_that_run_different_units_are_told": (
+            "on an accelerator both units are gathered ahead, so that the ranks' forward passes do not differ yet"
+        ),
+        f"{_INTERFACE}/test_compositions.py::test_marks_for_the_compiler": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_deferred_init.py::test_param_init_fn_is_called_as_by_torch": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_flat_pieces.py::test_every_optimizer_has_the_bits_of_the_plain_one": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_state_is_the_optimizers_own": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_saved_and_loaded_between": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_what_cannot_be_cut_is_stepped_whole": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_gradients_come_and_go": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_state_that_the_step_makes_is_put_together": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_state_that_was_cleared": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_a_step_that_is_broken_off": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_a_step_is_noticed_by_autograd": _PIECES,
+        f"{_INTERFACE}/test_flat_pieces.py::test_other_parameters_are_left_alone": _PIECES,
+        f"{_INTERFACE}/test_flat_steps.py::test_every_optimizer_has_the_bits_of_the_plain_one[whole-AdamW-how6]": _FUSED,
+        f"{_INTERFACE}/test_flat_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
+        f"{_INTERFACE}/test_flat_steps.py::test_long_parameters_are_not_joined": _PIECES,
+        f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
+        f"{_INTERFACE}/test_optim_state.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"
+        "[{'cpu_offload': CPUOffload(offload_params=True)}-whole]": _WEAK_REFERENCES,
+        f"{_INTERFACE}/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"
+        "[{'cpu_offload': CPUOffload(offload_params=True)}-policy]": _WEAK_REFERENCES,
+        f"{_INTERFACE}/test_placement.py::test_ways_to_name_the_cpu": "it is about the CPU",
+        f"{_INTERFACE}/test_policies.py::test_a_policy_function_is_asked_with_torchs_arguments": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_policies.py::test_the_modules_that_torch_wraps": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_policies.py::test_the_modules_that_torch_wraps_beside_ignored_ones": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_private_names.py::test_how_far_ahead_units_are_gathered": _GATHERS_AHEAD,
+        f"{_INTERFACE}/test_resolving.py::test_forward_prefetch": _GATHERS_AHEAD,
+        f"{_INTERFACE}/test_resolving.py::test_no_prefetch": _GATHERS_AHEAD,
+        f"{_INTERFACE}/test_state_dict.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_state_dict_type.py::test_the_default_is_fsdp1s": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_wrapper.py::test_parameter_names_are_fsdp1s": _FSDP1_ON_CPU,
+    }
+)
+"""By the name of a test, why it makes no sense on the device."""
+
+
+def why_not_twinned(node_id: str) -> str | None:
+    """Why the test with this name has no twin; `None` where it has one."""
+    return next((reason for name, reason in NOT_TWINNED.items() if stands_for(name, node_id)), None)
+
+
+def stands_for(name: str, node_id: str) -> bool:
+    """Whether a name of `NOT_TWINNED` means the test with this node id."""
+    return node_id == name or node_id.startswith((f"{name}[", f"{name}::"))
