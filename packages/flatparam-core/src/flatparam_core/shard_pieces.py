@@ -42,7 +42,7 @@ class ShardPieces:
     def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The fragment of every parameter, in slot order, as a view of `shard` (1-D, of the layout's shard length)."""
         if self._templates is None:
-            one = torch.empty(())
+            one = torch.empty((), device="cpu")
             known = {shape: one.expand(shape) for shape in {*self._cut}}
             self._templates = [known[shape] for shape in self._cut]
         cut = torch._C._nn.unflatten_dense_tensors(shard, self._templates)

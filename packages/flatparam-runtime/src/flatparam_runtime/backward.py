@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
@@ -35,6 +36,8 @@ MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
     "So many units' gradients are reduced while the next unit's are computed; above, the oldest is waited for.",
 )
 """While one unit's gradients are reduced, the next unit's are computed; they are collected when it is over."""
+MOMENT: Final = 1.0
+"""Seconds; it is waited for only where a pass seems to be under way in another thread."""
 
 
 LeafKey: TypeAlias = tuple[int, int]
@@ -137,6 +140,18 @@ class BackwardPass:
     def is_alive(self) -> bool:
         """Whether the autograd run that this pass began in is still going on."""
         return self._callback is not None and self._callback() is not None
+
+    def wait_if_dying(self) -> None:
+        """Give autograd's own threads, which an accelerator has, a moment to let go of a pass that an exception ended.
+
+        The call of `backward()` that it ended may return before they do. A pass that goes on in another thread is alive
+        after it, too.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # asked from inside a pass
+        until = time.monotonic() + MOMENT
+        while self.is_alive and time.monotonic() < until:
+            time.sleep(0.001)
 
     # What hooks report
 

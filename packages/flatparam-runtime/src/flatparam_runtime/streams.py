@@ -162,7 +162,7 @@ class _Event:
 @final
 @attrs.define(eq=False)
 class Streams:
-    """An accelerator's streams for copies, made when they are first used."""
+    """An accelerator's streams for copies beside one that computes, made when they are first used."""
 
     device: torch.device
     runs_ahead: bool = True
@@ -222,13 +222,16 @@ class Streams:
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[_Copies]:
         copies = _Copies()
+        before = torch.accelerator.current_stream(self.device)
         if after_current:
-            stream.wait_event(self._record(torch.accelerator.current_stream(self.device)))
-        with stream:
-            try:
-                yield copies
-            finally:
-                copies.end = self._mark(stream)
+            stream.wait_event(self._record(before))
+        # Not by `with stream`: a stream remembers one stream to go back to, and another thread may be on it, too.
+        torch.accelerator.set_stream(stream)
+        try:
+            yield copies
+        finally:
+            copies.end = self._mark(stream)
+            torch.accelerator.set_stream(before)
 
     def _mark(self, stream: torch.Stream) -> Mark:
         return _Event(self.device, self._record(stream))
@@ -243,10 +246,15 @@ _ON_CPU = NoStreams()
 
 
 def streams_of(device: torch.device) -> OnDevice:
-    """The streams of a device: the same object each time, since what happens on it is ordered there."""
-    return _ON_CPU if device.type in ("cpu", "meta") else _of_accelerator(device)
+    """The streams beside the current one of a device: the same object each time, since what they do is ordered there.
+
+    Each stream that somebody computes on has its own beside it, as memory that is used there is given out again there.
+    """
+    if device.type in ("cpu", "meta"):
+        return _ON_CPU
+    return _beside(device, torch.accelerator.current_stream(device).stream_id)
 
 
 @functools.cache
-def _of_accelerator(device: torch.device) -> Streams:
+def _beside(device: torch.device, stream: int) -> Streams:
     return Streams(device)

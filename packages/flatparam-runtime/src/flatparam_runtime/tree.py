@@ -165,6 +165,8 @@ class UnitTree:
     @property
     def is_in_a_pass(self) -> bool:
         """Whether a forward or backward pass is under way; what an interrupted one left is cleared away first."""
+        if self._backward is not None and self.streams.runs_ahead:
+            self._backward.wait_if_dying()
         if self.backward is not None:
             return True
         running = [unit for unit in self.units if any(running_calls(call.module) for call in unit.calls)]

@@ -85,4 +85,4 @@ class ByteFile:
 
 def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
     """The 1-D tensor whose memory `data` is."""
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")

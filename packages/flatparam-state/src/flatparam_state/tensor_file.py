@@ -332,4 +332,4 @@ def bytes_view(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # one element of a larger tensor counts as contiguous, whatever its stride
         flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() == 1 else flat.contiguous()
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -119,7 +119,7 @@ class Tiling:
         if is_always_local and not parts and self.shape:
             rest = self.shape[1:]
             boxes[group.rank] = (Box((self.shape[0], *(0 for _ in rest)), (0, *rest)),)
-            parts = [torch.empty(boxes[group.rank][0].sizes, dtype=dtype)]
+            parts = [torch.empty(boxes[group.rank][0].sizes, dtype=dtype, device=device)]
         metadata = {
             rank: [
                 ShardMetadata(list(box.offsets), list(box.sizes), _placement(global_rank, device))

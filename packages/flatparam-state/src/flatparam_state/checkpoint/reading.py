@@ -169,7 +169,7 @@ class CheckpointReader:
         info = record.info
         for piece in record.pieces:
             self.file(piece.file)  # before anything is allocated: the bytes are there
-        result = torch.empty(info.numel, dtype=info.dtype)
+        result = torch.empty(info.numel, dtype=info.dtype, device="cpu")
         done = 0
         for chunk in self.read(path, Span(0, info.numel)):
             result[done : done + chunk.numel()] = chunk
@@ -266,4 +266,4 @@ def what_it_says(path: Path) -> str:
 
 def _zeros(span: Span, dtype: torch.dtype) -> Iterator[Tensor]:
     for part in chunk_spans(span, dtype.itemsize):
-        yield torch.zeros(part.numel, dtype=dtype)
+        yield torch.zeros(part.numel, dtype=dtype, device="cpu")

@@ -123,7 +123,7 @@ def read_part(
     """
     record = reader.record(path)
     shape = record.info.shape
-    staged = torch.empty(span.numel, dtype=dtype)
+    staged = torch.empty(span.numel, dtype=dtype, device="cpu")
     if not span:
         return staged
     if _order(shape, record.stride) == _order(shape, stride):
@@ -134,7 +134,7 @@ def read_part(
         return staged
     full = reader.load(path)
     if stride is not None:
-        full = torch.empty_strided(shape, stride, dtype=full.dtype).copy_(full)
+        full = torch.empty_strided(shape, stride, dtype=full.dtype, device="cpu").copy_(full)
         full = full.as_strided((full.numel(),), (1,))
     return staged.copy_(full.reshape(-1)[span.as_slice()])
 

@@ -197,7 +197,7 @@ class _Elements:
 
     def __init__(self, chunks: Iterable[Tensor]) -> None:
         self._chunks = iter(chunks)
-        self._rest = torch.empty(0)
+        self._rest = torch.empty(0, device="cpu")
 
     def take(self, numel: int) -> Iterator[Tensor]:
         while numel:

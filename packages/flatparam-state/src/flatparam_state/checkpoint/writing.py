@@ -39,7 +39,7 @@ class OwnedPiece:
 
     def staged(self) -> Self:
         """The same piece with its elements copied to host memory."""
-        copy = torch.empty(self.span.numel, dtype=self.record.info.dtype)
+        copy = torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu")
         done = 0
         for chunk in self.chunks():
             copy[done : done + chunk.numel()].copy_(chunk.detach().reshape(-1))

@@ -81,7 +81,7 @@ class _Reordered(Stored):
 
     def read(self, span: Span) -> Iterator[Tensor]:
         """See `Stored.read`."""
-        held = torch.empty(self.info.numel, dtype=self.info.dtype)
+        held = torch.empty(self.info.numel, dtype=self.info.dtype, device="cpu")
         at = 0
         for chunk in self.reader.read_stored(self.path, Span(0, self.info.numel)):
             held[at : at + chunk.numel()] = chunk

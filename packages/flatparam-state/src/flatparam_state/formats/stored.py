@@ -91,7 +91,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], object]) -> Iterator[Tensor]:
     """The row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
     for piece in chunk_spans(span, info.dtype.itemsize):
-        chunk = torch.empty(piece.numel, dtype=info.dtype)
+        chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
         at = 0
         for box in row_major_boxes(info.shape, piece):
             fill(box, chunk[at : at + box.numel].view(box.sizes))
