@@ -95,12 +95,10 @@ def _places(units: Units) -> range:
 def _while_done(units: Units, k: int, unsharded_before: int, on_device: bool) -> int:
     """What unit `k` takes when it gets its gradients: autograd's, the flat ones, and the shards of those before it.
 
-    The flat gradient takes the memory of the full parameters, except in the first unit: nobody waits for a gradient of
-    its inputs, so it cannot tell when its parameters were used for the last time.
+    The flat gradient takes the memory of the full parameters, when the reduction before it is over.
     """
     full, own = units.full, units.numels[k] * BYTES
     # Of one rank the flat gradient is the shard of the sum.
     in_reduction = full[k + 1] if on_device and units.ranks > 1 and k + 1 < len(full) else 0
     shards_of_gradients = sum(full[k + 1 :]) // units.ranks
-    itself = full[k] if k else 2 * full[k]
-    return itself + own + unsharded_before + in_reduction + shards_of_gradients
+    return full[k] + own + unsharded_before + in_reduction + shards_of_gradients
