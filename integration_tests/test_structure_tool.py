@@ -1,0 +1,98 @@
+"""`tools/structure`: the figures of how the packages are built, on a small house that is built for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from structure.main import GOALS  # noqa: E402
+from structure.sources import House  # noqa: E402
+from structure.walk import returns  # noqa: E402
+
+FILES = {
+    "packages/flatparam-core/src/flatparam_core/__init__.py": "from flatparam_core.one import One\n",
+    "packages/flatparam-core/src/flatparam_core/one.py": """
+from typing import TYPE_CHECKING
+import attrs, torch
+if TYPE_CHECKING:
+    from flatparam_core.two import Two
+
+@attrs.define
+class One:
+    a: int
+    b: str = ""
+    c = 3
+    def use(self):
+        self.a = torch._C._nothing()
+""",
+    "packages/flatparam-core/src/flatparam_core/two.py": """
+from .one import One
+from .sub import three
+class Two:
+    def use(self, one: One):
+        one.a, self.x = 1, 2
+        one.b += "x"
+        one.use()
+""",
+    "packages/flatparam-core/src/flatparam_core/sub/__init__.py": "",
+    "packages/flatparam-core/src/flatparam_core/sub/three.py": "import torch\ntorch._foreach_add_\ntorch.nn.__doc__\n",
+}
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return House.of(tmp_path)
+
+
+def test_circles_count_what_is_only_typed(house: House) -> None:
+    """An import under `TYPE_CHECKING` closes a circle; that of a package's own `__init__` is not in it."""
+    assert house.circles() == [["flatparam_core.one", "flatparam_core.two"]]
+
+
+def test_folders_imports_and_fields(house: House) -> None:
+    """Modules of the widest folder, imports of the module that has most, and fields as they are written."""
+    assert house.widest_folder() == (2, "flatparam_core")
+    assert house.imports_at_percentile(99) == 4
+    assert house.fields("One") == 2
+    with pytest.raises(ValueError, match="no class 'Three'"):
+        house.fields("Three")
+
+
+def test_who_writes_attributes(house: House) -> None:
+    """Assignments from other files, in tuples and in place too; not those of the class itself."""
+    assert house.written_from_outside("One", ("one",)) == {
+        "a": ["flatparam_core.two"],
+        "b": ["flatparam_core.two"],
+    }
+
+
+def test_private_names_of_torch(house: House) -> None:
+    """`torch._C` is one; `_foreach_` functions, which torch documents, and names of Python are not."""
+    assert house.files_with_private_names_of_torch("flatparam_core") == ["flatparam_core.one"]
+
+
+def test_returns() -> None:
+    """How often a way comes back to a file that it has left."""
+    a, b, c = (Path(name) for name in "abc")
+    assert returns([a, b, c]) == 0
+    assert returns([a, b, a, c, b]) == 2
+
+
+def test_the_table() -> None:
+    """The tool prints a row for each goal, of this checkout."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "structure")], capture_output=True, text=True, check=True
+    )
+    rows = dict(line.strip("| ").rsplit(" | ", 2)[:2] for line in done.stdout.splitlines()[2:])
+    assert rows.keys() == GOALS.keys()
+    assert all(int(value.replace(",", "")) > 0 for value in rows.values())

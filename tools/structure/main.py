@@ -1,0 +1,70 @@
+"""The table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from structure.sources import House
+from structure.walk import returns, trace_a_step
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+GOALS: Final = {
+    "files of a step": 20,
+    "lines of a step": 3000,
+    "import circles": 0,
+    "modules in the widest folder": 12,
+    "imports of a module, 90th percentile": 12,
+    "fields of Unit": 10,
+    "fields of FlatParamHandle": 10,
+    "attributes of a unit written from outside": 0,
+    "runtime files with private names of torch": 1,
+    "returns when a gradient arrives": 4,
+    "returns when a forward begins": 4,
+}
+
+
+def figures(root: Path) -> dict[str, tuple[int, Any]]:
+    """Each figure, and what it is made of."""
+    house = House.of(root)
+    trace = trace_a_step(root)
+    files = [path for path in trace.files if path.name != "__init__.py"]
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in files}
+    circles, (modules, folder) = house.circles(), house.widest_folder()
+    written = house.written_from_outside("Unit", ("unit", "each", "lender", "borrower", "other"))
+    private = house.files_with_private_names_of_torch("flatparam_runtime")
+    hooks = ("_gradient_arrived", "_before_forward")
+    arrived, begun = (trace.longest_way(name, "flatparam_runtime") for name in hooks)
+    return {
+        "files of a step": (len(files), [str(path.relative_to(root)) for path in files]),
+        "lines of a step": (sum(lines.values()), {str(k.relative_to(root)): n for k, n in lines.items()}),
+        "import circles": (len(circles), circles),
+        "modules in the widest folder": (modules, folder),
+        "imports of a module, 90th percentile": (house.imports_at_percentile(90), None),
+        "fields of Unit": (house.fields("Unit"), None),
+        "fields of FlatParamHandle": (house.fields("FlatParamHandle"), None),
+        "attributes of a unit written from outside": (len(written), written),
+        "runtime files with private names of torch": (len(private), private),
+        "returns when a gradient arrives": (returns(arrived), [path.stem for path in arrived]),
+        "returns when a forward begins": (returns(begun), [path.stem for path in begun]),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the figures, each beside its goal; `--json` prints what they are made of, too."""
+    parser = argparse.ArgumentParser(
+        prog="python tools/structure", description="How the packages are built, in figures."
+    )
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    options = parser.parse_args(arguments)
+    found = figures(ROOT)
+    if options.json:
+        print(json.dumps({name: {"value": value, "of": of} for name, (value, of) in found.items()}, indent=1))
+        return 0
+    print("| figure | now | goal |\n| --- | ---: | ---: |")
+    for name, (value, _) in found.items():
+        print(f"| {name} | {value:,} | {GOALS[name]:,} |")
+    return 0
