@@ -288,17 +288,30 @@ class FlatParamHandle:
         if take_over:
             self._take_over()
         self.residency = unsharding
+        full, shard = self._reserve(full_precision=full_precision, copied=copied), self._home.values
+        if full.dtype == shard.dtype and not self.is_offloaded:
+            return full, shard
+        own = self.buffer.shard(self.rank)
+        own.copy_(shard, non_blocking=True)
+        return full, own
+
+    def reserve(self, *, full_precision: bool = False, copied: bool = False) -> bool:
+        """Allocate what `begin_unshard` with these arguments fills; whether it has to copy the shard there.
+
+        A copy may be queued on another stream of an accelerator than the one that the memory is allocated on.
+        """
+        self._follow()
+        full, shard = self._reserve(full_precision=full_precision, copied=copied), self._home.values
+        moves = full.dtype != shard.dtype or self.is_offloaded
+        return moves or (self.is_whole and full.data_ptr() != shard.data_ptr())
+
+    def _reserve(self, *, full_precision: bool, copied: bool) -> torch.Tensor:
         shard, dtype = self._home.values, self.forms.dtype(full_precision=full_precision)
         lends = self.is_whole and not (copied or self.is_offloaded or self.exposure.lists_shard)
         lends = lends and shard.dtype == dtype
         buffer = self.forms.choose(dtype, over=shard if lends else None).buffer
         buffer.allocate()
-        full = buffer.tensor
-        if full.dtype == shard.dtype and not self.is_offloaded:
-            return full, shard
-        own = buffer.shard(self.rank)
-        own.copy_(shard, non_blocking=True)
-        return full, own
+        return buffer.tensor
 
     def _take_over(self) -> None:
         taken = self.exposure.take_over()

@@ -326,13 +326,23 @@ class Unit:
             return
         if self.instruments:
             self.emit("unshard", self.unsharded_nbytes)
-        if self.plan.storage_device is not None:
+        if self._copies_shards(full_precision, copied):
             with streams_of(self.device).uploading() as copies:
                 self._gather(full_precision, copied)
             self._gathers.append(copies.end)
         else:
             self._gather(full_precision, copied)
         self.gathered = self.stamp()
+
+    def _copies_shards(self, full_precision: bool, copied: bool) -> bool:
+        """Whether shards are copied to be gathered, which an accelerator does beside what it computes.
+
+        The memory that they are copied to is allocated on the stream that computes, and is given out again there.
+        """
+        if self.plan.storage_device is None and not streams_of(self.device).runs_ahead:
+            return False
+        copies = [handle.reserve(full_precision=full_precision, copied=copied) for handle in self.handles]
+        return any(copies)
 
     def _gather(self, full_precision: bool, copied: bool) -> None:
         for handle in self.handles:
