@@ -84,6 +84,26 @@ def test_giving_up_a_gather_leaves_everything_usable(use_orig_params: bool) -> N
     assert module.weight.shape == (2, 4)
 
 
+def test_memory_may_be_reserved_before(use_orig_params: bool) -> None:
+    """It is what `begin_unshard` then fills, or is given back; while there are full parameters there is none."""
+    _, handle = handle_in("SHARDED", use_orig_params)
+    handle.reserve(copied=True)
+    assert handle.buffer.held_nbytes == handle.buffer.nbytes
+    handle.unreserve()
+    assert not handle.buffer.held_nbytes
+    check_invariants(handle)
+    assert handle.reserve(copied=True)  # the one rank has to copy its shard
+    place = handle.buffer.tensor.data_ptr()
+    full, shard = handle.begin_unshard(copied=True)
+    assert full.data_ptr() == place != shard.data_ptr()
+    full.copy_(shard)
+    handle.finish_unshard()
+    handle.unreserve()
+    assert handle.buffer.held_nbytes == handle.buffer.nbytes
+    with pytest.raises(IllegalStepError):
+        handle.reserve()
+
+
 @pytest.mark.parametrize("state", ["SHARDED", "UNSHARDING"])
 def test_write_back_needs_the_full_parameters(state: str, use_orig_params: bool) -> None:
     """Writing back what is not complete in memory is refused, and the shard keeps its values."""

@@ -299,11 +299,20 @@ class FlatParamHandle:
         """Allocate what `begin_unshard` with these arguments fills; whether it has to copy the shard there.
 
         A copy may be queued on another stream of an accelerator than the one that the memory is allocated on.
+
+        Raises:
+            IllegalStepError: where there are full parameters.
         """
+        RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
         full, shard = self._reserve(full_precision=full_precision, copied=copied), self._home.values
         moves = full.dtype != shard.dtype or self.is_offloaded
         return moves or (self.is_whole and full.data_ptr() != shard.data_ptr())
+
+    def unreserve(self) -> None:
+        """Free what `reserve` allocated, where `begin_unshard` has not begun to fill it."""
+        if self.residency is Residency.SHARDED:
+            self.buffer.free()
 
     def _reserve(self, *, full_precision: bool, copied: bool) -> torch.Tensor:
         shard, dtype = self._home.values, self.forms.dtype(full_precision=full_precision)

@@ -222,7 +222,10 @@ class Streams:
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[_Copies]:
         copies = _Copies()
-        before = torch.accelerator.current_stream(self.device)
+        before, index = (
+            torch.accelerator.current_stream(self.device),
+            torch.accelerator.current_device_index(),
+        )
         if after_current:
             stream.wait_event(self._record(before))
         # Not by `with stream`: a stream remembers one stream to go back to, and another thread may be on it, too.
@@ -232,6 +235,10 @@ class Streams:
         finally:
             copies.end = self._mark(stream)
             torch.accelerator.set_stream(before)
+            if index != self.device.index:
+                torch.accelerator.set_device_index(
+                    index
+                )  # a stream that becomes current brings its device with it
 
     def _mark(self, stream: torch.Stream) -> Mark:
         return _Event(self.device, self._record(stream))

@@ -327,8 +327,13 @@ class Unit:
         if self.instruments:
             self.emit("unshard", self.unsharded_nbytes)
         if self._copies_shards(full_precision, copied):
-            with streams_of(self.device).uploading() as copies:
-                self._gather(full_precision, copied)
+            try:
+                with streams_of(self.device).uploading() as copies:
+                    self._gather(full_precision, copied)
+            except BaseException:
+                for handle in self.handles:
+                    handle.unreserve()
+                raise
             self._gathers.append(copies.end)
         else:
             self._gather(full_precision, copied)
