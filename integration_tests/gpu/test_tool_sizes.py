@@ -39,14 +39,14 @@ def test_bytes_by_hand() -> None:
     """Three units of one MiB of elements on two ranks, counted by hand in units `u` of bytes.
 
     At rest: shards and two moments, 3 * 3/2. Forward: one unit, and on an accelerator the next. Backward, FULL_SHARD: the
-    first unit is at work with its parameters, its gradient twice, and two shards of gradients of half a unit; on an
-    accelerator the second unit's reduction is under way. SHARD_GRAD_OP: all units and autograd's gradient of the last.
+    second unit is at work with its parameters and its gradient, the first is gathered, and there is the last one's
+    shard of half a unit; on an accelerator the last one's reduction is under way. SHARD_GRAD_OP: all units and autograd's gradient of the last.
     """
     u = 4 * UNIT
     units = Units([UNIT] * 3, ranks=2)
     rest = 9 * u // 2
-    assert full_shard(units, on_device=False) == Bytes(rest, rest + u, rest + 4 * u)
-    assert full_shard(units, on_device=True) == Bytes(rest, rest + 2 * u, rest + 5 * u)
+    assert full_shard(units, on_device=False) == Bytes(rest, rest + u, rest + 7 * u // 2)
+    assert full_shard(units, on_device=True) == Bytes(rest, rest + 2 * u, rest + 9 * u // 2)
     assert shard_grad_op(units, on_device=False) == Bytes(rest, rest + 3 * u, rest + 4 * u)
 
 

@@ -77,7 +77,11 @@ def returns(way: Sequence[Path]) -> int:
 
 
 def trace_a_step(root: Path) -> Trace:
-    """The third step of a model of three blocks, each a unit, on the first of two ranks that are threads."""
+    """The third step of a model of three blocks, each a unit, on the first of two ranks that are threads.
+
+    It is a step of the packages below `root`, a checkout, and not of those that are installed.
+    """
+    sys.path[:0] = map(str, sorted((root / "packages").glob("*/src")))
     from flatparam_comm import run_threads
 
     traces: list[Trace] = run_threads(2, _train, root)
