@@ -150,4 +150,7 @@ def test_one_rank_of_four(steps: int) -> None:
 
     for rank, message in enumerate(run(4, attempt)):
         assert message.startswith(f"rank {rank}: ")
-        assert "rank 3 was at the gather of unit " in message
+        ahead = (
+            torch.get_default_device().type != "cpu"
+        )  # an accelerator may be at a unit that is gathered ahead
+        assert f"rank 3 was at the gather of unit {'' if ahead else repr('right')}" in message
