@@ -13,7 +13,8 @@ from torch.distributed.fsdp import StateDictType as TorchType
 from flatparam import FullStateDictConfig, StateDictType
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
-from flatparam_runtime import fingerprint, tree_of
+from flatparam_runtime import tree_of
+from flatparam_runtime.agreement import fingerprint
 from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.lifted.training import (
     batch,

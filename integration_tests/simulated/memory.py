@@ -179,7 +179,7 @@ def measured(world: World, jobs: Sequence[tuple[Program, int]]) -> list[Measured
 
 
 def _measured(world: World, program: Program, ahead: int) -> Measured:
-    from flatparam_runtime.forward import PREFETCH_NBYTES
+    from flatparam_runtime.passes.forward import PREFETCH_NBYTES
 
     with PREFETCH_NBYTES.set_to(ahead):
         (outcome,) = run(world, [program])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatparam_comm import threads
+from flatparam_comm.threads import world as threads
 from integration_tests.simulated import device
 from integration_tests.simulated.not_twinned import why_not_twinned
 from integration_tests.simulated.races import find_races

@@ -57,7 +57,7 @@ class OutOfLuck(Exception):
 def summon_after_failures(world: World, times: int) -> int:
     """How often the full parameters can be summoned right after a backward pass that has failed."""
     from flatparam import FullyShardedDataParallel as FSDP
-    from flatparam_runtime.inspection import InAPassError
+    from flatparam_runtime.inspection.resting import InAPassError
 
     def fail(*_: object) -> None:
         raise OutOfLuck

@@ -47,7 +47,7 @@ PRELOADED: Final = (
     "torch.distributed.fsdp",
     "flatparam",
     "flatparam_comm.testing",
-    "flatparam_comm.process_child",
+    "flatparam_comm.processes.child",
 )
 OUT_OF_TIME: Final = "the ten minutes that all measurements have together were over"
 

@@ -114,7 +114,7 @@ def _chain(node: ast.expr) -> list[str]:
 
 
 def _looked_up(tree: ast.Module) -> Iterator[str]:
-    """The functions of torch.distributed that flatparam_comm.c10d_names looks up."""
+    """The functions of torch.distributed that flatparam_comm.process_group.c10d looks up."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_first_of":
             for each in node.args:

@@ -20,10 +20,10 @@ from flatparam_comm import (
     ProcessGroupCollectives,
     ReduceOp,
     SingleCollectives,
-    c10d_names,
     premultiplies,
     scaled,
 )
+from flatparam_comm.process_group import c10d as c10d_names
 from flatparam_comm.testing import run_processes, run_threads
 
 from .patience import BRIEFLY

@@ -23,10 +23,10 @@ from flatparam_comm import (
     RankDied,
     RankError,
     WorldTimeout,
-    process_child,
     processes,
 )
-from flatparam_comm.process_function import FunctionReference
+from flatparam_comm.processes import child as process_child
+from flatparam_comm.processes.function import FunctionReference
 from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
 
 from .patience import PATIENCE, longer_and_longer
@@ -204,7 +204,7 @@ def test_modules_that_only_a_file_knows_are_found(tmp_path: Path, monkeypatch: A
 def test_modules_that_can_be_imported_are() -> None:
     """A function of an installed module is resolved to that very function."""
     reference = FunctionReference.of(run_processes)
-    assert reference.module == "flatparam_comm.processes"
+    assert reference.module == "flatparam_comm.processes.world"
     assert reference.resolve() is run_processes
 
 

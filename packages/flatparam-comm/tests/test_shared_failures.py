@@ -19,10 +19,10 @@ from flatparam_comm import (
     ProcessGroupCollectives,
     RankDied,
     ReduceOp,
-    shared_host,
     shared_memory,
-    shared_moves,
 )
+from flatparam_comm.shared_memory import host as shared_host
+from flatparam_comm.shared_memory import moves as shared_moves
 from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
 
 from .patience import BRIEFLY

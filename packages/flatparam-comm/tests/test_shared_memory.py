@@ -30,8 +30,8 @@ from flatparam_comm import (
     shared_memory,
     takes_parts,
 )
-from flatparam_comm.shared_moves import OPS, Call
-from flatparam_comm.shared_segment import SLOTS
+from flatparam_comm.shared_memory.moves import OPS, Call
+from flatparam_comm.shared_memory.segment import SLOTS
 from flatparam_comm.testing import run_processes, run_threads
 
 processes = pytest.mark.processes
@@ -184,7 +184,7 @@ def test_parts_that_cannot_be_reduced_are_refused() -> None:
 
 
 def _fenced(comm: Collectives, seeds: list[int]) -> list[dict[int, list[int]]]:
-    sys.modules["flatparam_comm.shared_memory"]._KEEPS_ORDER = False  # type: ignore[attr-defined]
+    sys.modules["flatparam_comm.shared_memory.engine"]._KEEPS_ORDER = False  # type: ignore[attr-defined]
     return _programs(comm, seeds)
 
 

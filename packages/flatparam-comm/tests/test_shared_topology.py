@@ -19,10 +19,10 @@ from flatparam_comm import (
     engine_of,
     process_group_of,
     resolve_topology,
-    shared_host,
     shared_memory,
     with_shared_memory,
 )
+from flatparam_comm.shared_memory import host as shared_host
 from flatparam_comm.testing import run_processes, run_threads
 
 processes = pytest.mark.processes

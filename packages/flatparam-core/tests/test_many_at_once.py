@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flatparam_core import FlatLayout, FlatParamError, GradientLedger, ParamSpec, discover
-from flatparam_core.gradients import SMALL_NBYTES
-from flatparam_core.shard_pieces import ShardPieces
-from flatparam_core.sites import Sites
+from flatparam_core.exposure.sites import Sites
+from flatparam_core.geometry.shard_pieces import ShardPieces
+from flatparam_core.storage.gradients import SMALL_NBYTES
 
 from .ranks import flatten_alone, gather
 from .strategies import layouts

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flatparam_core import FlatParamError, FlatParamHandle, Residency, flatten_module, owner_of
-from flatparam_core.shard_pieces import ShardPieces
+from flatparam_core.geometry.shard_pieces import ShardPieces
 from flatparam_core.testing import check_invariants
 
 from .ranks import Ranks, flatten_alone, gather, reduce

@@ -19,7 +19,7 @@ from flatparam_comm import (
     Topology,
 )
 from flatparam_runtime import UnitPlan, no_sync, shard_module
-from flatparam_runtime.fingerprint import Fingerprint
+from flatparam_runtime.agreement.fingerprint import Fingerprint
 
 from .models import Block, Chain, batch
 from .worlds import run, seeded, sharded

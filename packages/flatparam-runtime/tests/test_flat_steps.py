@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import no_sync, set_flat_steps, tensors_stepped
-from flatparam_runtime.flat_runs import find_runs
+from flatparam_runtime.optimizers.flat_runs import find_runs
 
 from .models import Branches, Stack, batch
 from .worlds import check_same, full_parameters, mean_gradients, run, seeded, sharded

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_runtime import UnitPlan, shard_module
-from flatparam_runtime.initial_weights import FEW, InitialWeights, _sum, _sum_of_few
+from flatparam_runtime.unit.initial_weights import FEW, InitialWeights, _sum, _sum_of_few
 
 from .models import Stack, batch
 from .worlds import run, seeded, sharded

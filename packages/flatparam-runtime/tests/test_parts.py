@@ -21,7 +21,7 @@ from flatparam_comm import (
     ReduceOp,
 )
 from flatparam_runtime import no_sync, unit_of, units_in
-from flatparam_runtime.reduction import PART_NBYTES
+from flatparam_runtime.unit.reduction import PART_NBYTES
 
 from .models import Branches, Chain, Stack, TiedBranches, TiedRoot, batch
 from .worlds import Grads, check_at_rest, full_gradients, run, sharded

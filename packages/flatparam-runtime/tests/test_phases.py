@@ -9,7 +9,7 @@ from torch import nn
 from flatparam_comm import FlatParamError, SingleCollectives, Topology
 from flatparam_core import IllegalStepError
 from flatparam_runtime import Phase, UnitPlan, shard_module
-from flatparam_runtime.phases import PHASES
+from flatparam_runtime.unit.phases import PHASES
 
 LEGAL = {
     (Phase.IDLE, Phase.FORWARD),

@@ -7,7 +7,7 @@ from torch import nn
 
 from flatparam_comm import SingleCollectives
 from flatparam_runtime import PrefetchPlan, in_range
-from flatparam_runtime.plan import BackwardOrder
+from flatparam_runtime.unit.plan import BackwardOrder
 
 from .models import Stack, batch
 from .worlds import sharded

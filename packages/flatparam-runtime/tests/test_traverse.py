@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flatparam_runtime.traverse import map_tensors, tensors_in
+from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn, optim
 
-import flatparam_runtime.flat_pieces
+import flatparam_runtime.optimizers.flat_pieces
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
 from flatparam_runtime import set_flat_steps, tensors_stepped
-from flatparam_runtime.flat_pieces import can_be_cut
+from flatparam_runtime.optimizers.flat_pieces import can_be_cut
 
 from .models import seeded
 from .stepping import HERE, KINDS, STEPS, net
@@ -25,7 +25,7 @@ NUMEL = 8
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pieces of 8 elements."""
-    monkeypatch.setattr(flatparam_runtime.flat_pieces, "_piece_numel", lambda: NUMEL)
+    monkeypatch.setattr(flatparam_runtime.optimizers.flat_pieces, "_piece_numel", lambda: NUMEL)
 
 
 def wrapped(ranks: Collectives = HERE, original: bool = False) -> FSDP:

@@ -1,11 +1,15 @@
 """Moving bytes between ranks: engines behind one protocol, decorators over any of them, an exact ledger of bytes."""
 
 from flatparam_comm.broadcasting import broadcast_tensors
-from flatparam_comm.c10d_names import PREMULTIPLYING
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
-from flatparam_comm.compressed import CompressedCollectives
 from flatparam_comm.current import current_collectives
+from flatparam_comm.decorators.compressed import CompressedCollectives
+from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
+from flatparam_comm.decorators.forwarding import ForwardingCollectives
+from flatparam_comm.decorators.hooked import CommHook, HookedCollectives
+from flatparam_comm.decorators.recording import RecordingCollectives
+from flatparam_comm.decorators.silent import SilentCollectives
 from flatparam_comm.errors import (
     CollectiveError,
     CommError,
@@ -16,12 +20,10 @@ from flatparam_comm.errors import (
     RankError,
     WorldTimeout,
 )
-from flatparam_comm.faults import Delay, Fault, FaultyCollectives, Kill, Raise
-from flatparam_comm.forwarding import ForwardingCollectives
-from flatparam_comm.hooked import CommHook, HookedCollectives
 from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
-from flatparam_comm.process_group import (
+from flatparam_comm.process_group.c10d import PREMULTIPLYING
+from flatparam_comm.process_group.engine import (
     ProcessGroupCollectives,
     Scaled,
     engine_of,
@@ -30,11 +32,9 @@ from flatparam_comm.process_group import (
     scaled,
 )
 from flatparam_comm.ranks_only import RanksOnly
-from flatparam_comm.recording import RecordingCollectives
-from flatparam_comm.shared_memory import SharedMemoryCollectives, shared_memory
-from flatparam_comm.silent import SilentCollectives
+from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
-from flatparam_comm.threads import run_threads
+from flatparam_comm.threads.world import run_threads
 from flatparam_comm.topology import Topology, resolve_topology, with_shared_memory
 from flatparam_core import (
     FLAT_PARAM,

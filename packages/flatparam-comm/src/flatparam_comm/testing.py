@@ -6,9 +6,9 @@ functions, so a test can be written once and run in both worlds.
 
 from __future__ import annotations
 
-from flatparam_comm.faults import Delay, Fault, FaultyCollectives, Kill, Raise
-from flatparam_comm.processes import run_processes
-from flatparam_comm.threads import run_threads
+from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
+from flatparam_comm.processes.world import run_processes
+from flatparam_comm.threads.world import run_threads
 
 __all__ = [
     "Delay",

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Final, TypeGuard, final
 import attrs
 import torch.distributed as dist
 
-from flatparam_comm import c10d_names as c10d
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.current import current_collectives
-from flatparam_comm.process_group import ProcessGroupCollectives
+from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.ranks_only import HasRanks, RanksOnly
-from flatparam_comm.shared_host import host_identity
-from flatparam_comm.shared_memory import (
+from flatparam_comm.shared_memory.engine import (
     SharedMemoryCollectives,
     as_process_group,
     shared_memory,
     try_shared_memory,
 )
+from flatparam_comm.shared_memory.host import host_identity
 from flatparam_comm.single import SingleCollectives
 
 if TYPE_CHECKING:

@@ -1,30 +1,30 @@
 """Flat parameters: geometry, storage, views and gradients, on one rank. Never imports `torch.distributed`."""
 
-from flatparam_core.bindings import BoundParameter, ParamInfo, discover, each_module, memory_view
-from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
-from flatparam_core.exposure import Exposure
-from flatparam_core.flat_exposure import FlatExposure
+from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover, each_module, memory_view
+from flatparam_core.exposure.flat import FlatExposure
+from flatparam_core.exposure.original import OriginalExposure
+from flatparam_core.exposure.owners import owner_of
+from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
-from flatparam_core.full_form import FullForm
-from flatparam_core.gradients import GradientLedger
+from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
+from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
+from flatparam_core.geometry.replan import Move, Place, replan
+from flatparam_core.geometry.spans import Span
+from flatparam_core.geometry.specs import ParamSpec
+from flatparam_core.geometry.unflattened import Unflattened
 from flatparam_core.handle import FlatParamHandle
-from flatparam_core.layout import FlatLayout, Fragment, Slot, plan_layouts
-from flatparam_core.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.names import FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
-from flatparam_core.original_exposure import OriginalExposure
-from flatparam_core.owners import owner_of
-from flatparam_core.pool import BufferPool
-from flatparam_core.precision import Precision
-from flatparam_core.replan import Move, Place, replan
-from flatparam_core.residency import Residency
-from flatparam_core.spans import Span
-from flatparam_core.specs import ParamSpec
+from flatparam_core.storage.buffer import FlatBuffer
+from flatparam_core.storage.full_form import FullForm
+from flatparam_core.storage.gradients import GradientLedger
+from flatparam_core.storage.pool import BufferPool
+from flatparam_core.storage.precision import Precision
+from flatparam_core.storage.residency import Residency
 from flatparam_core.tensor_data import give_data
 from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
-from flatparam_core.unflattened import Unflattened
 
 __version__ = "0.1.0"
 

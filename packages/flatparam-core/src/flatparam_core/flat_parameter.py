@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 from typing_extensions import final
 
-from flatparam_core.layout import FlatLayout
+from flatparam_core.geometry.layout import FlatLayout
 
 __all__ = ["FlatParameter"]
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_core.bindings import BoundParameter, discover
 from flatparam_core.errors import FlatParamError
+from flatparam_core.exposure.bindings import BoundParameter, discover
+from flatparam_core.geometry.layout import FlatLayout, plan_layouts
+from flatparam_core.geometry.packing import pack_parameter
 from flatparam_core.handle import FlatParamHandle
-from flatparam_core.layout import FlatLayout, plan_layouts
-from flatparam_core.packing import pack_parameter
-from flatparam_core.precision import Precision
+from flatparam_core.storage.precision import Precision
 
 __all__ = ["FLAT_PARAM", "ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "flatten_module"]
 

@@ -24,23 +24,23 @@ import torch
 from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_core.bindings import BoundParameter, ParamInfo
-from flatparam_core.buffer import FlatBuffer
 from flatparam_core.errors import FlatParamError, IllegalStepError
-from flatparam_core.exposure import Exposure, ShardMemory
-from flatparam_core.flat_exposure import FlatExposure
+from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.flat import FlatExposure
+from flatparam_core.exposure.original import OriginalExposure
+from flatparam_core.exposure.owners import clear_owner, mark_owner
+from flatparam_core.exposure.protocol import Exposure, ShardMemory
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.full_form import FullForm, FullForms
-from flatparam_core.gradients import GradientLedger
-from flatparam_core.layout import FlatLayout
+from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry.unflattened import Unflattened
 from flatparam_core.names import PRESENTER
-from flatparam_core.original_exposure import OriginalExposure
-from flatparam_core.owners import clear_owner, mark_owner
-from flatparam_core.pool import BufferPool
-from flatparam_core.precision import Precision
-from flatparam_core.residency import RESIDENCY, Residency
+from flatparam_core.storage.buffer import FlatBuffer
+from flatparam_core.storage.full_form import FullForm, FullForms
+from flatparam_core.storage.gradients import GradientLedger
+from flatparam_core.storage.pool import BufferPool
+from flatparam_core.storage.precision import Precision
+from flatparam_core.storage.residency import RESIDENCY, Residency
 from flatparam_core.tensor_data import give_data
-from flatparam_core.unflattened import Unflattened
 
 __all__ = ["FlatParamHandle"]
 

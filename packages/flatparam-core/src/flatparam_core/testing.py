@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry.packing import pack_shard
 from flatparam_core.handle import FlatParamHandle
-from flatparam_core.layout import FlatLayout
-from flatparam_core.packing import pack_shard
-from flatparam_core.residency import Residency
+from flatparam_core.storage.residency import Residency
 
 __all__ = ["check_invariants", "shards_of"]
 

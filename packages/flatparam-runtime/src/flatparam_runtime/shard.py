@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
-from flatparam_runtime.buffers import UnitBuffers
-from flatparam_runtime.events import Instrument
-from flatparam_runtime.flat_steps import notice_optimizers
-from flatparam_runtime.hooks import attach
-from flatparam_runtime.initial_weights import InitialWeights
-from flatparam_runtime.plan import UnitPlan
-from flatparam_runtime.tree import holder_of, inside, register_unit, unit_of, units_in
-from flatparam_runtime.unit import Unit
+from flatparam_runtime.optimizers.flat_steps import notice_optimizers
+from flatparam_runtime.passes.hooks import attach
+from flatparam_runtime.passes.tree import holder_of, inside, register_unit, unit_of, units_in
+from flatparam_runtime.unit.buffers import UnitBuffers
+from flatparam_runtime.unit.events import Instrument
+from flatparam_runtime.unit.initial_weights import InitialWeights
+from flatparam_runtime.unit.plan import UnitPlan
+from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["Initialise", "no_sync", "observe", "shard_module"]
 

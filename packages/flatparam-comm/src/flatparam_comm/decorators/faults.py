@@ -1,0 +1,150 @@
+"""Faults on demand, at a named collective: what a slow, a failing and a dying rank do to the others."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+from torch import Tensor
+
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.decorators.forwarding import ForwardingCollectives
+
+__all__ = ["Delay", "Fault", "FaultyCollectives", "Kill", "Raise"]
+
+
+@final
+@attrs.frozen
+class Delay:
+    """Make the rank call the collective this many seconds later."""
+
+    seconds: float = attrs.field(validator=attrs.validators.ge(0))
+
+
+@final
+@attrs.frozen
+class Raise:
+    """Make the rank raise this instead of calling the collective."""
+
+    exception: BaseException
+
+
+@final
+@attrs.frozen
+class Kill:
+    """Send this signal to the rank's own process instead of calling the collective. For worlds of processes only."""
+
+    signal: signal.Signals = signal.SIGKILL
+
+
+#: What a fault does.
+Action = Delay | Raise | Kill
+
+
+@final
+@attrs.frozen
+class Fault:
+    """Do `action` at the collectives that this names.
+
+    `op` is a method's name (`"all_gather"`, ...), `label` a pattern of `fnmatch` for the caller's label, `rank` a rank
+    of the outermost group; None is any. Of those that match, on each rank, number `nth` (from 0) is hit, once.
+    """
+
+    op: str | None = None
+    label: str | None = None
+    rank: int | None = None
+    nth: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    action: Action = attrs.field(kw_only=True, validator=attrs.validators.instance_of((Delay, Raise, Kill)))
+
+    def matches(self, rank: int, op: str, label: str) -> bool:
+        """Whether this names the collective `op` with `label` on `rank` (whatever its number)."""
+        return (
+            self.op in (None, op)
+            and self.rank in (None, rank)
+            and (self.label is None or fnmatch.fnmatchcase(label, self.label))
+        )
+
+
+@final
+class FaultyCollectives(ForwardingCollectives):
+    """Wrap a rank's collectives in this to have faults happen at the calls that they name; the rest goes through.
+
+    `sleep` is how a delay is spent (seconds). Subgroups count on: a fault's `rank` and `nth` are those of the outermost
+    group's rank, over all its groups.
+    """
+
+    __slots__ = ("_hits", "_outer_rank", "_sleep", "faults")
+
+    def __init__(
+        self, inner: Collectives, faults: Sequence[Fault], *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Count the calls of each fault from here on."""
+        super().__init__(inner)
+        self.faults = tuple(faults)
+        self._hits = [0] * len(self.faults)
+        self._outer_rank = inner.rank
+        self._sleep = sleep
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        self._strike("all_gather", label)
+        return self.inner.all_gather(output, shard, label=label)
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        self._strike("reduce_scatter", label)
+        return self.inner.reduce_scatter(output, full, op=op, label=label)
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        self._strike("all_reduce", label)
+        return self.inner.all_reduce(tensor, op=op, label=label)
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`."""
+        self._strike("broadcast", label)
+        return self.inner.broadcast(tensor, root=root, label=label)
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`."""
+        self._strike("exchange", label)
+        return self.inner.exchange(value, label=label)
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+        self._strike("barrier", label)
+        self.inner.barrier(label=label)
+
+    def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
+        """See `Collectives.subgroup`."""
+        self._strike("subgroup", "")
+        return super().subgroup(ranks)
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        made = FaultyCollectives(inner, self.faults, sleep=self._sleep)
+        made._hits = self._hits
+        made._outer_rank = self._outer_rank
+        return made
+
+    def _strike(self, op: str, label: str) -> None:
+        """Do what the faults say for this call."""
+        for index, fault in enumerate(self.faults):
+            if fault.matches(self._outer_rank, op, label):
+                self._hits[index] += 1
+                if self._hits[index] == fault.nth + 1:
+                    self._act(fault.action)
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Delay):
+            self._sleep(action.seconds)
+        elif isinstance(action, Raise):
+            raise action.exception
+        else:
+            os.kill(os.getpid(), action.signal)

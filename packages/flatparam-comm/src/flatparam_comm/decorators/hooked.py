@@ -1,0 +1,84 @@
+"""The decorator that puts the user's own communication in place of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from torch import Tensor
+
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.decorators.forwarding import ForwardingCollectives
+from flatparam_comm.pending import COMPLETED
+
+__all__ = ["CommHook", "HookedCollectives"]
+
+#: `(inner, output, input, label) -> Pending | None`; None says that the output is ready (on CUDA: in the current
+#: stream's order). For an all-reduce `output` and `input` are the same tensor.
+CommHook = Callable[[Collectives, Tensor, Tensor, str], "Pending | None"]
+
+
+@final
+class HookedCollectives(ForwardingCollectives):
+    """Wrap collectives in this to have your functions called instead of them; those that you leave None go through.
+
+    A hook gets `inner` and may call any of it (in the same order on every rank). The arguments have been checked when
+    it is called. The reductions' hooks stand for sums; other reductions go through. Subgroups have the same hooks.
+    """
+
+    __slots__ = ("_all_gather", "_all_reduce", "_reduce_scatter")
+
+    def __init__(
+        self,
+        inner: Collectives,
+        *,
+        all_gather: CommHook | None = None,
+        reduce_scatter: CommHook | None = None,
+        all_reduce: CommHook | None = None,
+    ) -> None:
+        """Call these instead of the methods of `inner` that have their names."""
+        super().__init__(inner)
+        self._all_gather = all_gather
+        self._reduce_scatter = reduce_scatter
+        self._all_reduce = all_reduce
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        if self._all_gather is None:
+            return self.inner.all_gather(output, shard, label=label)
+        checks.check_all_gather(self._site("all_gather", label), output, shard)
+        return _started(self._all_gather(self.inner, output, shard, label))
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        if self._reduce_scatter is None or op is not ReduceOp.SUM:
+            return self.inner.reduce_scatter(output, full, op=op, label=label)
+        checks.check_reduce_scatter(self._site("reduce_scatter", label), output, full, op)
+        return _started(self._reduce_scatter(self.inner, output, full, label))
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        if self._all_reduce is None or op is not ReduceOp.SUM:
+            return self.inner.all_reduce(tensor, op=op, label=label)
+        checks.check_all_reduce(self._site("all_reduce", label), tensor, op)
+        return _started(self._all_reduce(self.inner, tensor, tensor, label))
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return HookedCollectives(
+            inner,
+            all_gather=self._all_gather,
+            reduce_scatter=self._reduce_scatter,
+            all_reduce=self._all_reduce,
+        )
+
+    def _site(self, op: str, label: str) -> Site:
+        return Site(rank=self.rank, size=self.size, op=op, label=label)
+
+
+def _started(pending: Pending | None) -> Pending:
+    """What a hook returned, with None for what is over already."""
+    return COMPLETED if pending is None else pending

@@ -1,0 +1,79 @@
+"""The decorator that keeps the ledger."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import final
+
+from torch import Tensor
+
+from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
+from flatparam_comm.decorators.forwarding import ForwardingCollectives
+from flatparam_comm.ledger import ByteLedger, Transfer, sent_nbytes
+
+__all__ = ["RecordingCollectives"]
+
+
+@final
+class RecordingCollectives(ForwardingCollectives):
+    """Wrap collectives in this to have every data-plane call entered in `ledger`, when the engine has accepted it.
+
+    It counts what passes *here*: around `CompressedCollectives` the caller's bytes, inside it those that travel.
+    Control-plane calls carry no tensors and are not entered. Subgroups are entered in the same ledger.
+    """
+
+    __slots__ = ("ledger",)
+
+    def __init__(self, inner: Collectives, ledger: ByteLedger) -> None:
+        """Enter what goes to `inner` in `ledger`."""
+        super().__init__(inner)
+        self.ledger = ledger
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        pending = self.inner.all_gather(output, shard, label=label)
+        self._record("all_gather", label, output)
+        return pending
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        pending = self.inner.reduce_scatter(output, full, op=op, label=label)
+        self._record("reduce_scatter", label, full)
+        return pending
+
+    @property
+    def reduce_scatter_parts(self) -> Callable[..., Pending]:
+        """See `TakesParts.reduce_scatter_parts`; there is one where `inner` has one."""
+        if not takes_parts(self.inner):
+            raise AttributeError(f"{self.inner!r} takes no parts")
+        return functools.partial(self._reduce_scatter_parts, self.inner)
+
+    def _reduce_scatter_parts(
+        self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = ""
+    ) -> Pending:
+        pending = inner.reduce_scatter_parts(output, full, label=label)
+        self._record("reduce_scatter", label, full)
+        return pending
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        pending = self.inner.all_reduce(tensor, op=op, label=label)
+        self._record("all_reduce", label, tensor)
+        return pending
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`."""
+        pending = self.inner.broadcast(tensor, root=root, label=label)
+        self._record("broadcast", label, tensor, root)
+        return pending
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return RecordingCollectives(inner, self.ledger)
+
+    def _record(self, op: str, label: str, full: Tensor | Parts, root: int = 0) -> None:
+        payload = full.numel() * full.dtype.itemsize
+        sent = sent_nbytes(op, payload, rank=self.rank, size=self.size, root=root)
+        self.ledger.record(Transfer(op, label, full.dtype, payload, sent))

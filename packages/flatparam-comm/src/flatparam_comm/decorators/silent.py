@@ -1,0 +1,67 @@
+"""The decorator that takes communication away, to see what it costs."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.decorators.forwarding import ForwardingCollectives
+from flatparam_comm.pending import COMPLETED
+
+__all__ = ["SilentCollectives"]
+
+
+@final
+class SilentCollectives(ForwardingCollectives):
+    """Wrap collectives in this to measure a program without its communication. **The numbers become wrong.**
+
+    A gather only puts this rank's shard in its place (the rest of the output stays as it was), a reduce-scatter only
+    copies this rank's slice, all-reduce and broadcast do nothing. Arguments are checked and the control plane is real.
+    """
+
+    __slots__ = ()
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """Copy `shard` to its place in `output`."""
+        checks.check_all_gather(self._site("all_gather", label), output, shard)
+        _copy(_slice_of(output, self.rank, shard.numel()), shard)
+        return COMPLETED
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """Copy this rank's slice of `full` to `output`."""
+        checks.check_reduce_scatter(self._site("reduce_scatter", label), output, full, op)
+        _copy(output, _slice_of(full, self.rank, output.numel()))
+        return COMPLETED
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """Leave `tensor` as it is."""
+        checks.check_all_reduce(self._site("all_reduce", label), tensor, op)
+        return COMPLETED
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """Leave `tensor` as it is."""
+        checks.check_broadcast(self._site("broadcast", label), tensor, root)
+        return COMPLETED
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return SilentCollectives(inner)
+
+    def _site(self, op: str, label: str) -> Site:
+        return Site(rank=self.rank, size=self.size, op=op, label=label)
+
+
+def _slice_of(whole: Tensor, rank: int, numel: int) -> Tensor:
+    return whole.detach()[rank * numel : (rank + 1) * numel]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        with torch.no_grad():
+            target.copy_(source)

@@ -1,0 +1,1 @@
+"""The engine over process groups of `torch.distributed`."""

@@ -1,0 +1,275 @@
+"""The only file that knows what the installed torch calls its collectives, and what its backends refuse.
+
+torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
+`reduce_scatter_single` and warns about the old names; 2.11 and 2.12 have the old ones only. Everything is looked up
+when it is called, so that importing this package works on a torch that was built without `torch.distributed`.
+
+torch names a group that only its own ranks make after a count that each rank keeps for itself: up to 2.13 of the
+groups that it is in, and since 2.14 of those that it made, which then also names the groups that everyone makes. Where
+ranks have made different groups before, they would wait for groups of different names. So we name such groups.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.process_group.exchanging import exchange_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "PREMULTIPLYING",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "as_carried",
+    "barrier",
+    "broadcast",
+    "cpu_backend",
+    "default_group",
+    "exchange",
+    "has_cpu_backend",
+    "members_of",
+    "new_subgroup",
+    "plain",
+    "premultiplies",
+    "reduce_scatter",
+    "timeout_of",
+]
+
+#: dtypes that gloo, NCCL and MPI all carry as themselves. The rest (bool, complex, 16-bit and unsigned integers, fp8)
+#: travel as bytes where they are only moved: gloo and NCCL answer "Invalid scalar type" to several of them.
+_CARRIED: Final = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+#: The names of torch's backends that take PREMUL_SUM, of which torch has no list. Who registers another one adds it.
+PREMULTIPLYING: Final = {"nccl"}
+
+
+def as_carried(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's memory in a dtype that every backend can move: its own, or bytes.
+
+    It is detached, as c10d would otherwise make the outputs part of autograd's graph when an input requires gradients.
+    """
+    carried = plain(tensor)
+    return carried if carried.dtype in _CARRIED else carried.view(-1).view(torch.uint8)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, detached where autograd follows it."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def default_group() -> ProcessGroup | None:
+    """torch's default process group, or None where there is none (yet)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
+    """Start an all-gather; returns its `Work`."""
+    call = _first_of("all_gather_single", "all_gather_into_tensor")
+    return call(output, shard, group=group, async_op=True)
+
+
+def reduce_scatter(
+    output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0
+) -> Any:
+    """Start a reduce-scatter; returns its `Work`. A `factor` that is not 1 is of summands, where `premultiplies`."""
+    call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+    return call(output, full, op=_c10d_op(op, factor), group=group, async_op=True)
+
+
+def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether sums of what is on `device` can multiply the summands by a number in the same call."""
+    try:
+        name = str(group._get_backend(device).name()).lower()
+    except RuntimeError:  # a group that is a backend itself
+        name = str(group.name()).lower()
+    return name in PREMULTIPLYING and hasattr(dist, "_make_nccl_premul_sum")
+
+
+def all_to_all(output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: list[int] | None = None) -> Any:
+    """Start to send slice `r` of `full` to each rank `r`, and to receive theirs in `output`; returns its `Work`.
+
+    The slices are equal, or of `sizes` in both directions.
+    """
+    call = _first_of("all_to_all_single")
+    return call(output, full, sizes, sizes, group=group, async_op=True)
+
+
+def cpu_backend(group: ProcessGroup) -> str:
+    """What moves CPU tensors in the group, in lower case; empty where nothing does."""
+    try:
+        return str(group._get_backend(torch.device("cpu")).name()).lower()
+    except RuntimeError:
+        return ""
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0) -> Any:
+    """Start an all-reduce in place; returns its `Work`. For `factor` see `reduce_scatter`."""
+    return _first_of("all_reduce")(tensor, op=_c10d_op(op, factor), group=group, async_op=True)
+
+
+def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
+    """Start a broadcast in place from the *group's* rank `root`; returns its `Work`."""
+    return _first_of("broadcast")(tensor, group_src=root, group=group, async_op=True)
+
+
+def exchange(value: object, group: ProcessGroup) -> list[Any]:
+    """Every rank's value, in the order of the group's ranks."""
+    device = _control_device(group)
+    gathered = exchange_bytes(
+        pickle.dumps(value),
+        group.size(),
+        lambda output, shard: all_gather(output, shard, group).wait(),
+        device,
+    )
+    return [pickle.loads(each) for each in gathered]
+
+
+def _control_device(group: ProcessGroup) -> torch.device:
+    """Where small facts travel: on the CPU, unless the group has no backend there."""
+    if not torch.accelerator.is_available() or has_cpu_backend(group):
+        return torch.device("cpu")
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """The accelerator's device that this thread works on; there is an accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "it was looked for before"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def has_cpu_backend(group: ProcessGroup) -> bool:
+    """Whether the group moves CPU tensors at all."""
+    return "cpu" in _first_of("get_backend_config")(group)
+
+
+def members_of(group: ProcessGroup) -> list[int]:
+    """The numbers that the group's ranks have in the world, in the order of the group."""
+    return list(_first_of("get_process_group_ranks")(group))
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Return when every rank of the group is here."""
+    # Without the device NCCL guesses one from the global rank, and warns.
+    device = _control_device(group)
+    devices = None if device.type == "cpu" else [device.index]
+    _first_of("barrier")(group=group, device_ids=devices)
+
+
+def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | None:
+    """A new process group of some of this group's ranks, with its backends and its timeout; None on the others.
+
+    Ranks are those within `group`. Every rank of `group` calls it.
+    """
+    members = members_of(group)
+    chosen = [members[rank] for rank in ranks]
+    options = {"backend": _first_of("get_backend_config")(group), "timeout": timeout_of(group)}
+    is_member = members.index(_first_of("get_rank")()) in ranks
+    made: ProcessGroup
+    if len(members) == _first_of("get_world_size")():
+        made = _first_of("new_group")(chosen, **options)
+        return made if is_member else None
+    # torch's default is that every rank of the *world* must call; inside a smaller group only its members can.
+    name = _NAMES.agree(group, chosen)
+    if not is_member:
+        return None
+    with _NAMES.given_by_torch_to_be(name):
+        made = _first_of("new_group")(chosen, use_local_synchronization=True, **options)
+    return made
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long the group's collectives may take (torch has no public getter), or None where a backend does not say.
+
+    Without it a subgroup of a group with 10 seconds would wait for torch's 30 minutes.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    for device in (accelerator or torch.device("cuda"), torch.device("cpu")):
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:
+            continue  # the group has no backend for this kind of device
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+@final
+class _Names:
+    """The names of groups that are made inside a group: the same on all of their ranks, whatever else these made."""
+
+    __slots__ = ("_last", "_replacing")
+
+    def __init__(self) -> None:
+        """Begin with a process that has made no such group."""
+        self._last = 0
+        self._replacing = threading.Lock()
+
+    def agree(self, group: ProcessGroup, ranks: Sequence[int]) -> str:
+        """A name that no group of these ranks has had. Every rank of `group` calls it, and gets the same."""
+        self._last = 1 + max(exchange(self._last, group))
+        return f"flatparam {self._last}: {' '.join(map(str, ranks))}"
+
+    @contextmanager
+    def given_by_torch_to_be(self, name: str) -> Iterator[None]:
+        """Have the group that this thread makes meanwhile called `name`, and torch's own counts left as they are."""
+        module: Any = dist.distributed_c10d
+        thread = threading.get_ident()
+        with self._replacing:
+            of_torch = module._process_group_name
+
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return name if threading.get_ident() == thread else of_torch(*args, **kwargs)
+
+            module._process_group_name = ours
+            try:
+                yield
+            finally:
+                module._process_group_name = of_torch
+
+
+_NAMES: Final = _Names()
+
+
+def _c10d_op(op: ReduceOp, factor: float) -> Any:
+    return getattr(dist.ReduceOp, op.name) if factor == 1.0 else _first_of("_make_nccl_premul_sum")(factor)
+
+
+def _first_of(*names: str) -> Any:
+    """The first of these functions that the installed torch has."""
+    for name in names:
+        found = getattr(dist, name, None)
+        if found is not None:
+            return found
+    raise RuntimeError(
+        f"expected torch.distributed to have one of {', '.join(names)}; torch {torch.__version__} has none "
+        f"(torch.distributed.is_available() is {dist.is_available()}); install torch 2.11 or later with distributed"
+    )

@@ -1,0 +1,336 @@
+"""The engine that scales: process groups of `torch.distributed`, whatever their backend."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.errors import CollectiveError, CommError
+from flatparam_comm.pending import ContinuedPending
+from flatparam_comm.process_group import c10d
+
+if dist.is_available() and not dist.is_initialized():
+    # The default argument of its functions is the default group of the moment when it is imported. torch.optim imports
+    # it with the first step: then nothing ends that group any more, and a process of gloo's may abort at its end.
+    importlib.import_module("torch.distributed.nn.functional")
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "ProcessGroupCollectives",
+    "engine_of",
+    "premultiplies",
+    "process_group_of",
+    "scaled",
+]
+
+T = TypeVar("T")
+
+
+@final
+class ProcessGroupCollectives:
+    """Use a process group of `torch.distributed` (the default one when None) as `Collectives`.
+
+    Every collective is started with `async_op=True`. gloo and NCCL alike: `wait()` is `Work.wait()`, which blocks for
+    CPU tensors and orders the current stream for CUDA tensors. What the backend raises comes out as `CollectiveError`.
+    Raises ValueError when there is no default group, or when this process is not in the group.
+
+    The group is held weakly: torch keeps it until `destroy_process_group()`, which then really ends it. A group of gloo
+    that lives on until the interpreter exits can abort the process there.
+    """
+
+    __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_reference", "_sites")
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        """Use `group`, or the default one."""
+        found = c10d.default_group() if group is None else group
+        if found is None:
+            raise ValueError(
+                "expected a process group, found no default one: call torch.distributed.init_process_group() first "
+                "(torchrun sets what it needs), or pass a group"
+            )
+        rank = found.rank() if hasattr(found, "rank") else -1
+        if rank < 0:
+            # torch hands an object without ranks to processes that are not in the group that new_group() made.
+            raise ValueError(
+                f"expected a process group that this process is in, found {found!r}: "
+                "make Collectives only on the ranks that were passed to new_group()"
+            )
+        self._reference: weakref.ReferenceType[ProcessGroup] = weakref.ref(found)
+        self._hash = hash(found)
+        self._is_gloo = c10d.cpu_backend(found) == "gloo"
+        self._sites: dict[tuple[str, str], Site] = {}
+        self._premultiplies: dict[torch.device, bool] = {}
+
+    def __repr__(self) -> str:
+        if self._reference() is None:
+            return "ProcessGroupCollectives(destroyed)"
+        return f"ProcessGroupCollectives(rank={self.rank}, size={self.size}, backend={self.group.name()!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Two objects over one process group are the same ranks: what is done once for a group is done once."""
+        return isinstance(other, ProcessGroupCollectives) and other._reference == self._reference
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group underneath.
+
+        Raises:
+            CommError: where it was destroyed.
+        """
+        group = self._reference()
+        if group is None:
+            raise CommError(
+                "expected the process group that this was made with, found that it has been destroyed: use what was "
+                "sharded over it only before destroy_process_group()"
+            )
+        return group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self.group.size()
+
+    def premultiplies(self, device: torch.device) -> bool:
+        """Whether a reduce-scatter of tensors on `device` takes a `factor`."""
+        if device not in self._premultiplies:
+            self._premultiplies[device] = c10d.premultiplies(self.group, device)
+        return self._premultiplies[device]
+
+    def _check_factor(self, device: torch.device, factor: float) -> None:
+        if factor != 1.0 and not self.premultiplies(device):
+            raise ValueError(
+                f"expected collectives that multiply before they sum, found {self!r}; multiply first, and use their "
+                "own sums"
+            )
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        site = self._site("all_gather", label)
+        checks.check_all_gather(site, output, shard)
+        carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
+        if site.size == 2 and self._is_gloo and output.is_cpu:
+            # gloo gathers into a buffer of its own, which it copies; so it takes 1.3 to 2 times as long.
+            halves, given = carried.view(2, -1), carried_shard.view(-1)
+            work = self._swap(site, halves[1 - site.rank], given)
+            if halves[site.rank].data_ptr() != given.data_ptr():
+                _guarded(site, lambda: halves[site.rank].copy_(given))
+        else:
+            work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
+        return _WorkPending(site, work, (output, shard))
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        full: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        label: str = "",
+        factor: float = 1.0,
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`.
+
+        Args:
+            factor: what each rank's `full` is multiplied by before it is summed; another than 1 only where
+                `premultiplies` says so.
+        """
+        site = self._site("reduce_scatter", label)
+        checks.check_reduce_scatter(site, output, full, op)
+        self._check_factor(full.device, factor)
+        carried, carried_full = c10d.plain(output), c10d.plain(full)
+        if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
+            return self._exchange_and_add(site, carried, carried_full)
+        work = _guarded(
+            site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor)
+        )
+        return _WorkPending(site, work, (output, full))
+
+    def _exchange_and_add(self, site: Site, output: Tensor, full: Tensor) -> Pending:
+        """A reduce-scatter by an all-to-all and a local sum, in rank order.
+
+        gloo's own reduce-scatter is an all-reduce of a copy: it sends twice the bytes, and takes three times as long.
+        """
+        parts = full.view(site.size, -1)
+        if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
+            work = self._swap(site, output, parts[1 - site.rank])
+            add = functools.partial(_add, output, (output, parts[site.rank]))
+            return ContinuedPending(_WorkPending(site, work, (output, full)), add)
+        received = torch.empty_like(full)
+        work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group))
+        add = functools.partial(_add, output, received.view(site.size, -1).unbind())
+        return ContinuedPending(_WorkPending(site, work, (received, full)), add)
+
+    def _swap(self, site: Site, theirs: Tensor, ours: Tensor) -> Any:
+        """Start to send `ours` to the other one of two ranks, and to receive as much from it in `theirs`."""
+        sizes = [0, 0]
+        sizes[1 - site.rank] = ours.numel()
+        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
+
+    def all_reduce(
+        self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "", factor: float = 1.0
+    ) -> Pending:
+        """See `Collectives.all_reduce`; for `factor` see `reduce_scatter`."""
+        site = self._site("all_reduce", label)
+        checks.check_all_reduce(site, tensor, op)
+        self._check_factor(tensor.device, factor)
+        carried = c10d.plain(tensor)
+        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
+        return _WorkPending(site, work, (tensor,))
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`; `root` is a rank of this group."""
+        site = self._site("broadcast", label)
+        checks.check_broadcast(site, tensor, root)
+        carried = c10d.as_carried(tensor)
+        work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group))
+        return _WorkPending(site, work, (tensor,))
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
+        return _guarded(self._site("exchange", label), lambda: c10d.exchange(value, self.group))
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+        _guarded(self._site("barrier", label), lambda: c10d.barrier(self.group))
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
+        """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
+        site = self._site("subgroup", "")
+        chosen = checks.check_subgroup(site, ranks)
+        group = _guarded(site, lambda: c10d.new_subgroup(self.group, chosen))
+        return None if group is None else ProcessGroupCollectives(group)
+
+    def _site(self, op: str, label: str) -> Site:
+        group = self.group
+        site = self._sites.get((op, label))
+        if site is None:
+            site = self._sites[op, label] = Site(rank=group.rank(), size=group.size(), op=op, label=label)
+        return site
+
+
+@attrs.define(eq=False)
+class _WorkPending:
+    """A `Work` of torch.distributed. `tensors` are only held, until the first `wait()` is over."""
+
+    site: Site
+    work: Any
+    tensors: tuple[Tensor, ...]
+    error: CollectiveError | None = None
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        if self.error is not None:
+            raise self.error
+        if self.work is None:
+            return
+        try:
+            _guarded(self.site, self.work.wait)
+        except CollectiveError as error:
+            self.error = error
+            raise
+        finally:
+            # On CUDA the current stream is now ordered after the collective, so memory that is freed and given out
+            # again on this stream is safe.
+            self.work = None
+            self.tensors = ()
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return self.work is None or bool(self.work.is_completed())
+
+
+def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
+    """Fill `output` with the sum of `parts`, which are added up from the first to the last."""
+    if len(parts) == 1:
+        output.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
+
+
+def _guarded(site: Site, call: Callable[[], T]) -> T:
+    """What `call` returns; what it raises becomes a CollectiveError that says where."""
+    try:
+        return call()
+    except CollectiveError:
+        raise
+    except Exception as error:
+        raise CollectiveError(
+            site.rank,
+            site.op,
+            site.label,
+            f"the process group failed with {type(error).__name__}: {error}; "
+            "look for the first error among the other ranks, or for a rank that did not make this call",
+        ) from error
+
+
+def premultiplies(collectives: Collectives, device: torch.device) -> bool:
+    """Whether `scaled` sums can be made of tensors on `device`: NCCL makes them, if nothing decorates it."""
+    return isinstance(collectives, ProcessGroupCollectives) and collectives.premultiplies(device)
+
+
+def scaled(collectives: Collectives, device: torch.device, factor: float) -> Scaled:
+    """The sums of `collectives`, of tensors on `device` that each rank multiplies by `factor` first, in the same call.
+
+    Raises:
+        ValueError: where `premultiplies` says no.
+    """
+    if not isinstance(collectives, ProcessGroupCollectives):
+        raise ValueError(
+            f"expected collectives that multiply before they sum, found {collectives!r}; multiply first, and use their "
+            "own sums"
+        )
+    collectives._check_factor(device, factor)
+    return Scaled(collectives, factor)
+
+
+@final
+@attrs.frozen
+class Scaled:
+    """Sums over ranks of values that are multiplied by `factor` first (PREMUL_SUM)."""
+
+    collectives: ProcessGroupCollectives
+    factor: float
+
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        return self.collectives.reduce_scatter(output, full, label=label, factor=self.factor)
+
+    def all_reduce(self, tensor: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
+        return self.collectives.all_reduce(tensor, label=label, factor=self.factor)
+
+
+def process_group_of(collectives: Collectives) -> ProcessGroup | None:
+    """The process group that `collectives` works over, through all decorators; None for another engine."""
+    engine = engine_of(collectives)
+    return engine.group if isinstance(engine, ProcessGroupCollectives) else None
+
+
+def engine_of(collectives: Collectives) -> Collectives:
+    """What moves the bytes beneath all decorators; the process group behind it, where memory is shared."""
+    engine: Any = collectives
+    while not isinstance(engine, ProcessGroupCollectives) and hasattr(engine, "inner"):
+        engine = engine.inner
+    return engine  # type: ignore[no-any-return]  # decorators hold collectives

@@ -1,0 +1,1 @@
+"""A world whose ranks are processes that are forked or spawned."""

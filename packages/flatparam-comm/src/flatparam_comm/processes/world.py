@@ -1,0 +1,197 @@
+"""A world of processes for tests: N ranks over gloo on this machine, each a process forked from a clean server.
+
+multiprocessing's "forkserver" forks them from a process that has imported torch and done nothing with it. A plain fork
+of the caller would be faster still, but children of a process that has run a backward pass cannot run one: autograd's
+threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import attrs
+
+from flatparam_comm.errors import RankDied, RankError, WorldTimeout
+from flatparam_comm.processes.child import STACKS_SIGNAL, ChildPlan, Report, run_child
+from flatparam_comm.processes.function import FunctionReference
+
+__all__ = ["run_processes"]
+
+T = TypeVar("T")
+
+#: How long the other ranks get to report what they saw, once one has failed.
+_GRACE_SECONDS = 1.0
+
+#: What the server imports, so that no rank has to: this package and torch; and what a test module is likely to want.
+_PRELOADED = ("torch", "torch.distributed", "flatparam_comm.processes.child")
+_PRELOADED_IF_USED = ("pytest",)
+
+#: How long a rank gets to write down where it is.
+_STACKS_SECONDS = 0.2
+
+
+@attrs.define(eq=False)
+class _Child:
+    """One rank's process as its parent sees it."""
+
+    plan: ChildPlan
+    process: BaseProcess
+    connection: Connection
+    report: Report | None = None
+    ended: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without a result, or reported an error."""
+        return (self.ended and self.report is None) or (
+            self.report is not None and self.report.result is None
+        )
+
+    def stacks(self) -> str:
+        """Where it was when it was last asked; it may not have come as far as to answer."""
+        try:
+            return self.plan.stacks.read_text()
+        except FileNotFoundError:
+            return "  (starting)"
+
+    def receive(self) -> None:
+        """Take what it has sent; nothing but an end means that it died."""
+        try:
+            self.report = self.connection.recv()
+        except (EOFError, OSError):
+            self.ended = True
+
+
+def run_processes(
+    world_size: int, fn: Callable[..., T], *args: Any, timeout: float = 60, pg_timeout: float = 10
+) -> list[T]:
+    """What `fn(collectives, *args)` returns in each of `world_size` processes, in rank order.
+
+    `fn` is a function at the top level of a module (a test module, too, whatever pytest calls it); `args` and results
+    are pickled. `collectives` is a `ProcessGroupCollectives` on torch's default group over gloo, with collectives that
+    fail after `pg_timeout` seconds. Each process has one torch thread. A first call starts the server (about as long as
+    importing torch takes); later ones take some tenths of a second.
+
+    Raises RankError with the remote traceback of the lowest rank that failed by itself, RankDied (a RankError) when a
+    process died without a word, WorldTimeout, with each unfinished rank's stack, after `timeout` seconds. No process
+    outlives the call. It needs an operating system that forks.
+    """
+    if world_size < 1:
+        raise ValueError(
+            f"run_processes: expected a world of one or more ranks, found world_size={world_size}"
+        )
+    function = FunctionReference.of(fn)
+    payload = pickle.dumps(args)
+    with tempfile.TemporaryDirectory(prefix="flatparam-world-") as directory:
+        plans = [
+            ChildPlan(rank, world_size, function, payload, directory, pg_timeout)
+            for rank in range(world_size)
+        ]
+        children: list[_Child] = []
+        try:
+            for plan in plans:
+                children.append(_start(plan))
+            _collect(children, timeout)
+            for child in children:
+                child.process.join(_GRACE_SECONDS)  # they leave the group together
+        finally:
+            for child in children:
+                _end(child)
+    return [pickle.loads(child.report.result) for child in children if child.report and child.report.result]
+
+
+def _start(plan: ChildPlan) -> _Child:
+    context = multiprocessing.get_context("forkserver")
+    # Only the first call in a process has a say: the server runs from then on.
+    context.set_forkserver_preload(
+        [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
+    )
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run_child, args=(plan, theirs), name=f"rank-{plan.rank}")
+    process.start()
+    theirs.close()  # so that the pipe ends when the child does
+    return _Child(plan, process, ours)
+
+
+def _collect(children: Sequence[_Child], timeout: float) -> None:
+    """Return when every child has reported a result; raise otherwise."""
+    deadline = time.monotonic() + timeout
+    failing = False
+    while waiting := [child for child in children if child.report is None and not child.ended]:
+        left = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait([child.connection for child in waiting], max(0.0, left))
+        if not ready:
+            break
+        for child in waiting:
+            if child.connection in ready:
+                child.receive()
+        if not failing and any(child.failed for child in children):
+            failing = True
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if failing:
+        raise _error_of(children)
+    if any(child.report is None for child in children):
+        raise WorldTimeout(f"run_processes: not done after {timeout} s: {_still_running(children)}")
+
+
+def _error_of(children: Sequence[_Child]) -> RankError:
+    """The error of the rank that is to blame: one that died, else one that failed by itself, else any."""
+    size = len(children)
+    failed = [child for child in children if child.failed]
+    for child in failed:
+        if child.report is None:
+            return _death(child, size)
+    reports = [(child.plan.rank, child.report) for child in failed if child.report is not None]
+    rank, report = next(((rank, report) for rank, report in reports if not report.is_consequence), reports[0])
+    others = "".join(f"\n(rank {other}: {told.error})" for other, told in reports if other != rank)
+    message = f"rank {rank} of {size} failed with {report.error}{others}"
+    if report.is_consequence:
+        # Nobody is to blame for itself, so somebody who has not said anything is.
+        message += _still_running(children)
+    return RankError(rank, message, report.traceback)
+
+
+def _still_running(children: Sequence[_Child]) -> str:
+    """Where each rank is that has neither reported nor died, in words."""
+    running = [child for child in children if child.report is None and not child.ended]
+    for child in running:
+        pid = child.process.pid
+        with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+            if pid is not None:
+                os.kill(pid, STACKS_SIGNAL)
+    time.sleep(_STACKS_SECONDS if running else 0)
+    return "".join(f"\nrank {child.plan.rank} is still running:\n{child.stacks()}" for child in running)
+
+
+def _death(child: _Child, size: int) -> RankDied:
+    rank = child.plan.rank
+    child.process.join(_GRACE_SECONDS)
+    exitcode = child.process.exitcode
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        return RankDied(
+            rank, f"rank {rank} of {size} was killed by {name} before it had a result", exitcode, name
+        )
+    message = f"rank {rank} of {size} ended with exit code {exitcode} before it had a result"
+    return RankDied(rank, message, -1 if exitcode is None else exitcode, "")
+
+
+def _end(child: _Child) -> None:
+    """Return when a child is gone; kill it if it is not going."""
+    if child.process.is_alive():
+        child.process.kill()
+    child.process.join()
+    child.process.close()
+    child.connection.close()

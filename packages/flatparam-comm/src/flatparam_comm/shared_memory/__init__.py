@@ -1,0 +1,1 @@
+"""The engine over memory that the ranks of one host share."""

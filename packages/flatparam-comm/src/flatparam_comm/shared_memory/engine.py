@@ -1,0 +1,429 @@
+"""The engine for ranks of one host: bytes go through memory that all of them have mapped.
+
+A collective takes a number and with it a slot, in turn. Starting it copies what the others need into the slot and posts
+the number; waiting for it waits until every rank has posted, takes the result, and tells that this rank is done with
+the slot. The rank that is the last to start has no need to wait and takes the result at once. There are no threads: a
+slot that is needed again is emptied by the ranks themselves, each when it starts the collective that needs it, so ranks
+may wait in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import platform
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp
+from flatparam_comm.errors import CollectiveError, CommError, MismatchError, describe_call
+from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group.engine import ProcessGroupCollectives
+from flatparam_comm.process_group.exchanging import exchange_bytes
+from flatparam_comm.shared_memory.host import Link, connect
+from flatparam_comm.shared_memory.moves import REDUCTIONS, Call, Scatter
+from flatparam_comm.shared_memory.pending import NOTHING, Place, SharedPending
+from flatparam_comm.shared_memory.segment import SLOTS
+from flatparam_comm.shared_memory.waiting import Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["SharedMemoryCollectives", "as_process_group", "shared_memory", "try_shared_memory"]
+
+#: x86 shows other cores one core's writes in the order in which they were made.
+_KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
+#: That of torch, where a backend does not tell its own.
+_DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+_NO_MODE: Final = contextlib.nullcontext()
+_CPU: Final = torch.device("cpu")
+_WORD: Final = struct.Struct("q")
+
+
+@final
+class SharedMemoryCollectives:
+    """Collectives between processes of one host, for CPU tensors; make them with `shared_memory`.
+
+    `inner` is the process group: CUDA tensors go through it, and subgroups are made from it. Sums are added in
+    rank order, so they have the same bits in every run and as in `run_threads`. A peer that dies while others wait for
+    it is a `PeerError` on each of them, within a second; one that does not come within the process group's timeout a
+    `CollectiveError` that names it; calls that differ are a `MismatchError`. After any of these, every further call
+    raises at once. One thread at a time may use it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_failure",
+        "_fence",
+        "_link",
+        "_rank",
+        "_ring",
+        "_sequence",
+        "_size",
+        "_thread",
+        "_watch",
+        "inner",
+    )
+
+    def __init__(self, inner: ProcessGroupCollectives, link: Link) -> None:
+        """The end of this rank, over the memory that `link` holds."""
+        self.inner = inner
+        self._rank, self._size = inner.rank, inner.size
+        self._link = link
+        self._ring = [Place(slot, self._rank, self._size) for slot in link.segment.slots]
+        self._sequence = 0
+        self._thread = threading.get_ident()
+        self._failure: CommError | None = None
+        self._fence = threading.Lock()
+        timeout = c10d.timeout_of(inner.group) or _DEFAULT_TIMEOUT
+        self._watch = Watch(link, c10d.members_of(inner.group), self._rank, timeout)
+
+    def __repr__(self) -> str:
+        return f"SharedMemoryCollectives(rank={self.rank}, size={self.size})"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._size
+
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes of shared memory that the group holds, for all of its ranks together.
+
+        A page of control words (more from about 40 ranks on), and for each of the two slots the most that one
+        collective needed in it, in whole pages: for n ranks and a buffer of T bytes, T for an all-gather and for a
+        broadcast, (n - 1) T for a reduce-scatter, n T for an all-reduce; for an exchange n times the longest pickle.
+        Collectives take the slots in turn.
+        """
+        return self._link.segment.held_nbytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every call raises, since one has failed or it was closed."""
+        return self._failure is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by `close` or with its process group."""
+        return not self._ring
+
+    def close(self) -> None:
+        """Let go of the shared memory; the process group stays. It is done by itself when the process group is gone.
+
+        Wait for what is pending first. Further calls raise `CommError`.
+        """
+        self._fail(
+            CommError(
+                "expected shared memory that is open, found it closed: use it before close() and before "
+                "destroy_process_group()"
+            )
+        )
+        self._ring = []  # what is pending keeps its slot
+        self._link.close()
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        site = Site(self._rank, self._size, "all_gather", label)
+        checks.check_all_gather(site, output, shard)
+        if not output.is_cpu:
+            return self.inner.all_gather(output, shard, label=label)
+        return self._start(site, _plain(output), _plain(shard))
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`. Adds in rank order, in the dtype of `full`."""
+        site = Site(self._rank, self._size, "reduce_scatter", label)
+        checks.check_reduce_scatter(site, output, full, op)
+        if not output.is_cpu:
+            return self.inner.reduce_scatter(output, full, op=op, label=label)
+        return self._start(site, _plain(output), _plain(full), REDUCTIONS[op])
+
+    def reduce_scatter_parts(self, output: Tensor, full: Parts, *, label: str = "") -> Pending:
+        """See `TakesParts.reduce_scatter_parts`. Adds in rank order, in the dtype of `full`."""
+        site = Site(self._rank, self._size, "reduce_scatter", label)
+        checks.check_reduce_scatter_parts(site, output, full)
+        return self._start(site, output, full, REDUCTIONS[ReduceOp.SUM])
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`. Adds in rank order, in the tensor's dtype."""
+        site = Site(self._rank, self._size, "all_reduce", label)
+        checks.check_all_reduce(site, tensor, op)
+        if not tensor.is_cpu:
+            return self.inner.all_reduce(tensor, op=op, label=label)
+        flat = _plain(tensor)
+        return self._start(site, flat, flat, REDUCTIONS[op])
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`; `root` is a rank of this group."""
+        site = Site(self._rank, self._size, "broadcast", label)
+        checks.check_broadcast(site, tensor, root)
+        if not tensor.is_cpu:
+            return self.inner.broadcast(tensor, root=root, label=label)
+        flat = _plain(tensor)
+        return self._start(site, flat, flat, root)
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`."""
+        site = Site(self._rank, self._size, "exchange", label)
+        try:
+            mine = pickle.dumps(value)
+        except Exception as error:
+            text = f"the value cannot be pickled: {type(error).__name__}: {error}"
+            raise CollectiveError(site.rank, site.op, site.label, text) from error
+        gathered = exchange_bytes(
+            mine, self._size, lambda output, shard: self._start(site, output, shard).wait(), _CPU
+        )
+        return [pickle.loads(each) for each in gathered]
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+        self._meet("barrier", label)
+
+    def subgroup(self, ranks: Sequence[int]) -> SharedMemoryCollectives | ProcessGroupCollectives | None:
+        """See `Collectives.subgroup`. The new group shares memory, too, unless the system gives it no more."""
+        chosen = checks.check_subgroup(Site(self._rank, self._size, "subgroup", ""), ranks)
+        self._meet("subgroup", "")
+        made = self.inner.subgroup(chosen)
+        if made is None:
+            return None
+        shared = try_shared_memory(made)
+        return made if isinstance(shared, str) else shared
+
+    def _meet(self, op: str, label: str) -> None:
+        self._start(Site(self._rank, self._size, op, label), NOTHING, NOTHING).wait()
+
+    def _start(self, site: Site, target: Tensor, source: Tensor | Parts, detail: int = 0) -> SharedPending:
+        """Take the next number and its slot, put this rank's part there, and tell the others."""
+        if self._failure is not None:
+            raise self._again(site)
+        place = self._ring[(self._sequence + 1) % SLOTS]
+        if place.pending is not None:
+            self.finish(place.pending)
+        if place.slot.consumed.tobytes() != _WORD.pack(place.number) * self._size:
+            self._wait(site, place.slot.consumed, place.number)
+        move, code = place.move(site.op, source.dtype, source.numel(), detail)
+        posted, at = place.slot.posted, 2 * self._rank
+        posted[at] = code
+        if isinstance(source, Tensor):
+            move.put(source)
+        else:
+            assert isinstance(move, Scatter), "nothing else takes parts"
+            move.put_parts(source, target)
+            source = target
+        if not _KEEPS_ORDER:
+            self._order_memory()
+        posted[at + 1] = self._sequence = place.number = self._sequence + 1
+        self._thread = threading.get_ident()
+        place.pending = pending = SharedPending(self, place, site, move, code, target, source)
+        if place.all_posted(code):
+            # This rank is the last: the bytes are in its cache, and no peer has to wait until it comes back for them.
+            self.finish(pending)
+        return pending
+
+    def finish(self, pending: SharedPending) -> None:
+        """Wait for the peers, take the result, and give the slot back; `pending.wait()` calls it."""
+        place, move = pending.place, pending.move
+        if move is None or pending.error is not None:
+            return pending.wait()
+        if self._failure is not None:
+            pending.fail(self._again(pending.site))
+            return pending.wait()
+        try:
+            if not place.all_posted(pending.code):
+                self._wait(pending.site, place.slot.stamps, place.number, lambda: self._compare(pending))
+                if pending.move is None:
+                    return pending.wait()  # it was finished while others were waited for
+                self._compare(pending)
+            pending.check_held()
+            if not _KEEPS_ORDER:
+                self._order_memory()
+            # Output of inference mode can be written to there only, also where it is waited for elsewhere.
+            with torch.inference_mode() if pending.target.is_inference() else _NO_MODE:
+                move.take(pending.target, pending.source)
+        except CommError as error:
+            pending.fail(error)
+            self._fail(error)
+            raise
+        if not _KEEPS_ORDER:
+            self._order_memory()
+        place.slot.consumed[self._rank] = place.number
+        pending.release()
+        return None
+
+    def _wait(
+        self, site: Site, stamps: memoryview, number: int, check: Callable[[], None] | None = None
+    ) -> None:
+        def meanwhile() -> None:
+            if check is not None:
+                check()
+            _progress()
+
+        try:
+            self._watch.until(stamps, number, site.op, site.label, meanwhile)
+        except CommError as error:
+            self._fail(error)
+            raise
+
+    def finish_ready(self) -> None:
+        """Finish what this thread has started and every rank has posted, so that no peer waits for this rank."""
+        if self._thread != threading.get_ident():
+            return  # another thread may be at it this very moment
+        for place in self._ring:
+            pending = place.pending
+            if pending is not None and place.all_posted(pending.code) and self._failure is None:
+                with contextlib.suppress(
+                    CommError
+                ):  # the pending keeps it, and raises it when it is waited for
+                    self.finish(pending)
+
+    def _compare(self, pending: SharedPending) -> None:
+        """Raise MismatchError where a rank that has come called something else."""
+        slot, number = pending.place.slot, pending.place.number
+        codes = {
+            rank: code
+            for rank, (stamp, code) in enumerate(zip(slot.stamps.tolist(), slot.calls.tolist(), strict=True))
+            if stamp >= number
+        }
+        if any(code != pending.code for code in codes.values()):
+            told = "; ".join(f"rank {rank} called {Call.of(code)}" for rank, code in codes.items())
+            site = pending.site
+            raise MismatchError(
+                site.rank,
+                site.op,
+                site.label,
+                f"the ranks' calls differ: {told}; make every rank call the same collectives, of the same sizes, in "
+                "the same order",
+            )
+
+    def _fail(self, error: CommError) -> None:
+        """Nothing goes on after this: here at once, and on the others when they wait for this rank."""
+        if self._failure is None:
+            self._failure = error
+            self._link.segment.failed[self._rank] = 1
+
+    def _again(self, site: Site) -> CommError:
+        """What every call raises after a failure."""
+        failure = self._failure
+        if not isinstance(failure, CollectiveError):
+            return CommError(f"rank {site.rank}: {describe_call(site.op, site.label)}: {failure}")
+        error = CollectiveError(site.rank, site.op, site.label, f"an earlier call failed: {failure}")
+        error.__cause__ = failure
+        return error
+
+    def _order_memory(self) -> None:
+        """Let no write before this be seen after one that follows, nor a read be made early.
+
+        A lock is taken and given back twice: what comes before the first release stays before it, what comes after the
+        second acquisition stays after it, and the two do not change places.
+        """
+        for _ in range(2):
+            with self._fence:
+                pass
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """It as one line of numbers that autograd does not see."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
+    """The collectives of `group` through shared memory; one and the same object each time for a process group.
+
+    Args:
+        group: a process group of ranks that are all on this host, or the collectives over one. Every rank of it calls
+            this.
+
+    Raises:
+        ValueError: on every rank, where the ranks cannot share memory, with what is missing.
+    """
+    if isinstance(group, SharedMemoryCollectives):
+        return group
+    shared = try_shared_memory(as_process_group(group))
+    if isinstance(shared, str):
+        raise ValueError(
+            f"expected ranks that can share memory, found that they cannot: {shared}; pass the process group itself, "
+            "or 'auto' to have shared memory only where it can be"
+        )
+    return shared
+
+
+def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectives:
+    """The collectives over a process group that memory is to be shared in.
+
+    Raises:
+        ValueError: for another engine, or for decorated collectives (decorate the result instead).
+    """
+    # Process groups first: they have methods of the same names.
+    if dist.is_available() and isinstance(group, dist.ProcessGroup):
+        return ProcessGroupCollectives(group)
+    if isinstance(group, ProcessGroupCollectives):
+        return group
+    raise ValueError(
+        f"expected a process group whose ranks are to share memory, found {group!r}; shared memory is for the "
+        "processes of a process group, and decorators go around it"
+    )
+
+
+def try_shared_memory(group: ProcessGroupCollectives) -> SharedMemoryCollectives | str:
+    """The collectives of `group` through shared memory, or why not: the same on every rank, and all of them call it."""
+    key = group.group
+    known = _KNOWN.get(key)
+    if known is None or (isinstance(known, SharedMemoryCollectives) and known.is_closed):
+        link = connect(group)
+        known = link if isinstance(link, str) else SharedMemoryCollectives(group, link)
+        _KNOWN[key] = known
+        if isinstance(known, SharedMemoryCollectives):
+            weakref.finalize(key, _close, weakref.ref(known)).atexit = False
+    return known
+
+
+#: What was made for each process group, so that ranks that ask again agree that there is nothing to be made.
+_KNOWN: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives | str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _progress() -> None:
+    """While one group waits, the others go on: ranks may wait for several groups in different orders."""
+    for shared in [*_KNOWN.values()]:
+        if isinstance(shared, SharedMemoryCollectives):
+            shared.finish_ready()
+
+
+def _close(reference: weakref.ReferenceType[SharedMemoryCollectives]) -> None:
+    shared = reference()
+    if shared is not None:
+        shared.close()
+
+
+def _disown() -> None:
+    """In a process that was forked: the memory is the parent's."""
+    for shared in [*_KNOWN.values()]:
+        if isinstance(shared, SharedMemoryCollectives):
+            shared._failure = CommError(
+                "expected the process that the ranks were connected in, found one that it has forked; collectives are "
+                "for the process that is the rank"
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)

@@ -1,0 +1,169 @@
+"""Who the peers on this host are: whether they can share memory, and whether they are alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import weakref
+from pathlib import Path
+from typing import Final, final
+
+import attrs
+
+from flatparam_comm.errors import CommError
+from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group.engine import ProcessGroupCollectives
+from flatparam_comm.shared_memory.segment import Segment
+
+__all__ = ["Link", "Peers", "connect", "host_identity"]
+
+_NEEDED: Final = ("memfd_create", "pidfd_open")
+
+
+def host_identity() -> tuple[str, ...]:
+    """What is the same for two processes exactly when one can find the other by its process id.
+
+    The boot of the machine and the namespace that process ids are counted in, where the system tells them, and the
+    host's name.
+    """
+    boot = space = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = os.readlink("/proc/self/ns/pid")
+    return boot, socket.gethostname(), space
+
+
+@final
+class Peers:
+    """The processes of a group's other ranks, each held by a descriptor that tells when it ends."""
+
+    __slots__ = ("__weakref__", "_close", "_fds", "_poll", "pids")
+
+    def __init__(self, pids: list[int], rank: int) -> None:
+        """The processes of all ranks; `rank` is this one's own."""
+        self.pids = pids
+        self._fds: dict[int, int] = {}
+        self._poll = select.poll()
+        self._close = weakref.finalize(self, _close_all, self._fds)
+        for peer, pid in enumerate(pids):
+            if peer != rank:
+                fd = os.pidfd_open(pid)  # type: ignore[attr-defined,unused-ignore]  # not on every platform
+                self._fds[fd] = peer
+                self._poll.register(fd, select.POLLIN)
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended, also those that nobody has waited for yet."""
+        return sorted(self._fds[fd] for fd, _ in self._poll.poll(0))
+
+    def close(self) -> None:
+        """Let go of them."""
+        self._close()
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    fds.clear()
+
+
+@final
+@attrs.frozen
+class Link:
+    """What connects a rank to those it shares memory with."""
+
+    segment: Segment
+    peers: Peers
+
+    def close(self) -> None:
+        """Let go of both."""
+        self.segment.close()
+        self.peers.close()
+
+
+@attrs.frozen
+class _Offer:
+    """What a rank tells the others: where it is, its process, and the first one's segment."""
+
+    obstacle: str
+    host: tuple[str, ...]
+    pid: int
+    fd: int = -1
+    token: tuple[int, ...] = ()
+
+
+def connect(group: ProcessGroupCollectives) -> Link | str:
+    """Share memory between the ranks of `group`, or say why they cannot. Every rank of the group calls it.
+
+    All ranks get a link, or all get one and the same sentence.
+    """
+    made: Segment | None = None
+    obstacle = _obstacle(group)
+    host: tuple[str, ...] = ()
+    if not obstacle:
+        try:
+            host = host_identity()
+            made = Segment.create(group.size) if group.rank == 0 else None
+        except OSError as error:
+            obstacle = f"memory cannot be shared here: {error}"
+    mine = _Offer(
+        obstacle,
+        host,
+        os.getpid(),
+        made.fd if made else -1,
+        tuple(made.token) if made else (),
+    )
+    offers: list[_Offer] = group.exchange(mine, label="shared memory: offers")
+    found = _first_obstacle(offers)
+    link: Link | None = None
+    if not found:
+        try:
+            link = _open(offers, group.rank, made)
+            opened = ""
+        except (OSError, CommError) as error:
+            opened = f"its peers' memory cannot be opened: {error}"
+        found = _first(group.exchange(opened, label="shared memory: opened"))
+    if link is not None and not found:
+        return link
+    if link is not None:
+        link.close()
+    elif made is not None:
+        made.close()
+    return found
+
+
+def _obstacle(group: ProcessGroupCollectives) -> str:
+    if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in _NEEDED):
+        return f"shared memory needs Linux (memfd_create, pidfd_open), found {sys.platform}"
+    if not c10d.has_cpu_backend(group.group):
+        return "its process group has no backend for CPU tensors (make it with 'cpu:gloo,cuda:nccl')"
+    return ""
+
+
+def _first(obstacles: list[str]) -> str:
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text), "")
+
+
+def _first_obstacle(offers: list[_Offer]) -> str:
+    told = _first([offer.obstacle for offer in offers])
+    if told:
+        return told
+    for rank, offer in enumerate(offers):
+        if offer.host != offers[0].host:
+            return (
+                f"its ranks are on several hosts or in several process namespaces: rank 0 is on {offers[0].host[1]}, "
+                f"rank {rank} on {offer.host[1]}"
+            )
+    return ""
+
+
+def _open(offers: list[_Offer], rank: int, made: Segment | None) -> Link:
+    first = offers[0]
+    segment = made or Segment.open(first.pid, first.fd, len(offers))
+    if tuple(segment.token) != first.token:
+        segment.close()
+        raise CommError(f"process {first.pid} has other memory under descriptor {first.fd} than rank 0 made")
+    return Link(segment, Peers([offer.pid for offer in offers], rank))

@@ -1,0 +1,80 @@
+"""Waiting for peers that share memory: short waits spin, long ones sleep, and look whether the peers still live."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, final
+
+import attrs
+
+from flatparam_comm.errors import CollectiveError, CommError, PeerError
+from flatparam_comm.shared_memory.host import Link
+
+__all__ = ["Watch"]
+
+#: Seconds: to spin, letting others run, before the first sleep; the longest sleep; between two looks at the peers. The
+#: shortest sleep takes some 70 microseconds (timer slack): a peer that spun for less would then sleep in its turn.
+_SPIN, _LONGEST, _LOOK_EVERY = 100e-6, 1e-3, 0.1
+#: A sleep is this part of what was waited for already, so waiting is longer by no more.
+_PART: Final = 1 / 8
+
+
+@final
+@attrs.frozen
+class Watch:
+    """Waits of one rank. `members` are the ranks' numbers in the world."""
+
+    link: Link
+    members: list[int]
+    rank: int
+    timeout: timedelta
+
+    def until(
+        self, stamps: memoryview, number: int, op: str, label: str, meanwhile: Callable[[], None]
+    ) -> None:
+        """Return when all `stamps`, one of each rank, have reached `number`.
+
+        `meanwhile` is called now and then while some have not; it raises where waiting is in vain.
+
+        Raises:
+            PeerError: when a rank that has not come has ended.
+            CollectiveError: when one has failed and will never come, or the timeout is over.
+        """
+        start = time.monotonic()
+        look_at = start + _LOOK_EVERY
+        while min(stamps) < number:
+            now = time.monotonic()
+            if now - start < _SPIN:
+                os.sched_yield()
+                continue
+            meanwhile()
+            if now >= look_at:
+                look_at = now + _LOOK_EVERY
+                self._look(stamps, number, op, label, now - start)
+            time.sleep(min(_LONGEST, (now - start) * _PART))
+
+    def _look(self, stamps: memoryview, number: int, op: str, label: str, waited: float) -> None:
+        """Raise where one of those that have not come never will, or has had its time."""
+        ended = self.link.peers.ended()
+        failed = [rank for rank, word in enumerate(self.link.segment.failed) if word]
+        # In this order: what a rank did before it ended or failed counts.
+        missing = [rank for rank, stamp in enumerate(stamps) if stamp < number]
+        for rank in ended:
+            if rank in missing:
+                cause = CommError(f"its process (pid {self.link.peers.pids[rank]}) has ended")
+                raise PeerError(
+                    self.members[rank], cause, waiting_rank=self.members[self.rank], op=op, label=label
+                )
+        for rank in failed:
+            if rank in missing:
+                text = f"rank {rank} takes no part any more: an earlier call failed on it, or it has closed its memory"
+                raise CollectiveError(self.rank, op, label, text)
+        if missing and waited > self.timeout.total_seconds():
+            text = (
+                f"ranks {missing} have not come within {self.timeout.total_seconds():g} s; make every rank call the "
+                "same collectives in the same order, or give init_process_group() a longer timeout"
+            )
+            raise CollectiveError(self.rank, op, label, text)

@@ -1,0 +1,1 @@
+"""A world whose ranks are threads of one process."""

@@ -1,0 +1,250 @@
+"""The engine behind `run_threads`: a rank's end of a world of threads."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+from torch import Tensor
+
+from flatparam_comm import checks
+from flatparam_comm.checks import Site
+from flatparam_comm.collectives import Pending, ReduceOp
+from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
+from flatparam_comm.threads.baton import Baton, ErrorFactory, Waiting
+from flatparam_comm.threads.meeting import Call, Meeting, MeetingGroup, Post
+from flatparam_comm.threads.transfer import Cargo, Staged, stage_all_gather, stage_broadcast, stage_reduction
+
+__all__ = ["ThreadCollectives", "ThreadWorld"]
+
+
+@final
+class ThreadWorld:
+    """What the ranks of one `run_threads` share: the baton, and the groups with their open meetings.
+
+    With `deliver_late` the bytes of a result reach its output in the rank's own `wait()`, as late as any engine may
+    deliver them; without, they do when the last rank posts, as early as any engine can.
+    """
+
+    __slots__ = ("baton", "deliver_late", "groups")
+
+    def __init__(self, size: int, *, deliver_late: bool) -> None:
+        """A world of `size` ranks, and its first group: all of them."""
+        self.baton = Baton(size, self._stuck)
+        self.deliver_late = deliver_late
+        self.groups = [MeetingGroup(tuple(range(size)))]
+
+    def collectives(self, rank: int) -> ThreadCollectives:
+        """The end of the world's group that belongs to `rank`."""
+        return ThreadCollectives(self, self.groups[0], rank)
+
+    def add_group(self, members: tuple[int, ...]) -> MeetingGroup:
+        """A new group of these ranks of the world."""
+        group = MeetingGroup(members)
+        self.groups.append(group)
+        return group
+
+    def left_open(self) -> str:
+        """Which collectives some ranks called and others never did, in words; empty when there are none."""
+        return "; ".join(meeting.describe() for group in self.groups for meeting in group.open.values())
+
+    def _stuck(self, doing: str) -> ErrorFactory:
+        """Why nobody can go on: ranks that called different things, or ranks that wait in a circle."""
+        for group in self.groups:
+            for meeting in group.open.values():
+                if not meeting.agrees():
+                    return _mismatch(meeting)
+        text = f"no rank can go on: {doing}; make every rank call the same collectives in the same order"
+        return lambda rank, op, label: DeadlockError(rank, op, label, text)
+
+
+@final
+class ThreadCollectives:
+    """`run_threads` passes this to each rank's function; a group made by `subgroup` is one, too.
+
+    Only the rank's own thread may use it. Of each kind of call, the checks, the order and the errors are those of a
+    process group, and a program that would hang there raises `DeadlockError` or `MismatchError` here at once.
+    """
+
+    __slots__ = ("_group", "_rank", "_world", "_world_rank")
+
+    def __init__(self, world: ThreadWorld, group: MeetingGroup, rank: int) -> None:
+        """The end of `group` that belongs to its rank number `rank`."""
+        self._world = world
+        self._group = group
+        self._rank = rank
+        self._world_rank = group.members[rank]
+
+    def __repr__(self) -> str:
+        return f"ThreadCollectives(rank={self.rank}, size={self.size})"
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self._group.members)
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """See `Collectives.all_gather`."""
+        site = self._site("all_gather", label)
+        checks.check_all_gather(site, output, shard)
+        late = self._world.deliver_late
+        return self._move(
+            Cargo(site, shard, output), "", lambda cargoes: stage_all_gather(cargoes, late=late)
+        )
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """See `Collectives.reduce_scatter`. Adds in rank order, in the dtype of `full`."""
+        site = self._site("reduce_scatter", label)
+        checks.check_reduce_scatter(site, output, full, op)
+        late = self._world.deliver_late
+        return self._move(
+            Cargo(site, full, output),
+            op.value,
+            lambda cargoes: stage_reduction(cargoes, op, scatter=True, late=late),
+        )
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`. Adds in rank order, in the tensor's dtype."""
+        site = self._site("all_reduce", label)
+        checks.check_all_reduce(site, tensor, op)
+        late = self._world.deliver_late
+        return self._move(
+            Cargo(site, tensor, tensor),
+            op.value,
+            lambda cargoes: stage_reduction(cargoes, op, scatter=False, late=late),
+        )
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """See `Collectives.broadcast`."""
+        site = self._site("broadcast", label)
+        checks.check_broadcast(site, tensor, root)
+        late = self._world.deliver_late
+        return self._move(
+            Cargo(site, tensor, tensor),
+            f"root {root}",
+            lambda cargoes: stage_broadcast(cargoes, root, late=late),
+        )
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """See `Collectives.exchange`. Values make the way through pickle, so no rank gets another's object."""
+        post = Post(Call("exchange", label), value=pickle.dumps(value))
+        values = self._meet(post, lambda posts: [each.value for each in posts]).outcome
+        return [pickle.loads(each) for each in values]
+
+    def barrier(self, *, label: str = "") -> None:
+        """See `Collectives.barrier`."""
+        self._meet(Post(Call("barrier", label)), lambda posts: None)
+
+    def subgroup(self, ranks: Sequence[int]) -> ThreadCollectives | None:
+        """See `Collectives.subgroup`."""
+        chosen = checks.check_subgroup(self._site("subgroup", ""), ranks)
+        members = tuple(self._group.members[rank] for rank in chosen)
+        post = Post(Call("subgroup", detail=f"ranks {list(chosen)}"))
+        group: MeetingGroup = self._meet(post, lambda posts: self._world.add_group(members)).outcome
+        return ThreadCollectives(self._world, group, chosen.index(self.rank)) if self.rank in chosen else None
+
+    def sleep(self, seconds: float) -> None:
+        """Let the other ranks go on until all of them wait. It takes no time: the world's clock is moved instead."""
+        self._world.baton.check_thread(self._world_rank, "sleep", "")
+        self._world.baton.pause(self._world_rank, seconds)
+
+    def _site(self, op: str, label: str) -> Site:
+        return Site(rank=self.rank, size=self.size, op=op, label=label)
+
+    def _move(self, cargo: Cargo, detail: str, stage: Callable[[Sequence[Cargo]], Staged]) -> Pending:
+        """Post a data-plane call. `stage` works out the results, on the rank that posts last."""
+        source = cargo.source
+        call = Call(
+            cargo.site.op,
+            cargo.site.label,
+            source.numel(),
+            source.dtype,
+            device=str(source.device),
+            detail=detail,
+        )
+        meeting = self._post(
+            Post(call, cargo), lambda posts: stage([post.cargo for post in posts if post.cargo is not None])
+        )
+        return ThreadPending(self._world.baton, self._world_rank, self._rank, cargo, meeting)
+
+    def _meet(self, post: Post, work_out: Callable[[Sequence[Post]], Any]) -> Meeting:
+        """Post a control-plane call, and return when every rank has made it."""
+        meeting = self._post(post, work_out)
+        waiting = Waiting(post.call.op, post.call.label, meeting.missing)
+        self._world.baton.block(self._world_rank, lambda: meeting.complete, waiting)
+        return meeting
+
+    def _post(self, post: Post, work_out: Callable[[Sequence[Post]], Any]) -> Meeting:
+        """Join the group's next meeting; conclude it when this rank is the last, if all ranks ask for the same."""
+        baton, rank, call = self._world.baton, self._world_rank, post.call
+        baton.check_thread(rank, call.op, call.label)
+        if baton.failed:
+            raise baton.error(rank, call.op, call.label)
+        meeting = self._group.join(self._rank, post)
+        if meeting.full:
+            if not meeting.agrees():
+                baton.fail(_mismatch(meeting))
+                raise baton.error(rank, call.op, call.label)
+            self._conclude(meeting, call, work_out)
+        return meeting
+
+    def _conclude(self, meeting: Meeting, call: Call, work_out: Callable[[Sequence[Post]], Any]) -> None:
+        try:
+            self._group.conclude(meeting, work_out)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            raise CollectiveError(
+                self._rank, call.op, call.label, f"could not be worked out: {type(error).__name__}: {error}"
+            ) from error
+
+
+@final
+@attrs.define(eq=False)
+class ThreadPending:
+    """What a rank's data-plane call returns. It holds the rank's tensors until `wait` is over."""
+
+    baton: Baton
+    world_rank: int
+    rank: int
+    cargo: Cargo | None
+    meeting: Meeting
+
+    def wait(self) -> None:
+        """See `Pending.wait`: gives the baton to others until the last of them has posted."""
+        cargo, meeting = self.cargo, self.meeting
+        if cargo is None:
+            return
+        site = cargo.site
+        self.baton.check_thread(self.world_rank, site.op, site.label)
+        waiting = Waiting(site.op, site.label, meeting.missing)
+        self.baton.block(self.world_rank, lambda: meeting.complete, waiting)
+        staged: Staged = meeting.outcome
+        staged.deliver(self.rank, cargo)
+        self.cargo = None
+
+    def done(self) -> bool:
+        """See `Pending.done`; a rank that asks in vain lets the others have a turn."""
+        if not self._over() and self.baton.belongs_here(self.world_rank):
+            self.baton.poll(self.world_rank)
+        return self._over()
+
+    def _over(self) -> bool:
+        return self.meeting.complete or self.baton.failed
+
+
+def _mismatch(meeting: Meeting) -> ErrorFactory:
+    text = (
+        f"the ranks' calls differ: {meeting.describe()}; "
+        "make every rank call the same collectives, of the same sizes, in the same order"
+    )
+    return lambda rank, op, label: MismatchError(rank, op, label, text)

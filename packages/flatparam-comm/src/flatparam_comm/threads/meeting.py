@@ -1,0 +1,117 @@
+"""Where the ranks of a world of threads meet: the n-th collective of every rank of a group is one meeting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from flatparam_comm.errors import describe_call
+from flatparam_comm.threads.transfer import Cargo
+
+__all__ = ["Call", "Meeting", "MeetingGroup", "Post"]
+
+
+@attrs.frozen
+class Call:
+    """What a rank asks for. Two calls agree when everything but their labels is equal.
+
+    `detail` is the reduction, the root or the ranks, in words; `numel` and `dtype` are those of this rank's input.
+    """
+
+    op: str
+    label: str = attrs.field(default="", eq=False)
+    numel: int = 0
+    dtype: torch.dtype | None = None
+    device: str = ""
+    detail: str = ""
+
+    def describe(self) -> str:
+        """The words for an error."""
+        facts = [self.detail] if self.detail else []
+        if self.dtype is not None:
+            facts.append(f"{self.numel} x {str(self.dtype).removeprefix('torch.')} on {self.device}")
+        return describe_call(self.op, self.label) + (f" ({', '.join(facts)})" if facts else "")
+
+
+@attrs.define(eq=False)
+class Post:
+    """One rank's part of a meeting: its call, and what it brings (tensors, or one pickled value)."""
+
+    call: Call
+    cargo: Cargo | None = None
+    value: bytes = b""
+
+
+@attrs.define(eq=False)
+class Meeting:
+    """One collective. It is `complete` when every rank has posted and `outcome` has been worked out."""
+
+    number: int
+    members: tuple[int, ...]
+    posts: list[Post | None]
+    complete: bool = False
+    outcome: Any = None
+
+    @property
+    def full(self) -> bool:
+        """Whether every rank has posted."""
+        return None not in self.posts
+
+    def agrees(self) -> bool:
+        """Whether all posts so far ask for the same."""
+        calls = [post.call for post in self.posts if post is not None]
+        return all(call == calls[0] for call in calls)
+
+    def missing(self) -> str:
+        """Who has not come, in words. Ranks are those of the world."""
+        absent = [rank for rank, post in zip(self.members, self.posts, strict=True) if post is None]
+        return f"call {self.number} of the group of ranks {list(self.members)}; not called by {absent}"
+
+    def describe(self) -> str:
+        """What each rank called, in words."""
+        said = (
+            f"rank {rank} called {post.call.describe()}"
+            if post is not None
+            else f"rank {rank} has not called yet"
+            for rank, post in zip(self.members, self.posts, strict=True)
+        )
+        return f"in call {self.number} of the group of ranks {list(self.members)}: {'; '.join(said)}"
+
+
+@attrs.define(eq=False)
+class MeetingGroup:
+    """The meetings of one group. `members` are its ranks' numbers in the world; its own ranks are their positions.
+
+    `open` has only what is not complete, so a long run does not grow; what is complete lives as long as a pending
+    refers to it.
+    """
+
+    members: tuple[int, ...]
+    calls: list[int] = attrs.field(init=False)
+    open: dict[int, Meeting] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.calls = [0] * len(self.members)
+
+    def join(self, rank: int, post: Post) -> Meeting:
+        """This rank's next meeting, with its post in it."""
+        number = self.calls[rank]
+        self.calls[rank] += 1
+        meeting = self.open.get(number)
+        if meeting is None:
+            meeting = self.open[number] = Meeting(number, self.members, [None] * len(self.members))
+        meeting.posts[rank] = post
+        return meeting
+
+    def conclude(self, meeting: Meeting, work_out: Callable[[Sequence[Post]], Any]) -> None:
+        """Complete a meeting that is full."""
+        meeting.outcome = work_out([post for post in meeting.posts if post is not None])
+        meeting.complete = True
+        # The inputs are read; what must outlive this is held by the pendings.
+        for post in meeting.posts:
+            if post is not None:
+                post.cargo = None
+        del self.open[meeting.number]

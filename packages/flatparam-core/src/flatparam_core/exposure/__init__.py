@@ -1,0 +1,1 @@
+"""What a sharded module shows under its parameters' names."""

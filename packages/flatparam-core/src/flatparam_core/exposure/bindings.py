@@ -1,0 +1,158 @@
+"""From a module to its parameters, and to every attribute through which each one is reached."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import final
+
+from flatparam_core.errors import FlatParamError
+from flatparam_core.geometry.specs import ParamSpec
+from flatparam_core.names import clean_fqn
+
+__all__ = ["BoundParameter", "ParamInfo", "discover", "each_module", "memory_view"]
+
+
+@final
+@attrs.frozen(eq=False)
+class ParamInfo:
+    """One attribute that holds a parameter: `getattr(module, param_name)`.
+
+    `module_name` is the module's clean path below the module that was searched (empty for that module itself).
+    """
+
+    param_name: str
+    module_name: str
+    _module: weakref.ReferenceType[nn.Module]
+
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of: the module with it."""
+        return self.param_name, self.module_name, self.module
+
+    def __setstate__(self, state: tuple[str, str, nn.Module]) -> None:
+        """Become a copy, which holds its module weakly again."""
+        param_name, module_name, module = state
+        type(self).__init__(self, param_name, module_name, weakref.ref(module))
+
+    @property
+    def reference(self) -> weakref.ReferenceType[nn.Module]:
+        """The module that has the attribute, as it is held: weakly."""
+        return self._module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the attribute.
+
+        Raises:
+            FlatParamError: where that module is gone.
+        """
+        module = self._module()
+        if module is None:
+            raise FlatParamError(
+                f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more"
+            )
+        return module
+
+    @property
+    def fqn(self) -> str:
+        """The dotted name below the searched module."""
+        return f"{self.module_name}.{self.param_name}" if self.module_name else self.param_name
+
+
+@final
+@attrs.frozen(eq=False)
+class BoundParameter:
+    """A parameter and its bindings: one, or several where modules share it.
+
+    `names` are all the dotted names by which the searched module reaches it, its own first: more than there are
+    bindings where a module itself is reached by several paths.
+    """
+
+    parameter: nn.Parameter
+    infos: tuple[ParamInfo, ...]
+    names: tuple[str, ...]
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The parameter's geometry, under its first name."""
+        return ParamSpec.of(self.names[0], self.parameter, self.names[1:])
+
+
+def discover(
+    root: nn.Module,
+    *,
+    ignored_parameters: Collection[nn.Parameter] = (),
+    skip_module: Callable[[nn.Module], bool] = lambda module: False,
+) -> tuple[BoundParameter, ...]:
+    """Find the parameters of `root` and its submodules in the order of `root.named_parameters()`.
+
+    Args:
+        root: searched with all its submodules.
+        ignored_parameters: left out, compared by identity.
+        skip_module: a submodule for which this is true is left out with everything below it (`root` never is).
+    """
+    ignored = {id(parameter) for parameter in ignored_parameters}
+    found: dict[int, tuple[nn.Parameter, list[ParamInfo], list[str]]] = {}
+    seen: set[nn.Module] = set()
+    for module_name, module in _walk("", root, skip_module):
+        path, reference = clean_fqn(module_name), weakref.ref(module)
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            info = ParamInfo(name, path, reference)
+            _, infos, names = found.setdefault(id(parameter), (parameter, [], []))
+            names.append(info.fqn)
+            if module not in seen:
+                infos.append(info)
+        seen.add(module)
+    return tuple(BoundParameter(p, tuple(infos), tuple(names)) for p, infos, names in found.values())
+
+
+def _walk(
+    name: str,
+    module: nn.Module,
+    skip_module: Callable[[nn.Module], bool],
+    above: tuple[nn.Module, ...] = (),
+) -> Iterator[tuple[str, nn.Module]]:
+    """Depth first, every path that is no circle; a module that is reached twice comes twice."""
+    yield name, module
+    path = (*above, module)
+    for child_name, child in module._modules.items():
+        if child is not None and child not in path and not skip_module(child):
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip_module, path)
+
+
+def each_module(
+    root: nn.Module, skip_module: Callable[[nn.Module], bool] = lambda module: False
+) -> Iterator[nn.Module]:
+    """`root` and all below it, each once, in the order of `root.modules()`, without its generator for each level.
+
+    A submodule for which `skip_module` is true is left out with everything below it (`root` never is).
+    """
+    seen: set[nn.Module] = set()
+    stack: list[nn.Module | None] = [root]
+    while stack:
+        module = stack.pop()
+        if module is None or module in seen or (module is not root and skip_module(module)):
+            continue
+        seen.add(module)
+        yield module
+        stack.extend(reversed(module._modules.values()))
+
+
+def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """The elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
+
+    A view where the tensor already has that order, else a copy.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return tensor.reshape(0)
+    if tuple(tensor.stride()) != spec.stride:
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())

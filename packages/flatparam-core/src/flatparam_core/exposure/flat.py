@@ -1,0 +1,199 @@
+"""A sharded module that lists its flat parameter: `use_orig_params=False`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.protocol import add_to_grad, fragment_view, memory_of, new_values
+from flatparam_core.exposure.sites import Sites
+from flatparam_core.flat_parameter import FlatParameter
+from flatparam_core.geometry.layout import Fragment
+from flatparam_core.geometry.shard_pieces import ShardPieces
+from flatparam_core.tensor_data import give_data
+
+__all__ = ["FlatExposure"]
+
+
+@final
+@attrs.define(eq=False)
+class _Follower:
+    """An original parameter that somebody still holds, most likely an optimizer that was made before sharding.
+
+    It is a view of the shard, and its `.grad` one of the flat parameter's.
+    """
+
+    parameter: nn.Parameter
+    fragment: Fragment
+    given: bool = False
+    """Whether it was given a gradient since its `.grad` was None."""
+
+
+@final
+@attrs.define(eq=False)
+class FlatExposure:
+    """`parameters()` lists the flat parameter; under the original names stand plain 1-D views of the shard."""
+
+    flat_param: FlatParameter
+    owner: weakref.ReferenceType[nn.Module]
+    attribute: str
+    """The name under which the owner registers the flat parameter."""
+    _sites: Sites
+    _originals: list[weakref.ReferenceType[nn.Parameter]]
+    _versions: list[int]
+    """How often each original had changed when it was sharded."""
+    _views: tuple[torch.Tensor, ...] = ()
+    _followers: dict[int, _Follower] | None = None
+    """The originals that outlived sharding, by index; who they are is seen at the first gather."""
+
+    @classmethod
+    def attach(
+        cls, owner: nn.Module, attribute: str, flat_param: FlatParameter, bound: Sequence[BoundParameter]
+    ) -> Self:
+        """Register `flat_param` in `owner` and take the original parameters out of their modules."""
+        exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), [], [])
+        exposure._make_views({index: b.parameter for index, b in enumerate(bound)})
+        exposure._originals += [weakref.ref(b.parameter) for b in bound]
+        exposure._versions += [b.parameter._version for b in bound]
+        owner.register_parameter(attribute, flat_param)
+        exposure.show_shard()
+        return exposure
+
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of: nobody holds the originals of a copy."""
+        return self.flat_param, self.owner(), self.attribute, self._sites
+
+    def __setstate__(self, state: tuple[FlatParameter, nn.Module, str, Sites]) -> None:
+        """Become a copy, which shows nothing yet; see `FlatParamHandle.revive`."""
+        flat_param, owner, attribute, sites = state
+        type(self).__init__(self, flat_param, weakref.ref(owner), attribute, sites, [], [])
+
+    def _make_views(self, originals: Mapping[int, nn.Parameter]) -> None:
+        layout, rank = self.flat_param.flat_layout, self.flat_param.rank
+        pieces = ShardPieces.of(layout, rank)
+        self._views = tuple(pieces.lines(self.flat_param.detach()))
+        for index, original in originals.items():
+            original.grad = None  # a full one; what is added from now on has the fragment's shape
+            give_data(original, self._views[index].view(pieces.shapes[index]))
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """See `Exposure.parameters`."""
+        return (self.flat_param,)
+
+    def originals(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.originals`."""
+        alive = ((index, reference()) for index, reference in enumerate(self._originals))
+        return {index: parameter for index, parameter in alive if parameter is not None}
+
+    def requires_grad(self) -> Sequence[bool]:
+        """See `Exposure.requires_grad`."""
+        return [self.flat_param.requires_grad] * len(self._views)
+
+    @property
+    def is_trainable(self) -> bool:
+        """See `Exposure.is_trainable`."""
+        return self.flat_param.requires_grad
+
+    def stamp(self) -> int:
+        """See `Exposure.stamp`."""
+        if self._followers is None:
+            held = self.originals()
+        elif self._followers:
+            held = {index: follower.parameter for index, follower in self._followers.items()}
+        else:
+            return self.flat_param._version
+        changes = sum(parameter._version - self._versions[index] for index, parameter in held.items())
+        return self.flat_param._version + changes
+
+    def take_over(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.take_over`; what was replaced in a module is refused when the full parameters are shown."""
+        followers = self._find_followers()
+        if not followers:
+            return {}
+        moved = {i: f for i, f in followers.items() if memory_of(f.parameter) != memory_of(self._views[i])}
+        parts = {
+            index: new_values(self.flat_param, index, follower.parameter, self._sites.infos[index][0].fqn)
+            for index, follower in moved.items()
+        }
+        for index, follower in moved.items():
+            self.flat_param.detach()[follower.fragment.in_shard.as_slice()].copy_(parts[index])
+            follower.parameter.data = fragment_view(
+                self.flat_param.data, self.flat_param.flat_layout, follower.fragment
+            )
+        return {index: follower.parameter for index, follower in moved.items()}
+
+    def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
+        """See `Exposure.lend`."""
+        self._sites.add(index, infos)
+        if self._sites.shown[index] is None:
+            for info in infos:
+                info.module.__dict__[info.param_name] = self._views[index]
+
+    def refresh(self) -> None:
+        """See `Exposure.refresh`."""
+        self._make_views(self.originals())
+        self.show_shard()
+
+    def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """See `Exposure.show`."""
+        for module, name in self._sites.put(tensors):
+            module.__dict__.pop(name, None)
+
+    def show_shard(self) -> None:
+        """See `Exposure.show_shard`."""
+        # The registered entry becomes None, which parameters() passes over and which keeps its place in the order; the
+        # plain view in the instance dict is what the attribute then reads: right dtype and device, and safe to touch.
+        places = self._sites.put((None,) * len(self._views))
+        for (module, name), view in zip(places, self._sites.at_attributes(self._views), strict=True):
+            module.__dict__[name] = view
+
+    @property
+    def lists_shard(self) -> bool:
+        """See `Exposure.lists_shard`."""
+        return True
+
+    def list_flat_parameter(self, listed: bool) -> None:
+        """See `Exposure.list_flat_parameter`."""
+        owner = self.owner()
+        if owner is not None:
+            owner._parameters[self.attribute] = self.flat_param if listed else None
+
+    def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
+        """See `Exposure.add_gradient`."""
+        if not any(arrived):
+            return
+        followers = self._find_followers()
+        grad = self.flat_param.grad
+        for follower in followers.values():
+            if grad is None:  # the module's zero_grad()
+                follower.parameter.grad = None
+            elif follower.given and follower.parameter.grad is None:  # its optimizer's zero_grad()
+                grad[follower.fragment.in_shard.as_slice()].zero_()
+        add_to_grad(self.flat_param, reduced)
+        for index, follower in followers.items():
+            follower.given = follower.given and follower.parameter.grad is not None
+            if arrived[index]:
+                self._share_grad(follower)
+
+    def _find_followers(self) -> dict[int, _Follower]:
+        if self._followers is None:
+            layout, rank = self.flat_param.flat_layout, self.flat_param.rank
+            self._followers = {
+                index: _Follower(parameter, layout.fragment(index, rank))
+                for index, parameter in self.originals().items()
+            }
+        return self._followers
+
+    def _share_grad(self, follower: _Follower) -> None:
+        grad, parameter = self.flat_param.grad, follower.parameter
+        if grad is not None:
+            if parameter.grad_dtype != grad.dtype:
+                parameter.grad_dtype = grad.dtype
+            parameter.grad = fragment_view(grad, self.flat_param.flat_layout, follower.fragment)
+            follower.given = True

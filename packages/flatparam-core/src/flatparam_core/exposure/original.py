@@ -1,0 +1,170 @@
+"""A sharded module that lists its original parameters, each a view of its part of the shard: `use_orig_params=True`."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.errors import FlatParamError
+from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.protocol import add_to_grad, new_values
+from flatparam_core.exposure.sites import Sites, replaced
+from flatparam_core.flat_parameter import FlatParameter
+from flatparam_core.geometry.shard_pieces import ShardPieces
+from flatparam_core.tensor_data import give_data
+
+__all__ = ["OriginalExposure"]
+
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+_VERSION: Final = operator.attrgetter("_version")
+
+
+@final
+@attrs.define(eq=False)
+class OriginalExposure:
+    """`parameters()` lists the original parameter objects, each a view of its part of the shard."""
+
+    flat_param: FlatParameter
+    _originals: list[nn.Parameter]
+    _sites: Sites
+    _addresses: list[int] = attrs.field(factory=list)
+    """Where each original's part of the shard is."""
+    _changes: int = 0
+    """Of originals that are gone."""
+    _pieces: ShardPieces = attrs.field(init=False)
+    _is_here: list[bool] = attrs.field(init=False)
+    """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
+
+    @_pieces.default
+    def _cut(self) -> ShardPieces:
+        return ShardPieces.of(self.flat_param.flat_layout, self.flat_param.rank)
+
+    @_is_here.default
+    def _look_what_is_here(self) -> list[bool]:
+        layout = self.flat_param.flat_layout
+        fragments = layout.fragments(self.flat_param.rank)
+        return [bool(f.in_shard) or not slot.span for f, slot in zip(fragments, layout.slots, strict=True)]
+
+    @classmethod
+    def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
+        """Turn the original parameters into views of the shard, once; optimizers that hold them go on working."""
+        exposure = cls(flat_param, [b.parameter for b in bound], Sites.of(bound))
+        for parameter in exposure._originals:
+            parameter.grad = None  # a full one; what is added from now on has the fragment's shape
+        exposure.refresh()
+        return exposure
+
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a copy is made of."""
+        return self.flat_param, self._originals, self._sites
+
+    def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites]) -> None:
+        """Become a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
+        flat_param, originals, sites = state
+        type(self).__init__(self, flat_param, originals, sites, [-1] * len(originals))
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """See `Exposure.parameters`."""
+        return self._originals
+
+    def originals(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.originals`."""
+        return dict(enumerate(self._originals))
+
+    def requires_grad(self) -> Sequence[bool]:
+        """See `Exposure.requires_grad`."""
+        return list(map(_REQUIRES_GRAD, self._originals))
+
+    @property
+    def is_trainable(self) -> bool:
+        """See `Exposure.is_trainable`."""
+        return any(map(_REQUIRES_GRAD, self._originals))
+
+    def stamp(self) -> int:
+        """See `Exposure.stamp`."""
+        versions: int = sum(map(_VERSION, self._originals))
+        return self.flat_param._version + self._changes + versions
+
+    def take_over(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.take_over`."""
+        originals = self._originals
+        registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(originals))
+        if all(registered) and list(map(torch.Tensor.data_ptr, originals)) == self._addresses:
+            return {}
+        given: dict[int, nn.Parameter] = {}
+        for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):
+            found = infos[0].module._parameters.get(infos[0].param_name)
+            for info in infos[1:]:
+                if info.module._parameters.get(info.param_name) is not found:
+                    raise FlatParamError(
+                        f"parameter {infos[0].fqn!r} was replaced after its module was sharded, but not under its "
+                        f"other name {info.fqn!r} too: which modules share a parameter cannot change any more"
+                    )
+            if found is None:
+                raise replaced(infos[0])
+            if found is not parameter or found.data_ptr() != self._addresses[index]:
+                given[index] = found
+        parts = {
+            index: new_values(self.flat_param, index, found, self._sites.infos[index][0].fqn)
+            for index, found in given.items()
+        }
+        before = {index: self._originals[index] for index in given}
+        views = self._pieces.views(self.flat_param.detach()) if given else []
+        for index, found in given.items():
+            self._adopt(index, found, parts[index], views[index])
+        return before
+
+    def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor, view: torch.Tensor) -> None:
+        """Take `found` as original `index`, with the values `part`; `view` is its place in the shard."""
+        view.view(-1).copy_(part)
+        if found.grad is not None and found.grad.shape != view.shape:
+            found.grad = None  # a full one, as from before sharding
+        self._changes += self._originals[index]._version + 1  # the new one's own count may be lower
+        give_data(found, view)
+        self._originals[index] = self._sites.shown[index] = found
+
+    def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
+        """See `Exposure.lend`."""
+        self._sites.add(index, infos)
+
+    def refresh(self) -> None:
+        """See `Exposure.refresh`."""
+        parts = self._pieces.views(self.flat_param.detach())
+        for parameter, part in zip(self._originals, parts, strict=True):
+            give_data(parameter, part)
+        self._addresses = [*map(torch.Tensor.data_ptr, self._originals)]
+
+    def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """See `Exposure.show`."""
+        self._sites.put(tensors)
+
+    def show_shard(self) -> None:
+        """See `Exposure.show_shard`."""
+        self._sites.put(self._originals)
+
+    @property
+    def lists_shard(self) -> bool:
+        """See `Exposure.lists_shard`."""
+        return False
+
+    def list_flat_parameter(self, listed: bool) -> None:
+        """Nothing: it is never listed."""
+
+    def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
+        """See `Exposure.add_gradient`."""
+        originals, gradients = self._originals, self._pieces.views(reduced)
+        is_here = self._is_here
+        if not all(arrived) or not all(is_here) or not all(map(_REQUIRES_GRAD, originals)):
+            triples = zip(arrived, is_here, originals, strict=True)
+            wanted = [a and here and p.requires_grad for a, here, p in triples]
+            originals = list(itertools.compress(originals, wanted))
+            gradients = list(itertools.compress(gradients, wanted))
+        for parameter, gradient in zip(originals, gradients, strict=True):
+            add_to_grad(parameter, gradient)

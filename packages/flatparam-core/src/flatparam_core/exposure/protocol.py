@@ -1,0 +1,170 @@
+"""What a sharded module shows under its parameters' names, and what `parameters()` lists.
+
+Two classes answer this protocol: `FlatExposure` (`use_orig_params=False`) and `OriginalExposure` (`True`). Both show
+the full parameters, as leaves, while they are unsharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.errors import FlatParamError
+from flatparam_core.exposure.bindings import ParamInfo, memory_view
+from flatparam_core.flat_parameter import FlatParameter
+from flatparam_core.geometry.layout import FlatLayout, Fragment
+from flatparam_core.geometry.shard_pieces import fragment_shape
+
+__all__ = ["Exposure", "Memory", "ShardMemory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
+
+Memory: TypeAlias = tuple[int, int]
+"""Where a tensor is: its address, and its number of elements."""
+
+
+class Exposure(Protocol):
+    """What stands under the parameters' names while a unit is sharded, and where its gradients appear."""
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What an optimizer holds: leaves that live as long as the unit."""
+        ...
+
+    def originals(self) -> Mapping[int, nn.Parameter]:
+        """By index, the original parameters that are views of the shard, as far as anybody holds them."""
+        ...
+
+    def requires_grad(self) -> Sequence[bool]:
+        """For each parameter of the layout, whether it is to get a gradient now."""
+        ...
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether some parameter is to get a gradient now."""
+        ...
+
+    def take_over(self) -> Mapping[int, nn.Parameter]:
+        """Bring what the user gave a parameter since (`.data =`, or another object) into the shard.
+
+        Returns:
+            By index, what was taken over: the original before, which may be the same object with other data.
+
+        Raises:
+            FlatParamError: where it does not fit, naming the parameter; then nothing has changed.
+        """
+        ...
+
+    def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
+        """Show parameter `index` under the names `infos` of another unit's modules too."""
+        ...
+
+    def refresh(self) -> None:
+        """Follow the flat parameter to its new memory: it was moved or cast."""
+        ...
+
+    def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Put full tensors (or `None`) under the parameters' names, as registered parameters."""
+        ...
+
+    def stamp(self) -> int:
+        """A number that grows with every in-place change of the shard, through whichever tensor."""
+        ...
+
+    def show_shard(self) -> None:
+        """Put the sharded form back under the parameters' names."""
+        ...
+
+    @property
+    def lists_shard(self) -> bool:
+        """Whether `module.parameters()` lists the shard beside the full parameters that are shown."""
+        ...
+
+    def list_flat_parameter(self, listed: bool) -> None:
+        """Have `module.parameters()` list the flat parameter, or not; nothing where it never does."""
+        ...
+
+    def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
+        """Add the reduced gradient of the shard to `.grad`.
+
+        Args:
+            reduced: 1-D, `layout.shard_numel` elements, on the shard's device; the exposure keeps it. A dtype other
+                than the shard's becomes that of `.grad`.
+            arrived: for each parameter, non-zero if some rank had a gradient; the others keep theirs, or `None`. So do
+                originals of which other ranks have all elements.
+        """
+        ...
+
+
+def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) -> torch.Tensor:
+    """The part of a parameter that a shard holds, as a view of the shard's memory `flat`, in its `fragment_shape`."""
+    return flat[fragment.in_shard.as_slice()].view(fragment_shape(layout, fragment))
+
+
+def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add `gradient` (the parameter's shape) to `.grad`, which takes its dtype."""
+    if parameter.grad is not None:
+        parameter.grad += gradient
+        return
+    if gradient.dtype != parameter.dtype and parameter.grad_dtype != gradient.dtype:
+        parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Where `tensor` is."""
+    return tensor.data_ptr(), tensor.numel()
+
+
+@final
+@attrs.frozen(eq=False)
+class ShardMemory:
+    """Where a shard is, and how often it was somewhere else before."""
+
+    address: int
+    device: torch.device
+    values: torch.Tensor
+    """The shard, detached."""
+    moves: int = 0
+
+    @classmethod
+    def of(cls, shard: torch.Tensor) -> Self:
+        """Where `shard` is."""
+        return cls(shard.data_ptr(), shard.device, shard.detach())
+
+    def moved_to(self, shard: torch.Tensor) -> ShardMemory:
+        """Where it is now."""
+        return ShardMemory(shard.data_ptr(), shard.device, shard.detach(), self.moves + 1)
+
+
+def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:
+    """What the user gave the original parameter `index` after sharding, as the rank's 1-D part of it.
+
+    Raises:
+        FlatParamError: where shape, dtype or device do not fit.
+    """
+    layout = flat_param.flat_layout
+    fragment, spec = layout.fragment(index, flat_param.rank), layout.slots[index].spec
+    view = fragment_view(flat_param.data, layout, fragment)
+    if given.dtype != view.dtype or given.device != view.device:
+        raise FlatParamError(
+            f"parameter {fqn!r} was given other data after its module was sharded: expected {view.dtype} on "
+            f"{view.device}, found {given.dtype} on {given.device}; move or cast the whole wrapped module instead"
+        )
+    shape = tuple(given.shape)
+    if shape == spec.shape:
+        part = memory_view(given, spec)[fragment.in_param.as_slice()]
+    elif shape in (tuple(view.shape), (view.numel(),)):
+        part = given.detach().reshape(-1)
+    else:
+        raise FlatParamError(
+            f"parameter {fqn!r} was given other data after its module was sharded: expected the full shape "
+            f"{spec.shape} or this rank's part {tuple(view.shape)}, found {shape}; change its values "
+            "in place instead, or inside summon_full_params()"
+        )
+    shared = (
+        part.untyped_storage()._cdata == flat_param.untyped_storage()._cdata
+    )  # another parameter's values
+    return part.clone() if shared else part

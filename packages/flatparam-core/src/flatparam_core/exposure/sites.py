@@ -1,0 +1,138 @@
+"""The module attributes under which the parameters of one layout are seen."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.errors import FlatParamError
+from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+
+__all__ = ["Sites", "replaced"]
+
+T = TypeVar("T")
+
+
+@final
+@attrs.frozen(eq=False)
+class _Attributes:
+    """The attributes of all parameters in a row, for loops that run at each gather: one entry of each list for each."""
+
+    owners: list[weakref.ReferenceType[nn.Module]]
+    names: list[str]
+    indices: list[int]
+    """Whose attribute it is, as an index in the layout."""
+    assigned: list[tuple[ParamInfo, int]]
+    """Those of modules that want to know when a parameter changes, as nn.LSTM, which keeps a list beside the names."""
+
+    @classmethod
+    def of(cls, infos: Sequence[Sequence[ParamInfo]]) -> Self:
+        row = [(info, index) for index, each in enumerate(infos) for info in each]
+        return cls(
+            [info.reference for info, _ in row],
+            [info.param_name for info, _ in row],
+            [index for _, index in row],
+            [each for each in row if type(each[0].module).__setattr__ is not nn.Module.__setattr__],
+        )
+
+
+@final
+@attrs.define(eq=False)
+class Sites:
+    """Every attribute that holds a parameter of one layout, and what was last put there."""
+
+    infos: list[tuple[ParamInfo, ...]]
+    shown: list[torch.Tensor | None]
+    _row: _Attributes | None = None
+
+    @classmethod
+    def of(cls, bound: Sequence[BoundParameter]) -> Self:
+        """The attributes of `bound`, which show their parameters now."""
+        return cls([b.infos for b in bound], [b.parameter for b in bound])
+
+    def __getstate__(self) -> tuple[object, ...]:
+        return self.infos, self.shown
+
+    def __setstate__(self, state: tuple[list[tuple[ParamInfo, ...]], list[torch.Tensor | None]]) -> None:
+        type(self).__init__(self, *state)
+
+    def _attributes(self) -> _Attributes:
+        if self._row is None:
+            self._row = _Attributes.of(self.infos)
+        return self._row
+
+    def _modules(self) -> list[nn.Module]:
+        modules = [reference() for reference in self._attributes().owners]
+        if None in modules:
+            return [info.module for infos in self.infos for info in infos]
+        return modules  # type: ignore[return-value]  # there is no None
+
+    def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
+        """For each attribute, which of `values`, one per parameter, is its own."""
+        indices = self._attributes().indices
+        return values if len(indices) == len(values) else [values[index] for index in indices]
+
+    def registered(self) -> list[nn.Parameter | None]:
+        """For each attribute, what is registered there now.
+
+        Raises:
+            FlatParamError: where a module is gone.
+        """
+        registries = [module._parameters for module in self._modules()]
+        return list(map(dict.get, registries, self._attributes().names))
+
+    def put(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[nn.Module, str]]:
+        """Register each value under all the names of its parameter.
+
+        Returns:
+            For each attribute, its module and its name.
+
+        Raises:
+            FlatParamError: where somebody else has put another parameter there since, naming it.
+        """
+        row = self._attributes()
+        modules = self._modules()
+        registries = [module._parameters for module in modules]
+        found = map(dict.get, registries, row.names)
+        if not all(map(operator.is_, found, self.at_attributes(self.shown))):  # before anything changes
+            raise self._first_replaced()
+        for registry, name, value in zip(registries, row.names, self.at_attributes(values), strict=True):
+            registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
+        for info, index in row.assigned:
+            setattr(info.module, info.param_name, values[index])
+        self.shown = list(values)
+        return zip(modules, row.names, strict=True)
+
+    def _first_replaced(self) -> FlatParamError:
+        flat = [info for infos in self.infos for info in infos]
+        both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)
+        return replaced(next(info for info, found, before in both if found is not before))
+
+    def add(self, index: int, infos: Sequence[ParamInfo]) -> None:
+        """Show parameter `index` under further names too, from now on."""
+        self.infos[index] += tuple(infos)
+        self._row = None
+        for info in infos:
+            _register(info, self.shown[index])
+
+
+def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
+    module = info.module
+    module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        setattr(module, info.param_name, value)
+
+
+def replaced(info: ParamInfo) -> FlatParamError:
+    """The error for a parameter that is not the one that was put there."""
+    return FlatParamError(
+        f"parameter {info.fqn!r} was replaced by another object after its module was sharded, so the other ranks would "
+        "train without it; change its values instead, inside summon_full_params(), or replace it before sharding"
+    )

@@ -1,0 +1,1 @@
+"""Where parameters lie in a flat parameter: integers and no memory."""

@@ -1,0 +1,107 @@
+"""From one layout to another: which elements go from which rank to which.
+
+Loading at another world size, under another wrapping, or from an old checkpoint is only this function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+from typing_extensions import final
+
+from flatparam_core.errors import LayoutError
+from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry.spans import Span
+
+__all__ = ["Move", "Place", "replan"]
+
+
+@final
+@attrs.frozen
+class Place:
+    """Elements `span` of the shard that `rank` holds of flat parameter `layout` (its index in its list)."""
+
+    layout: int
+    rank: int
+    span: Span
+
+
+@final
+@attrs.frozen
+class Move:
+    """The same elements of one parameter (`in_param`, in its memory order) in two sets of layouts."""
+
+    fqn: str
+    in_param: Span
+    source: Place
+    target: Place
+
+
+def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iterator[Move]:
+    """Yield the copies that turn the shards of `sources` into the shards of `targets`.
+
+    Every element of every target parameter is moved exactly once. The layouts may differ in world size, order,
+    grouping, alignment and dtype.
+
+    Raises:
+        LayoutError: where a target parameter is missing in the sources or has another shape or memory order there.
+    """
+    sources = tuple(sources)
+    homes = {
+        name: (number, index)
+        for number, layout in enumerate(sources)
+        for index, slot in enumerate(layout.slots)
+        for name in (slot.spec.fqn, *slot.spec.aliases)
+    }
+    matched = []
+    for number, target in enumerate(targets):
+        for index, slot in enumerate(target.slots):
+            spec = slot.spec
+            if spec.fqn not in homes:
+                raise LayoutError(f"parameter {spec.fqn!r} is not in the source layouts")
+            home, home_index = homes[spec.fqn]
+            found = sources[home].slots[home_index].spec
+            if (found.shape, found.memory_order) != (spec.shape, spec.memory_order):
+                raise LayoutError(
+                    f"parameter {spec.fqn!r}: expected shape {spec.shape} with strides {spec.stride}, "
+                    f"found {found.shape} with {found.stride}"
+                )
+            matched.append((home, home_index, number, target, index))
+    return _moves(sources, matched)  # refused above, at the call, or not at all
+
+
+def _moves(
+    sources: Sequence[FlatLayout], matched: Iterable[tuple[int, int, int, FlatLayout, int]]
+) -> Iterator[Move]:
+    for home, home_index, number, target, index in matched:
+        for piece, source, place in _meet(sources[home], home_index, target, index):
+            fqn = target.slots[index].spec.fqn
+            yield Move(fqn, piece, Place(home, *source), Place(number, *place))
+
+
+def _meet(
+    source: FlatLayout, source_index: int, target: FlatLayout, target_index: int
+) -> Iterator[tuple[Span, tuple[int, Span], tuple[int, Span]]]:
+    """The pieces of one parameter that lie on one source rank and one target rank, in order."""
+    wanted = list(_owners(target, target_index))
+    for source_rank, owned, in_source in _owners(source, source_index):
+        for target_rank, needed, in_target in wanted:
+            piece = owned.overlap(needed)
+            if piece:
+                yield (
+                    piece,
+                    (source_rank, piece.relative_to(owned.start).shifted(in_source.start)),
+                    (target_rank, piece.relative_to(needed.start).shifted(in_target.start)),
+                )
+
+
+def _owners(layout: FlatLayout, index: int) -> Iterator[tuple[int, Span, Span]]:
+    """The ranks that own some of a parameter, with what they own of it and where in their shard."""
+    span = layout.slots[index].span
+    if not span:
+        return
+    first, last = span.start // layout.shard_numel, (span.stop - 1) // layout.shard_numel
+    for rank in range(first, last + 1):
+        fragment = layout.fragment(index, rank)
+        yield rank, fragment.in_param, fragment.in_shard

@@ -1,0 +1,95 @@
+"""A tensor as long as a shard, cut into the fragments of all parameters at once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_core.geometry.layout import FlatLayout, Fragment
+
+__all__ = ["ShardPieces", "fragment_shape"]
+
+Shape: TypeAlias = "tuple[int, ...]"
+
+
+@final
+@attrs.define(eq=False)
+class ShardPieces:
+    """How a rank's shard is cut: made once, and then one call makes the views of all parameters."""
+
+    shapes: tuple[Shape, ...]
+    """Of the fragment of each parameter; see `fragment_shape`."""
+    _cut: tuple[Shape, ...]
+    """The shapes of all that lies in the shard, padding too."""
+    _lengths: tuple[int, ...]
+    """How many elements each of these has."""
+    _filled: tuple[int, ...]
+    """Where each parameter stands among them; -1 for one of which the rank owns nothing."""
+    _templates: list[torch.Tensor] | None = None
+    """For each of `_cut` a tensor of that shape, without memory of its own."""
+
+    @classmethod
+    def of(cls, layout: FlatLayout, rank: int) -> Self:
+        """How the shard of `rank` is cut."""
+        return cls(*_plan(layout, rank))  # type: ignore[arg-type]  # in the order of the attributes
+
+    def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The fragment of every parameter, in slot order, as a view of `shard` (1-D, of the layout's shard length)."""
+        if self._templates is None:
+            one = torch.empty((), device="cpu")
+            known = {shape: one.expand(shape) for shape in {*self._cut}}
+            self._templates = [known[shape] for shape in self._cut]
+        cut = torch._C._nn.unflatten_dense_tensors(shard, self._templates)
+        if -1 not in self._filled:
+            return [cut[at] for at in self._filled]
+        empty = {shape: shard[:0].view(shape) for shape in {*self.shapes} if not math.prod(shape)}
+        return [
+            empty[shape] if at < 0 else cut[at] for at, shape in zip(self._filled, self.shapes, strict=True)
+        ]
+
+    def lines(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same, each 1-D."""
+        cut, nothing = shard.split_with_sizes(self._lengths), shard[:0]
+        return [nothing if at < 0 else cut[at] for at in self._filled]
+
+
+def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
+    """The shape in which a rank has its part of a parameter.
+
+    The elements lie along the first dimension, and the others are there, of length 1. So an optimizer's rule that asks
+    for the number of dimensions (no weight decay below two) decides as on the full parameter. If nothing is sharded, it
+    is the parameter's own shape, unless that is 0-d or empty, or its elements do not lie in row-major order.
+    """
+    spec = layout.slots[fragment.index].spec
+    if layout.world_size == 1 and spec.shape and spec.numel and spec.is_row_major:
+        return spec.shape
+    return (fragment.in_shard.numel, *(1,) * (len(spec.shape) - 1))
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
+    """What `ShardPieces` begins with."""
+    shapes: list[Shape] = []
+    cut: list[Shape] = []
+    filled: list[int] = []
+    end = 0
+    for fragment in layout.fragments(rank):
+        span = fragment.in_shard
+        shapes.append(fragment_shape(layout, fragment))
+        if not span:
+            filled.append(-1)
+            continue
+        if span.start > end:
+            cut.append((span.start - end,))
+        filled.append(len(cut))
+        cut.append(shapes[-1])
+        end = span.stop
+    if end < layout.shard_numel:
+        cut.append((layout.shard_numel - end,))
+    return tuple(shapes), tuple(cut), tuple(map(math.prod, cut)), tuple(filled)

@@ -1,0 +1,65 @@
+"""A flat tensor that was never made: its parts lie where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from typing_extensions import final
+
+from flatparam_core.exposure.bindings import memory_view
+from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry.spans import Span
+
+__all__ = ["Unflattened"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Unflattened:
+    """What a flat tensor would hold: a tensor for each parameter, and zeros elsewhere.
+
+    Whoever needs a stretch of it copies that stretch from the parts, so that each element is copied once, to where it
+    is wanted.
+    """
+
+    layout: FlatLayout
+    dtype: torch.dtype
+    """Of the flat tensor; a part of another dtype is cast."""
+    device: torch.device
+    parts: Mapping[int, torch.Tensor]
+    """By slot, in the shape of its parameter; a slot without one is zero."""
+
+    def numel(self) -> int:
+        """The elements of the flat tensor."""
+        return self.layout.numel
+
+    def fill(self, start: int, out: torch.Tensor) -> None:
+        """Write the elements `[start, start + out.numel())` of the flat tensor to `out`, 1-D and contiguous."""
+        stretch = Span(start, start + out.numel())
+        if not stretch:
+            return
+        places, whole = [], []
+        empty = [*self.layout.gaps]
+        for index, slot in enumerate(self.layout.slots):
+            common = slot.span.overlap(stretch)
+            part = self.parts.get(index)
+            if not common:
+                continue
+            if part is None:
+                empty.append(common)
+            elif common == slot.span:
+                at = out.storage_offset() + common.start - start
+                places.append(out.as_strided(slot.spec.shape, slot.spec.stride, at))
+                whole.append(part)
+            else:
+                cut = memory_view(part, slot.spec)[common.relative_to(slot.span.start).as_slice()]
+                out[common.relative_to(start).as_slice()].copy_(cut)
+        with torch.no_grad():
+            if whole:  # torch refuses an empty list
+                torch._foreach_copy_(places, whole)
+        for gap in empty:
+            common = gap.overlap(stretch)
+            if common:
+                out[common.relative_to(start).as_slice()].zero_()

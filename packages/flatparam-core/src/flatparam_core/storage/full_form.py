@@ -1,0 +1,159 @@
+"""The full parameters of a flat parameter, in the dtypes that they are gathered in."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.storage.buffer import FlatBuffer
+from flatparam_core.storage.pool import BufferPool
+from flatparam_core.storage.precision import Precision
+
+__all__ = ["FullForm", "FullForms"]
+
+_GRAD: Final = operator.attrgetter("grad")
+
+
+@final
+@attrs.define(eq=False)
+class FullForm:
+    """The buffer of the full parameters in one dtype, and an autograd leaf for each, a view of it that is made once."""
+
+    buffer: FlatBuffer
+    leaves: tuple[nn.Parameter, ...] = ()
+    """Empty until the buffer was filled for the first time."""
+    _solid: dict[int, nn.Parameter] = attrs.field(factory=dict)
+    """The leaves that have elements, by index."""
+    _offsets: list[int] = attrs.field(factory=list)
+    """Where each of them lies in the buffer, in bytes."""
+    watch: object | None = None
+    """A runtime's own note about the leaves, from when its hooks are on them."""
+
+    @classmethod
+    def create(
+        cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
+    ) -> Self:
+        """A form without memory and without leaves."""
+        return cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
+
+    @classmethod
+    def over(cls, layout: FlatLayout, values: torch.Tensor) -> Self:
+        """A form in the memory of `values`, a flat parameter that is not sharded."""
+        return cls(FlatBuffer.over(layout, values))
+
+    def follow(self, values: torch.Tensor) -> None:
+        """Be in the memory of `values` from now on, where it was in other memory before."""
+        if self.buffer.borrow(values):
+            for index, leaf in enumerate(self.leaves):
+                leaf.data = self.buffer.view(index)
+
+    def make_leaves(self, attributes: Sequence[Mapping[str, object]], wanted: Sequence[bool]) -> None:
+        """Make the leaves where there are none yet; the buffer is allocated.
+
+        Args:
+            attributes: for each parameter, what users and libraries noted on the original.
+            wanted: for each parameter, whether it requires a gradient.
+        """
+        if self.leaves:
+            return
+        leaves = []
+        with torch.inference_mode(False):  # or leaves made in inference mode could never be trained
+            for view, noted, wants in zip(self.buffer.views(), attributes, wanted, strict=True):
+                leaf = nn.Parameter(view, requires_grad=wants)
+                vars(leaf).update(noted, _fsdp_flattened=True)
+                leaves.append(leaf)
+        self.leaves = tuple(leaves)
+        start = self.buffer.tensor.data_ptr()
+        self._solid = {index: leaf for index, leaf in enumerate(leaves) if leaf.numel()}
+        self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]
+
+    def reclaim(self, *, keep: bool = False) -> list[int]:
+        """Make views of the buffer, which is there, again of the leaves that somebody gave other memory (`.data =`).
+
+        Args:
+            keep: take the values that they were given over; else they are lost.
+
+        Returns:
+            The indices of these leaves.
+        """
+        start = self.buffer.tensor.data_ptr()
+        if [*map(torch.Tensor.data_ptr, self._solid.values())] == [*map(start.__add__, self._offsets)]:
+            return []
+        places = zip(self._solid.items(), self._offsets, strict=True)
+        moved = [index for (index, leaf), offset in places if leaf.data_ptr() != start + offset]
+        for index in moved:
+            leaf, view = self.leaves[index], self.buffer.view(index)
+            if keep:
+                view.copy_(leaf.detach())
+            leaf.data = view
+        return moved
+
+    def take_gradients(self, indices: Sequence[int]) -> tuple[Sequence[int], list[torch.Tensor]]:
+        """Take their `.grad` from the leaves `indices`: of those that have one, the indices and the gradients."""
+        leaves = [self.leaves[index] for index in indices]
+        gradients = list(map(_GRAD, leaves))
+        is_there = [gradient is not None for gradient in gradients]
+        if not all(is_there):
+            indices, leaves, gradients = (
+                list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients)
+            )
+        for leaf in leaves:
+            leaf.grad = None
+        return indices, gradients
+
+
+@final
+@attrs.define(eq=False)
+class FullForms:
+    """The forms of one flat parameter: in its compute dtype, and in its own where that is another and was asked for."""
+
+    layout: FlatLayout
+    precision: Precision
+    device: torch.device
+    pool: BufferPool | None = None
+    """Where the memory of full parameters comes from, where a runtime says so."""
+    current: FullForm = attrs.field()
+    """The full parameters that are in memory now, or were last."""
+    _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
+
+    @current.default
+    def _in_compute_dtype(self) -> FullForm:
+        return self._new(self.dtype(full_precision=False))
+
+    def _new(self, dtype: torch.dtype) -> FullForm:
+        return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
+
+    def dtype(self, *, full_precision: bool) -> torch.dtype:
+        """What to compute in."""
+        return self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
+
+    def choose(self, dtype: torch.dtype, *, over: torch.Tensor | None = None) -> FullForm:
+        """Make the form in `dtype` the current one.
+
+        Args:
+            over: the flat parameter, whose memory is to be that of the form.
+        """
+        buffer = self.current.buffer
+        before, wanted = (buffer.tensor.dtype, buffer.is_borrowed), (dtype, over is not None)
+        if before != wanted:
+            self._others[before] = self.current
+            if wanted not in self._others:
+                self._others[wanted] = self._new(dtype) if over is None else FullForm.over(self.layout, over)
+            self.current = self._others[wanted]
+        if over is not None:
+            self.current.follow(over)
+        return self.current
+
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take memory from `pool` from now on, and give it back there."""
+        self.pool = pool
+        for form in (self.current, *self._others.values()):
+            form.buffer.pool = pool

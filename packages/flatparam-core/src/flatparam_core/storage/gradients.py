@@ -1,0 +1,276 @@
+"""Where the gradients of a unit's parameters wait, in one flat buffer, until they are reduced."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_core.errors import FlatParamError
+from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry.unflattened import Unflattened
+from flatparam_core.storage.buffer import FlatBuffer
+from flatparam_core.storage.pool import BufferPool
+from flatparam_core.thresholds import Threshold
+
+__all__ = ["GradientLedger"]
+
+
+@functools.cache
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return torch.promote_types(wide, narrow) == wide
+
+
+def _is_exact(factor: float) -> bool:
+    """Whether to multiply by it loses nothing: a power of two."""
+    return math.frexp(factor)[0] == 0.5
+
+
+SMALL_NBYTES: Final = Threshold(
+    "core.small_gradient_nbytes",
+    2**16,
+    "Gradients up to here that arrive together are copied by a few calls for all; a larger one by a call of its own.",
+    least=0,
+)
+"""Up to here a gradient costs more to handle than to copy."""
+
+
+@final
+@attrs.frozen(eq=False)
+class _Batch:
+    """Gradients that arrive together, by their places among them: small ones, and others."""
+
+    small: list[int]
+    large: list[int]
+    stretches: list[torch.Tensor]
+    """The slots of the small ones as few views: neighbours are one, with the padding between them."""
+
+    @classmethod
+    def of(cls, buffer: FlatBuffer, indices: Sequence[int]) -> Self:
+        small, large = [], []
+        bounds: list[list[int]] = []
+        previous = -2
+        for at, index in enumerate(indices):
+            span = buffer.layout.slots[index].span
+            if span.numel * buffer.tensor.itemsize > SMALL_NBYTES.value:
+                large.append(at)
+                continue
+            small.append(at)
+            if index == previous + 1:
+                bounds[-1][1] = span.stop
+            else:
+                bounds.append([span.start, span.stop])
+            previous = index
+        return cls(small, large, [buffer.tensor[start:stop] for start, stop in bounds])
+
+
+@final
+@attrs.define(eq=False)
+class GradientLedger:
+    """The unsharded gradients of one flat parameter since the last reduction, summed, in the reduction dtype.
+
+    Each gradient is copied once, with its cast and its averaging factor, straight to its slot: when it is deposited, or
+    with others when all that were kept are collected. Invariant: the buffer is allocated exactly while some slot was
+    deposited or the buffer is out for reduction.
+    """
+
+    buffer: FlatBuffer
+    deposited: bytearray
+    """One byte per parameter: 1 where a gradient has arrived since the last release."""
+    _slots: tuple[torch.Tensor, ...] = ()
+    _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
+    """Gradients that are where autograd left them, by parameter, with their divisors."""
+    _batches: dict[tuple[int, ...], _Batch] = attrs.field(factory=dict)
+
+    @classmethod
+    def create(
+        cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
+    ) -> Self:
+        """An empty ledger; it takes no memory until the first deposit."""
+        return cls(
+            FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool), bytearray(len(layout.slots))
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        return self.buffer.tensor.dtype
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a gradient of every parameter has arrived since the last release."""
+        return all(arrived or index in self._kept for index, arrived in enumerate(self.deposited))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has arrived since the last release."""
+        return not (any(self.deposited) or self._kept)
+
+    def keep(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
+        """`deposit` it at the latest when the flat gradient is completed, and leave it where it is until then.
+
+        A flat parameter whose first gradient comes long before its last, as that of a language model's head does, needs
+        no whole buffer in between. A second gradient of a parameter is deposited with the first one at once.
+        """
+        if self.deposited[index] or index in self._kept:
+            self.deposit(index, gradient, divisor=divisor)
+        else:
+            self._kept[index] = gradient.detach(), divisor
+
+    def collect(self) -> None:
+        """Deposit what was kept; the small gradients in a few calls for all."""
+        kept, self._kept = self._kept, {}
+        for divisor in {divisor for _, divisor in kept.values()}:
+            indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
+            self._deposit_all(indices, [kept[index][0] for index in indices], divisor)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether all gradients that have arrived are where autograd left them, to be taken as they are."""
+        return not any(self.deposited) and all(divisor == 1.0 for _, divisor in self._kept.values())
+
+    def hand_over(self) -> Unflattened:
+        """What was kept, as the flat gradient that is not made; until `release` they count as deposited.
+
+        Raises:
+            FlatParamError: where `is_apart` is false.
+        """
+        if not self.is_apart:
+            raise FlatParamError(
+                f"{self.buffer.layout.fqns[0]}, ...: some gradients are in the flat buffer already"
+            )
+        kept, self._kept = self._kept, {}
+        for index in kept:
+            self.deposited[index] = 1
+        parts = {index: gradient for index, (gradient, _) in kept.items()}
+        return Unflattened(self.buffer.layout, self.dtype, self.buffer.tensor.device, parts)
+
+    def deposit(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
+        """Add `gradient / divisor` to the slot of parameter `index`.
+
+        Args:
+            index: the parameter's place in the layout.
+            gradient: shape of the parameter, any floating or complex dtype that casts to the ledger's.
+            divisor: a power of two loses nothing; the averaging factor before the reduction.
+        """
+        self._collect_kept([index])
+        self.open()
+        slot = self._slots[index]
+        gradient = gradient.detach()
+        widens = gradient.dtype != slot.dtype and _holds(slot.dtype, gradient.dtype)
+        if (
+            divisor != 1.0 and gradient.dtype != slot.dtype and not widens
+        ):  # it is divided before it loses anything
+            gradient = gradient.to(torch.promote_types(gradient.dtype, slot.dtype))
+        if self.deposited[index] and _is_exact(1 / divisor):
+            slot.add_(gradient, alpha=1 / divisor)
+        elif self.deposited[index]:
+            slot.add_((gradient.to(slot.dtype) if widens else gradient) / divisor)
+        elif divisor == 1.0 or widens:
+            slot.copy_(gradient)
+            if divisor != 1.0:
+                slot.div_(divisor)  # not before: it must not underflow
+        else:
+            torch.div(gradient, divisor, out=slot)
+        self.deposited[index] = 1
+
+    def deposit_all(
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> None:
+        """`deposit` each of `gradients` at its index; the small ones among them in a few calls for all."""
+        self._collect_kept(indices)
+        self._deposit_all(indices, gradients, divisor)
+
+    def _collect_kept(self, indices: Sequence[int]) -> None:
+        if self._kept and any(index in self._kept for index in indices):
+            self.collect()
+
+    def _deposit_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float) -> None:
+        dtype = self.buffer.tensor.dtype
+        again = set(map(self.deposited.__getitem__, indices))  # a second backward pass before the reduction
+        alike = len(again) == 1 and all(_holds(dtype, given) for given in {g.dtype for g in gradients})
+        one_by_one: Sequence[int] = range(len(indices))
+        if alike and (again == {0} or _is_exact(1 / divisor)):
+            self.open()
+            batch = self._batch(tuple(indices))
+            one_by_one = batch.large
+            if batch.small:  # torch refuses an empty list
+                self._deposit_small(batch, indices, gradients, divisor, add=again == {1})
+        for at in one_by_one:
+            self.deposit(indices[at], gradients[at], divisor=divisor)
+
+    def _deposit_small(
+        self,
+        batch: _Batch,
+        indices: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        divisor: float,
+        *,
+        add: bool,
+    ) -> None:
+        slots = [self._slots[indices[at]] for at in batch.small]
+        given = [gradients[at] for at in batch.small]
+        with torch.no_grad():
+            if add:
+                torch._foreach_add_(slots, given, alpha=1 / divisor)
+                return
+            torch._foreach_copy_(slots, given)
+            for stretch in batch.stretches if divisor != 1.0 else ():
+                stretch.div_(divisor)
+        for at in batch.small:
+            self.deposited[indices[at]] = 1
+
+    def _batch(self, indices: tuple[int, ...]) -> _Batch:
+        if indices not in self._batches:
+            self._batches[indices] = _Batch.of(self.buffer, indices)
+        return self._batches[indices]
+
+    def open(self) -> None:
+        """Allocate the buffer where it is not."""
+        self.buffer.allocate()
+        if not self._slots:
+            self._slots = self.buffer.views()
+
+    def complete(self) -> torch.Tensor:
+        """The flat gradient, 1-D, `layout.numel` elements, ready to reduce: what nothing was deposited in is zero.
+
+        The memory stays with the ledger until `release`.
+        """
+        self.collect()
+        self.open()
+        if not all(self.deposited):
+            torch._foreach_zero_(
+                [slot for slot, arrived in zip(self._slots, self.deposited, strict=True) if not arrived]
+            )
+        self.buffer.zero_gaps()
+        return self.buffer.tensor
+
+    def release(self) -> None:
+        """Forget every gradient and free the memory, once the reduction has read it."""
+        self.deposited[:] = bytes(len(self.deposited))
+        self._kept.clear()
+        self.buffer.free()
+
+    def give_away(self) -> torch.Tensor:
+        """`complete()`, whose memory is the caller's from now on; `release` forgets the gradients."""
+        full = self.complete()
+        self.buffer.give_away()
+        self._slots = ()
+        self._batches.clear()
+        return full
+
+    def slot(self, index: int) -> torch.Tensor:
+        """The accumulated gradient of parameter `index`, in its shape.
+
+        Raises:
+            FlatParamError: where none has arrived.
+        """
+        self._collect_kept([index])
+        if not self.deposited[index]:
+            raise FlatParamError(f"no gradient of {self.buffer.layout.fqns[index]!r} has arrived")
+        return self._slots[index]

@@ -1,0 +1,1 @@
+"""What ranks compare, so that no two of them run different programs in silence."""

@@ -1,0 +1,107 @@
+"""What a rank's units did together with other ranks, in order, and as one number."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import attrs
+from typing_extensions import final
+
+if TYPE_CHECKING:
+    from flatparam_runtime.unit.unit import Unit
+
+from flatparam_comm import Threshold
+
+__all__ = ["Deed", "DeedKind", "Fingerprint"]
+
+DeedKind: TypeAlias = Literal["gather", "reduce", "train"]
+
+_KINDS: Final[dict[DeedKind, int]] = {"gather": 1, "reduce": 2, "train": 3}
+_MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX linear congruential generator
+_MASK: Final = 2**64 - 1
+LOG_LENGTH: Final = Threshold(
+    "runtime.log_length",
+    2**16,
+    "Collectives since the ranks last agreed are remembered, two numbers each, up to here; then the list begins anew.",
+    least=2,
+)
+
+
+@final
+@attrs.frozen
+class Deed:
+    """One collective of one unit, or a change of what it trains.
+
+    `nbytes` are those of the full parameters or gradients; of a change a checksum of what is trained from now on.
+    """
+
+    kind: DeedKind
+    unit: str
+    nbytes: int
+    parameters: tuple[str, ...]
+    """The first few, by their names in the unit."""
+
+    def __str__(self) -> str:
+        names = ", ".join(self.parameters[:2]) + (", ..." if len(self.parameters) > 2 else "")
+        if self.kind == "train":
+            return f"change of requires_grad in unit {self.unit!r} ({names})"
+        return f"{self.kind} of unit {self.unit!r} ({names}; {self.nbytes:,} bytes)"
+
+
+@final
+@attrs.define(eq=False)
+class Fingerprint:
+    """Folds every collective of a tree's units, so that ranks can see in one comparison whether all did the same.
+
+    A unit counts by its place in the tree, which is the same on every rank.
+    """
+
+    value: int = 0
+    """A 64-bit hash of everything since the beginning."""
+    before_each: Callable[[Unit, Deed], None] | None = None
+    """Called before each collective while the ranks have not been through a whole pass together."""
+    noted: int = 0
+    """How many collectives there were since the beginning."""
+    _log: array[int] = attrs.field(factory=lambda: array("q"))
+    """Two numbers for each collective: which, and its bytes. Bounded, since passes may go on without agreement."""
+
+    def note(self, kind: DeedKind, unit: Unit, nbytes: int) -> None:
+        """Fold one collective of `unit`."""
+        if self.before_each is not None:
+            self.before_each(unit, _deed(kind, unit, nbytes))
+        what = unit.number * 4 + _KINDS[kind]
+        self.value = ((self.value ^ what) * _MULTIPLIER + nbytes) & _MASK
+        if len(self._log) >= LOG_LENGTH.value:
+            del self._log[:]
+        self._log.append(what)
+        self._log.append(nbytes)
+        self.noted += 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was noted since the ranks last agreed."""
+        return not self._log
+
+    def deeds(self, units: Sequence[Unit]) -> list[Deed]:
+        """What was noted since the ranks last agreed, for a message; `units` are those of the tree."""
+        kinds = {number: kind for kind, number in _KINDS.items()}
+        pairs = zip(self._log[::2], self._log[1::2], strict=True)
+        return [_deed(kinds[what % 4], units[what // 4], nbytes) for what, nbytes in pairs]
+
+    def agreed(self, noted: int) -> None:
+        """All ranks had the same value when so many collectives were noted: what led to it need not be kept."""
+        kept = 2 * (self.noted - noted)
+        del self._log[: max(0, len(self._log) - kept)]
+
+    def flags(self) -> bytes:
+        """16 bytes whose maximum over ranks, byte by byte, is this rank's own exactly where all ranks have the same."""
+        value = self.value.to_bytes(8, "little")
+        return value + bytes(255 - byte for byte in value)
+
+
+def _deed(kind: DeedKind, unit: Unit, nbytes: int) -> Deed:
+    return Deed(
+        kind, unit.name, nbytes, tuple(fqn for handle in unit.handles for fqn in handle.layout.fqns)[:3]
+    )

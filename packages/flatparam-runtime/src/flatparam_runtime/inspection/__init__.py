@@ -1,0 +1,1 @@
+"""Full parameters outside of a pass."""

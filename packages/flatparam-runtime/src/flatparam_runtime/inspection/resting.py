@@ -1,0 +1,90 @@
+"""A unit at rest, with something else than its sharded form to be seen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from flatparam_comm import FlatParamError, FlatParamHandle
+from flatparam_runtime.passes.tree import tree_of
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["InAPassError", "full_views", "gather_full", "inspecting", "refuse_in_a_pass", "shown"]
+
+
+def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+    """Gather something shaped like the handle's shard (weights, or an optimizer's moment of them) from every rank.
+
+    Args:
+        shard: 1-D, `layout.shard_numel` elements, any dtype, on any device.
+
+    Returns:
+        1-D, `layout.numel` elements, new, in the dtype of `shard`, where the full parameters live; every rank of the
+        group must call it.
+    """
+    shard = shard.to(handle.device)
+    full = shard.new_empty(handle.layout.numel)
+    unit.plan.topology.shard.all_gather(full, shard, label=unit.name).wait()
+    return full
+
+
+def full_views(handle: FlatParamHandle, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parameters in `full` (1-D, `layout.numel` elements), each in its shape, as views."""
+    return tuple(
+        full.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start) for slot in handle.layout.slots
+    )
+
+
+@contextlib.contextmanager
+def inspecting(unit: Unit) -> Iterator[None]:
+    """Keep `unit` from running, sharded and out of every pass, while its parameters are looked at or replaced.
+
+    Raises:
+        FlatParamError: inside a forward or backward pass, or where it is being inspected already.
+    """
+    if unit.phase is Phase.INSPECTING:
+        raise FlatParamError(
+            f"unit {unit.name!r}: its full parameters are summoned, or its state is saved, already; these "
+            "contexts do not nest"
+        )
+    refuse_in_a_pass(unit)
+    unit.move(Phase.INSPECTING)
+    try:
+        unit.reshard()
+        yield
+    finally:
+        unit.move(Phase.IDLE)
+
+
+class InAPassError(FlatParamError, AssertionError):
+    """Something is asked for inside a forward or backward pass that can only be done outside; FSDP1 asserts it."""
+
+
+def refuse_in_a_pass(unit: Unit) -> None:
+    """Check that no pass is under way in the tree of `unit`.
+
+    Raises:
+        InAPassError: if one is.
+    """
+    if tree_of(unit).is_in_a_pass:
+        raise InAPassError(
+            f"unit {unit.name!r}: inside a forward or backward pass full parameters cannot be summoned, state neither "
+            "saved nor loaded, and the model neither moved nor cast"
+        )
+
+
+@contextlib.contextmanager
+def shown(unit: Unit, values: Sequence[Sequence[nn.Parameter | None]]) -> Iterator[None]:
+    """Show `values` (for each handle, one per parameter) under the parameters' names while `unit` is inspected."""
+    try:
+        unit.show(values)
+        yield
+    finally:
+        if unit.pins:
+            unit.show([handle.leaves for handle in unit.handles])
+        else:
+            unit.show_shard()

@@ -1,0 +1,217 @@
+"""Full parameters outside of forward and backward: to look at, to change, to differentiate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, final
+
+from flatparam_comm import FlatParamError, FlatParamHandle, Residency
+from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
+from flatparam_runtime.passes.tree import unit_of, units_in
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.unit import Unit, Wishes
+
+__all__ = ["summon_full_params"]
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show the full parameters of every unit of `module`, as ordinary registered parameters in their own dtype.
+
+    Every rank enters and leaves it. All units are gathered at once: memory for the whole module. Inside, the module
+    runs, and can be differentiated, on these very parameters, in full precision; a backward pass reduces gradients to
+    the shards as usual. With `rank0_only`, `offload_to_cpu` on an accelerator, or `with_grads` it can only be looked at
+    and changed. Contexts may nest: the inner one shows what the outer one does.
+
+    Args:
+        recurse: also the units below `module`, not only its own.
+        writeback: take over what was changed inside; each rank keeps its own part of its own changes, with
+            `rank0_only` of rank 0's.
+        rank0_only: only the first rank of each group that shares a shard (of all, where nothing is sharded) gets full
+            parameters; the others see their shards.
+        offload_to_cpu: put the full parameters in CPU memory.
+        with_grads: show full gradients as `.grad` too; `writeback` takes over their changes as well.
+
+    Raises:
+        FlatParamError: inside a forward or backward pass, or nested in one that shows less.
+    """
+    wishes = Wishes(writeback, rank0_only, offload_to_cpu, with_grads)
+    own = unit_of(module)
+    units = units_in(module) if recurse else (() if own is None else (own,))
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(_summoned(unit, wishes))
+        yield
+
+
+@contextlib.contextmanager
+def _summoned(unit: Unit, wishes: Wishes) -> Iterator[None]:
+    if unit.summoned is not None and not unit.summoned.shows(wishes):
+        raise FlatParamError(
+            f"unit {unit.name!r}: an outer summon_full_params() shows its full parameters on one rank only, or without "
+            "gradients; ask there for what is needed here"
+        )
+    if unit.phase is Phase.INSPECTING and unit.summoned is not None:
+        yield
+        return
+    if unit.pins == 0 and (wishes.is_copied or (wishes.offload_to_cpu and unit.device.type != "cpu")):
+        with inspecting(unit), _copied(unit, wishes):
+            yield
+        return
+    with _pinned(unit, wishes):
+        yield
+
+
+@contextlib.contextmanager
+def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
+    """Keep the full parameters that the unit computes with in memory, in their own dtype."""
+    refuse_in_a_pass(unit)
+    if not unit.pins:
+        unit.reshard()  # what is there may be in another dtype, or stale
+        unit.unshard(full_precision=True, copied=True)  # so that what is not written back is dropped
+        unit.summoned = wishes
+        for handle in unit.handles:
+            handle.exposure.list_flat_parameter(False)
+        unit.summon_stamp = unit.stamp()
+    unit.pins += 1
+    try:
+        yield
+    finally:
+        unit.pins -= 1
+        if not unit.pins:
+            unit.summoned = None
+            for handle in unit.handles:
+                handle.exposure.list_flat_parameter(True)
+        if unit.residency is not Residency.UNSHARDED:
+            pass  # an exception in a pass has brought everything to rest
+        elif wishes.writeback and unit.stamp() == unit.summon_stamp:  # else an optimizer's step is newer
+            for handle in unit.handles:
+                handle.write_back()
+            unit.summon_stamp = unit.stamp()
+        else:
+            for handle in unit.handles:
+                handle.form.reclaim()  # what somebody gave a parameter is dropped with the rest
+        unit.reshard()
+
+
+@contextlib.contextmanager
+def _copied(unit: Unit, wishes: Wishes) -> Iterator[None]:
+    """Show full parameters in memory of their own."""
+    unit.summoned = wishes
+    try:
+        copies = [_Copy.make(unit, handle, wishes) for handle in unit.handles]
+        here = not wishes.rank0_only or unit.plan.topology.group.rank == 0
+        with shown(unit, [copy.parameters for copy in copies]) if here else contextlib.nullcontext():
+            yield
+        if wishes.writeback:
+            for copy in copies:
+                copy.write_back()
+    finally:
+        unit.summoned = None
+
+
+@final
+@attrs.define(eq=False)
+class _Copy:
+    """The full parameters of one flat parameter, and their gradients, in memory of their own."""
+
+    unit: Unit
+    handle: FlatParamHandle
+    rank0_only: bool
+    full: Tensor
+    """1-D, `layout.numel` elements."""
+    parameters: list[nn.Parameter]
+    grads: Tensor | None = None
+    """Likewise, where gradients are shown."""
+
+    @classmethod
+    def make(cls, unit: Unit, handle: FlatParamHandle, wishes: Wishes) -> Self:
+        """Gather on every rank; where only the first is to have it, the others let go of it."""
+        device = torch.device("cpu") if wishes.offload_to_cpu else handle.device
+        full = gather_full(unit, handle, handle.flat_param.detach()).to(device)
+        wanted = handle.exposure.requires_grad()
+        parameters = [
+            nn.Parameter(handle.present(index, view).detach(), requires_grad=needs)
+            for index, (view, needs) in enumerate(zip(full_views(handle, full), wanted, strict=True))
+        ]
+        copy = cls(unit, handle, wishes.rank0_only, full, parameters)
+        if wishes.with_grads:
+            copy._show_grads(device)
+        return copy
+
+    def _show_grads(self, device: torch.device) -> None:
+        handle, unit = self.handle, self.unit
+        local = _grad_shard(handle)
+        flags = bytes(part is not None for part in _grad_parts(handle))
+        everyone = unit.plan.topology.shard.exchange(flags, label=f"gradients of {unit.name}")
+        has_grad = [any(column) for column in zip(*everyone, strict=True)]
+        if not any(has_grad):
+            return
+        self.grads = gather_full(unit, handle, local).to(device)
+        views = full_views(handle, self.grads)
+        for parameter, view, there in zip(self.parameters, views, has_grad, strict=True):
+            if there:
+                parameter.grad_dtype = view.dtype
+                parameter.grad = view
+
+    def write_back(self) -> None:
+        """Take this rank's part of what was changed over into its shard, and into its gradients."""
+        for parameter, view in zip(self.parameters, full_views(self.handle, self.full), strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+        own = self._own_part(self.full)
+        if not torch.equal(own, self.handle.flat_param.detach()):  # what has not changed counts as unchanged
+            self.handle.flat_param.detach().copy_(own)
+        if self.grads is None:
+            return
+        for parameter, view in zip(self.parameters, full_views(self.handle, self.grads), strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+        own = self._own_part(self.grads)
+        fragments = list(self.handle.layout.fragments(self.handle.rank))
+        for part, fragment in zip(_grad_parts(self.handle), fragments, strict=True):
+            if part is not None:
+                part.view(-1).copy_(own[fragment.in_shard.as_slice()])
+
+    def _own_part(self, full: Tensor) -> Tensor:
+        if self.rank0_only:
+            sent = full.to(self.handle.device)
+            self.unit.plan.topology.group.broadcast(sent, root=0, label=self.unit.name).wait()
+            full = sent
+        span = self.handle.layout.shard_span(self.handle.rank)
+        return full[span.as_slice()].to(self.handle.flat_param.device)
+
+
+def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
+    """This rank's part of each parameter's gradient, as views of `.grad`; `None` where there is none."""
+    parameters = handle.exposure.parameters()
+    if parameters[0] is not handle.flat_param:
+        return [None if parameter.grad is None else parameter.grad for parameter in parameters]
+    grad = handle.flat_param.grad
+    fragments = handle.layout.fragments(handle.rank)
+    return [None if grad is None else grad[fragment.in_shard.as_slice()] for fragment in fragments]
+
+
+def _grad_shard(handle: FlatParamHandle) -> Tensor:
+    """The gradients laid out as a shard, zero where there is none."""
+    dtype = handle.precision.grad(handle.layout.dtype)
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
+    for part, fragment in zip(_grad_parts(handle), handle.layout.fragments(handle.rank), strict=True):
+        if part is not None:
+            shard[fragment.in_shard.as_slice()].copy_(part.reshape(-1))
+    return shard

@@ -1,0 +1,1 @@
+"""How optimizers step flat parameters, and which are refused."""

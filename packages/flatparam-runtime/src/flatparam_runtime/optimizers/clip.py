@@ -1,0 +1,124 @@
+"""The norm of gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives, ReduceOp
+from flatparam_runtime.passes.tree import units_in
+from flatparam_runtime.streams import streams_of
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    module: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients of `module` down to a total norm of at most `max_norm`; every rank calls it.
+
+    A sharded gradient counts with the parts of all ranks, any other once. The local norms are computed in fp32.
+
+    Args:
+        error_if_nonfinite: raise, on every rank, instead of scaling by a total that is infinite or not a number.
+        foreach: scale all gradients in one call; by default where they are on one device.
+
+    Returns:
+        The total norm before scaling, 0-d, the same on every rank, in the widest dtype that the gradients of trainable
+        parameters have, also where this rank has none of them.
+
+    Raises:
+        RuntimeError: for a total that is not finite, where that is asked for; no gradient has changed then.
+    """
+    sharded = _sharded_gradients(module)
+    known = {id(g) for gradients in sharded.values() for g in gradients}
+    whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
+    everything = [g for gradients in sharded.values() for g in gradients] + whole
+    if not everything and any(parameter.numel() for parameter in module.parameters()):
+        warnings.warn(
+            "clip_grad_norm_ found no gradient on this rank: call it after backward() and before zero_grad(); the norm "
+            "is that of the other ranks, or zero",
+            stacklevel=3,
+        )
+    device = _device(module)
+    parts = [_norm(whole, norm_type, device)]
+    for group, gradients in sharded.items():
+        parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; look "
+            "for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
+        )
+    _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
+    trained = (handle for unit in units_in(module) for handle in unit.trainable)
+    dtypes = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
+    dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
+    return total.to(dtype)
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+    if foreach or (foreach is None and len(kinds) == 1):
+        for device, dtype in kinds:
+            of_kind = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
+            torch._foreach_mul_(of_kind, factor.to(device, dtype))
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+
+def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
+    by_group: dict[Collectives, list[Tensor]] = {}
+    for unit in units_in(module):
+        gradients = by_group.setdefault(unit.plan.topology.shard, [])
+        for handle in unit.handles:
+            gradients.extend(p.grad for p in handle.exposure.parameters() if p.grad is not None)
+    return by_group
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where the ranks' norms are added up: where units compute, which their groups reach."""
+    for unit in units_in(module):
+        if unit.handles:
+            return unit.device
+    for parameter in module.parameters():
+        return parameter.device
+    return torch.device("cpu")
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    norms = [
+        torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+        if g.numel()  # an empty one has no norm of every type
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    if len({norm.device for norm in norms}) == 1:  # one copy for all
+        together = torch.stack([norm.float() for norm in norms])
+        if together.device != device:
+            together = streams_of(device).to_device(together, device)
+    else:
+        together = torch.stack([norm.to(device, torch.float32) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return total
+
+
+def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:
+    """Combine the ranks' norms of their parts to the norm of the whole."""
+    if norm_type == float("inf"):
+        group.all_reduce(local, op=ReduceOp.MAX, label="gradient norm").wait()
+        return local
+    power = local.pow(norm_type)
+    group.all_reduce(power, label="gradient norm").wait()
+    return power.pow(1.0 / norm_type)

@@ -1,0 +1,494 @@
+"""One backward pass: which gradients each unit still waits for, and which reductions are under way."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import operator
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_comm import FlatParamError, FlatParamHandle, Threshold
+from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
+from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
+from flatparam_runtime.passes.leaves import watches, will_run
+from flatparam_runtime.passes.order import ForwardPass, next_backward
+from flatparam_runtime.ranges import in_range, profiled
+from flatparam_runtime.streams import streams_of
+from flatparam_runtime.unit.calls import ForwardCall
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.plan import BackwardOrder
+from flatparam_runtime.unit.reduction import Reduced, Reduction
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["BackwardPass"]
+
+MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
+    "runtime.reductions_in_flight",
+    1,
+    "So many units' gradients are reduced while the next unit's are computed; above, the oldest is waited for.",
+)
+"""While one unit's gradients are reduced, the next unit's are computed; they are collected when it is over."""
+MOMENT: Final = 1.0
+"""Seconds; it is waited for only where a pass seems to be under way in another thread."""
+
+
+LeafKey: TypeAlias = tuple[int, int]
+"""A leaf of a unit: the number of its handle, and its index there."""
+
+
+@final
+@attrs.define(eq=False)
+class UnitBackward:
+    """What a unit waits for: the leaves and the inputs whose gradients the engine is going to compute."""
+
+    leaves: set[LeafKey]
+    run: int
+    """The autograd run that computes them: a reentrant checkpoint has one of its own inside another, and may reach
+    a leaf that the other one reaches too."""
+    inputs: set[object] = attrs.field(factory=set)
+    keeps_parameters: bool = False
+    """Whether the full parameters stay until the end of the pass."""
+
+
+@final
+@attrs.define(eq=False)
+class _EndOfBackward:
+    """The callback that autograd holds as long as its backward runs; when that dies of an exception, so does this."""
+
+    call: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.call()
+
+
+@final
+@attrs.define(eq=False)
+class BackwardPass:
+    """What is true during one backward pass of a tree.
+
+    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback. A
+    unit is complete as soon as the engine has computed every gradient of its parameters and inputs that it is going
+    to compute, which the engine itself says beforehand. Its full parameters are freed then; its reduction starts when
+    the units that began after it in the forward pass are complete too. So the order of reductions is the same on
+    every rank, also where ranks use different parameters of a unit.
+    """
+
+    units: Sequence[Unit]
+    forward: ForwardPass
+    """The forward pass that is differentiated."""
+    fingerprint: Fingerprint
+    on_end: Callable[[bool], None]
+    expected: dict[Unit, set[LeafKey]]
+    """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
+    active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
+    entered: set[Unit] = attrs.field(factory=set)
+    calls: dict[Unit, ForwardCall] = attrs.field(factory=dict)
+    """For each unit that was entered, the forward call that is differentiated, its last."""
+    ready: list[Unit] = attrs.field(factory=list)
+    """Complete, and waiting for their turn to be reduced."""
+    reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    """Under way among the ranks that the unit is sharded over."""
+    replicating: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    """Under way among the copies of each shard."""
+    to_enter: set[Unit] = attrs.field(init=False)
+    """Of the expected, those that no gradient has reached yet, whose full parameters may still have to be gathered."""
+    held: list[Reduced] = attrs.field(factory=list)
+    """Reduced gradients that are given at the end: this rank cannot tell alone which parameters got any, or they are
+    still being copied to the host."""
+    comparison: Comparison | None = None
+    """What the ranks have told each other at the end."""
+    reduced: bool = False
+    given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
+    """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
+    run: int = attrs.field(factory=torch._C._current_graph_task_id)
+    """The autograd run that the pass began in."""
+    _callback: weakref.ReferenceType[_EndOfBackward] | None = None
+
+    @to_enter.default
+    def _everything_expected(self) -> set[Unit]:
+        return {*self.expected}
+
+    @classmethod
+    def begin(
+        cls,
+        units: Sequence[Unit],
+        forward: ForwardPass,
+        fingerprint: Fingerprint,
+        on_end: Callable[[bool], None],
+    ) -> Self:
+        """A pass for the autograd run that this thread is in."""
+        expected = {}
+        for unit in sorted(units, key=forward.place, reverse=True):
+            leaves = _hooked_leaves_to_come(unit)
+            if leaves or _has_more_to_come(unit):
+                expected[unit] = leaves
+        current = cls(units, forward, fingerprint, on_end, expected)
+        callback = _EndOfBackward(current.finish)
+        current._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return current
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the autograd run that this pass began in is still going on."""
+        return self._callback is not None and self._callback() is not None
+
+    def wait_if_dying(self) -> None:
+        """Give autograd's own threads, which an accelerator has, a moment to let go of a pass that an exception ended.
+
+        The call of `backward()` that it ended may return before they do. A pass that goes on in another thread is alive
+        after it, too.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # asked from inside a pass
+        until = time.monotonic() + MOMENT
+        while self.is_alive and time.monotonic() < until:
+            time.sleep(0.001)
+
+    # What hooks report
+
+    @profiled("_pre_backward_hook")
+    def enter(self, unit: Unit, call: ForwardCall, *, again: bool = False) -> None:
+        """A gradient has reached an output of `call`, a forward call of `unit`.
+
+        Args:
+            again: it has reached a gradient that an earlier backward pass made (`create_graph`), and so the graph of
+                that pass, which reads the parameters too.
+
+        Raises:
+            FlatParamError: where the parameters have changed since.
+        """
+        state = self.active.get(unit)
+        self.calls.setdefault(unit, call)
+        if state is None or unit not in self.entered:
+            _check_unchanged(unit, call)
+            state = state or self._activate(unit)
+            self.entered.add(unit)
+            if not unit.overlaps_reductions:
+                self._make_room()
+            unit.begin_unshard(full_precision=call.full_precision)
+            self._note_entered(unit)
+            for lender in unit.lenders:
+                is_ours = (
+                    lender.fingerprint is self.fingerprint
+                )  # not of another tree, which has its own pass
+                if is_ours and lender not in self.active:
+                    self._hook_the_rest(lender, self._activate(lender))
+            self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
+            unit.finish_unshard()
+        state.inputs.update(token for token, node in call.inputs.items() if will_run(node))
+        if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
+            self._hook_the_rest(unit, state)  # the former: each gradient has a graph that is watched too
+        # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last;
+        # and in the graph of a gradient nothing says which of its nodes reads them last.
+        state.keeps_parameters = state.keeps_parameters or again or not call.inputs
+
+    def _note_entered(self, unit: Unit) -> None:
+        self.to_enter.discard(unit)
+        pool = unit.handles[0].forms.pool if unit.handles else None
+        if pool is not None and not (self.to_enter and unit.plan.free_after_forward):
+            pool.trim()  # nothing more is gathered: gradients can have the memory of their parameters
+
+    def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
+        """Whether nothing waits for `unit` but the end of the pass.
+
+        Parameters of the outermost unit may be used outside of it too, where only their gradients tell.
+        """
+        return not call.is_top and next(reversed(self.expected), None) is unit
+
+    def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
+        """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
+        state = self.active.get(unit) or self._activate(unit)
+        handle, divisor = unit.handles[number], unit.averaging.before
+        if streams_of(unit.device).runs_ahead or self._reduces_parts(unit):
+            handle.keep([index], divisor=divisor)
+        else:
+            handle.deposit(index, divisor=divisor)
+        key = (number, index)
+        if key in state.leaves and torch._C._current_graph_task_id() == state.run:  # else more may follow
+            state.leaves.discard(key)
+            self._complete_if_done(unit, state)
+
+    def input_arrived(self, unit: Unit, token: object) -> None:
+        """The gradient of an input of `unit` is finished."""
+        state = self.active.get(unit)
+        if state is not None and token in state.inputs:
+            state.inputs.discard(token)
+            self._complete_if_done(unit, state)
+
+    # What follows from it
+
+    def _complete_if_done(self, unit: Unit, state: UnitBackward) -> None:
+        if state.leaves or state.inputs or torch._C._current_graph_task_id() != state.run:
+            return
+        self._hook_the_rest(unit, state)
+        if not state.leaves and not (state.keeps_parameters and self._is_alone(unit)):
+            self._complete(unit)
+
+    def _is_alone(self, unit: Unit) -> bool:
+        """Whether no other unit is waited for: `finish` comes next, and frees what was kept before it collects."""
+        return self.active.keys() | self.expected.keys() == {unit}
+
+    def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
+        """Wait for each gradient that is still to come, and from now on for those leaves in every pass."""
+        for number, handle, watch in watches(unit.handles):
+            missing = watch.missing() if handle.exposure.is_trainable else ()
+            if missing:
+                watch.hook(missing)
+                state.leaves.update((number, index) for index in missing)
+
+    def _collect(self, unit: Unit) -> None:
+        """Take the gradients that have no hook of their own, and those that were kept."""
+        if unit.sync_gradients and unit.to_reduce:
+            self._make_room()  # before there is one more buffer; the reduction would have to wait for it anyway
+        divisor, reduces_parts = unit.averaging.before, self._reduces_parts(unit)
+        for _, handle, watch in watches(unit.handles):
+            if handle.exposure.is_trainable:
+                take = handle.keep if reduces_parts else handle.deposit_all
+                take(watch.unhooked, divisor=divisor)
+
+    @staticmethod
+    def _reduces_parts(unit: Unit) -> bool:
+        return unit.sync_gradients and unit.reduces_parts
+
+    def _activate(self, unit: Unit) -> UnitBackward:
+        self.settle_until(unit)
+        if unit.phase is Phase.FORWARD:
+            raise RuntimeError(
+                f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
+            )
+        if unit in self.ready:  # it was complete, and is reached again: what was collected stays
+            self.ready.remove(unit)
+        unit.move(Phase.BACKWARD)
+        if unit in self.expected:
+            state = UnitBackward(self.expected[unit], self.run)
+        else:
+            state = UnitBackward(_hooked_leaves_to_come(unit), torch._C._current_graph_task_id())
+        self.active[unit] = state
+        return state
+
+    def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
+        before = when is BackwardOrder.BEFORE_COMPUTE
+        name = "_pre_backward_prefetch" if before else "_post_backward_prefetch"
+        in_range(name, self._gather_what_follows, unit, when)
+
+    def _gather_what_follows(self, unit: Unit, when: BackwardOrder) -> None:
+        plan = unit.plan.prefetch
+        if unit.backward_prefetch is not None:
+            if when is BackwardOrder.BEFORE_COMPUTE:
+                self._gather_ahead(unit.backward_prefetch, len(unit.backward_prefetch))
+        elif plan.backward is when:
+            self._gather_ahead(next_backward(self.forward.ended, unit), plan.backward_depth)
+
+    def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
+        ahead = (unit for unit in units if unit not in self.entered)
+        for unit in itertools.islice(ahead, count):
+            unit.begin_unshard(full_precision=unit.computes_in_full_precision)
+
+    def _complete(self, unit: Unit) -> None:
+        name = "_post_backward_hook" if unit.is_trainable else "_post_backward_hook_reshard_only"
+        in_range(name, self._leave, unit)
+
+    def _leave(self, unit: Unit) -> None:
+        state = self.active.pop(unit)
+        self.expected.pop(unit, None)
+        if not state.keeps_parameters:
+            self._free(unit)
+        for lender in unit.lenders:
+            if lender not in self.active:
+                self._free(lender)
+        self._collect(unit)  # only now: their buffer may take the place of the full parameters
+        unit.move(Phase.IDLE)
+        if not unit.sync_gradients:
+            unit.unsynced.update(unit.trainable)
+        self.ready.append(unit)
+        self._reduce_ready()
+
+    def _free(self, unit: Unit) -> None:
+        """Free the full parameters, unless a unit that is under way borrows some."""
+        is_lent = any(borrower in self.active for borrower in unit.borrowers)
+        if not is_lent and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
+            unit.reshard()
+
+    def _reduce_ready(self, *, all_of_them: bool = False) -> None:
+        """Start the reductions whose turn it is: of the complete units, the last to begin first."""
+        awaited = (
+            -1 if all_of_them else self.forward.place(next(iter(self.expected))) if self.expected else -1
+        )
+        self.ready.sort(key=self.forward.place)
+        while self.ready and self.forward.place(self.ready[-1]) >= awaited:
+            unit = self.ready.pop()
+            if not all_of_them:
+                self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
+            if unit.sync_gradients:
+                self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        handles = unit.to_reduce
+        if handles:
+            self._make_room()
+            reduction = unit.begin_reduce(handles)
+            self.reducing.append(reduction)
+            self.reduced = True
+            has_copies = unit.plan.topology.replicate is not None
+            if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
+                self._advance()  # there is but the sum over the copies, of which one stays under way
+
+    @profiled("rate_limiter")
+    def _make_room(self) -> None:
+        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
+            self._advance()
+
+    def settle_until(self, unit: Unit) -> None:
+        """Finish the reductions under way up to the one of `unit`, where there is one."""
+        while unit.phase is Phase.REDUCING and self.replicating:
+            self._settle(self.replicating.popleft())
+        while unit.phase is Phase.REDUCING and self.reducing:
+            self._advance(keep=0)
+
+    def _advance(self, *, keep: int = 1) -> None:
+        """Take the oldest reduction on; of those among copies so many stay under way, where they can."""
+        reduction = self.reducing.popleft()
+        reduction.replicate()
+        self.replicating.append(reduction)
+        keeps = reduction.unit.overlaps_reductions and reduction.is_under_way
+        while len(self.replicating) > (keep if keeps else 0):
+            self._settle(self.replicating.popleft())
+
+    def _settle(self, reduction: Reduction) -> None:
+        for reduced in reduction.settle():
+            handle, arrived = reduced.handle, reduced.arrived
+            before = self.given.get(handle)
+            self.given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
+            if all(arrived) and reduced.landed is None:
+                _give(handle, reduced.gradient, arrived)
+            else:
+                if self.held:
+                    self.held[-1].let_go()  # a unit ago: its copy is over, or nearly so
+                self.held.append(reduced)
+
+    def finish(self) -> None:
+        """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
+        try:
+            self._finish()
+        except BaseException:
+            self._callback = None  # its traceback keeps the callback, but this pass is over
+            raise
+
+    def _finish(self) -> None:
+        for unit in self.units:
+            if unit not in self.active and _has_gradients_left(unit):
+                self._activate(unit)  # nothing told of it before: its outputs hide their tensors
+        for unit in self.units:
+            if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
+                unit.reshard()  # kept for the whole pass, prefetched for nothing, or used in the forward pass alone
+        for unit in list(self.active):
+            self._complete(unit)
+        self._reduce_ready(all_of_them=True)
+        for unit in self.units:
+            if unit.sync_gradients and unit.unsynced and unit.phase is Phase.IDLE:
+                self._reduce(unit)  # collected before, and not reached by this pass
+        while self.reducing:
+            self._advance()
+        while self.replicating:
+            self._settle(self.replicating.popleft())
+        if self.reduced:
+            self._give_held()
+        self.on_end(self.reduced)
+
+    def _give_held(self) -> None:
+        """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
+        if self._is_captured:
+            self._give_captured()
+            return
+        self.comparison = compare_gradients(self.units, self.given, self.fingerprint)
+        all_here = all(all(reduced.arrived) for reduced in self.held)
+        arrived_anywhere = {} if all_here else self.comparison.read()
+        for reduced in reversed(self.held):
+            if reduced.landed is not None:
+                reduced.landed.synchronize()  # and so have those before it, which were copied on the same stream
+                break
+        for reduced in self.held:
+            arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
+            _give(reduced.handle, reduced.gradient, arrived)
+        self.held.clear()
+
+    @property
+    def _is_captured(self) -> bool:
+        return any(streams_of(unit.device).is_capturing for unit in self.units)
+
+    def _give_captured(self) -> None:
+        """In a graph the host looks at nothing: the next pass that is not captured compares what this one did too."""
+        alone = all(unit.plan.topology.data_parallel_size == 1 for unit in self.units)
+        for reduced in self.held:
+            if reduced.landed is not None or not (alone or all(reduced.arrived)):
+                why = (
+                    "its gradients are offloaded"
+                    if reduced.landed is not None
+                    else "not all of it got a gradient"
+                )
+                raise FlatParamError(
+                    f"{reduced.handle}: a backward pass is being captured in a graph, but {why}, so that the host has "
+                    "to look at what comes from the device; capture the step without this unit, or do not capture it"
+                )
+        for reduced in self.held:  # only now: nothing is given where something is refused
+            _give(reduced.handle, reduced.gradient, reduced.arrived)
+        self.held.clear()
+
+    def drop(self) -> None:
+        """Let go of everything after an exception; what is under way is waited for, since it owns memory."""
+        for reduction in (*self.reducing, *self.replicating):
+            reduction.drop()
+        for reduced in self.held:
+            reduced.let_go()
+        self.reducing.clear()
+        self.replicating.clear()
+        self.active.clear()
+        self.ready.clear()
+        self.held.clear()
+
+
+def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
+    for handle in unit.handles:
+        if handle.is_unsharded:
+            handle.check_leaves()
+    if call.stamp != unit.stamp():
+        raise FlatParamError(
+            f"unit {unit.name!r} on rank {unit.plan.topology.shard.rank}: its parameters were changed (by "
+            "an optimizer step, "
+            "by loading, or in place) between its forward pass and the backward pass through it; run backward first"
+        )
+
+
+def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
+    return {
+        (number, index)
+        for number, _, watch in watches(unit.handles)
+        for index in watch.hooked
+        if watch.will_arrive(index)
+    }
+
+
+def _has_more_to_come(unit: Unit) -> bool:
+    return any(watch.will_arrive(index) for _, _, watch in watches(unit.handles) for index in watch.unhooked)
+
+
+def _has_gradients_left(unit: Unit) -> bool:
+    return any(
+        watch.leaves[index].grad is not None
+        for _, _, watch in watches(unit.handles)
+        for index in watch.unhooked
+    )
+
+
+def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:
+    handle.accumulate(gradient, arrived)
+    step_in_backward(handle)

@@ -1,0 +1,162 @@
+"""What happens when a unit's forward call begins and when it ends."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from flatparam_comm import Residency, Threshold
+from flatparam_runtime.passes.order import ForwardPass, next_forward
+from flatparam_runtime.passes.tree import UnitTree
+from flatparam_runtime.ranges import profiled
+from flatparam_runtime.unit.calls import ForwardCall, running_calls
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["enter_forward", "in_backward", "leave_forward", "result_of_exception"]
+
+PREFETCH_NBYTES: Final = Threshold(
+    "runtime.prefetch_nbytes",
+    2**22,
+    "On an accelerator one unit is gathered ahead, and more of them as long as they have so many bytes together.",
+)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
+    """Have the unit's full parameters in place for a forward call of `module` that begins now."""
+    backward = tree.backward  # clears away a pass that died
+    if backward is not None and not in_backward():
+        tree.recover()  # so did this one, but autograd's own threads have not let go of it yet
+        backward = None
+    call = ForwardCall(sys.exc_info()[1], module)
+    if unit.phase is Phase.BACKWARD and backward is not None:
+        call.is_recomputation = True
+        unit.begin_call(call)
+        return call
+    if unit.calls and _was_interrupted(unit, module):
+        tree.recover()  # an interrupt ended a pass without a word
+    if tree.forward is None and not in_backward():
+        tree.begin_forward()
+        call.is_top = True
+    call.full_precision = unit.computes_in_full_precision
+    unit.shed(full_precision=call.full_precision)
+    if unit.phase is not Phase.FORWARD:
+        if unit.phase is Phase.REDUCING and backward is not None:
+            backward.settle_until(unit)
+        unit.move(Phase.FORWARD)
+    unit.begin_call(call)
+    unit.begin_unshard(full_precision=call.full_precision)
+    call.stamp = unit.gathered
+    if tree.forward is not None and not in_backward():
+        _prefetch(tree, tree.forward, unit)
+    unit.finish_unshard()
+    return call
+
+
+def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
+    """Whether some call that the unit knows of is not on the stack any more; a call of `module` begins now."""
+    known = collections.Counter(call.module for call in unit.calls)
+    known[module] += 1
+    return any(running_calls(called) < count for called, count in known.items())
+
+
+@profiled("_pre_forward_prefetch")
+def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
+    current.begin(unit)
+    depth = unit.plan.prefetch.forward
+    ahead: Iterable[Unit] = ()
+    if unit.forward_prefetch is not None:
+        ahead = unit.forward_prefetch
+    elif tree.streams.runs_ahead and depth != 0:
+        ahead = _as_many_as_fit(tree.to_come(unit), depth or 1)
+    elif depth and tree.last_forward is not None:
+        ahead = next_forward(tree.last_forward.began, current.began, depth)
+    for other in ahead:
+        if other.phase is Phase.IDLE:
+            other.begin_unshard(full_precision=other.computes_in_full_precision)
+
+
+def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
+    """The first `least` of `units`, and those after them as long as all together are small."""
+    waiting = 0
+    for count, unit in enumerate(units):
+        waiting += unit.unsharded_nbytes
+        if count >= least and waiting > PREFETCH_NBYTES.value:
+            return
+        yield unit
+
+
+def leave_forward(
+    tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
+) -> None:
+    """Free the unit's full parameters where its plan says so.
+
+    Args:
+        failed: the call raised.
+        recorded: autograd was recording.
+        watched: every output whose gradient may announce the unit's backward was found.
+    """
+    if call.is_recomputation:
+        return
+    if failed and call.is_top:
+        tree.recover()
+        return
+    if not unit.calls:
+        unit.move(Phase.IDLE)
+        for lender in unit.lenders:
+            if not lender.is_needed and lender.phase is Phase.IDLE and lender.plan.free_after_forward:
+                lender.reshard()
+        # A recomputation ends early, with an exception, where it has what it needs; the gradients come at once.
+        keeps = in_backward() or (
+            not failed and _keeps_full_parameters(tree.forward, unit, call, recorded, watched)
+        )
+        if not keeps and not (recorded and _is_first_of_backward(tree, unit)):
+            unit.reshard()
+    if tree.forward is not None and not in_backward():
+        tree.forward.ended.append(unit)
+    if call.is_top:
+        _drop_unused_prefetches(tree)
+        tree.end_forward()
+
+
+def _keeps_full_parameters(
+    around: ForwardPass | None, unit: Unit, call: ForwardCall, recorded: bool, watched: bool
+) -> bool:
+    if unit.is_needed:
+        return True
+    if not recorded:
+        # Without a recorded pass around it no backward follows, and the next pass may come after an optimizer's
+        # step. In a recorded one this is a reentrant checkpoint, whose recomputation needs the parameters again.
+        return around is not None and around.recorded and not call.is_top and not unit.plan.free_after_forward
+    if not watched and (unit.trainable or call.inputs):
+        return True  # the outputs hide their tensors: nothing would gather the parameters again for their backward
+    return call.is_top or not unit.plan.free_after_forward
+
+
+def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
+    """Whether all but the outermost unit have ended, if this pass goes as the one before: backward begins with it."""
+    if not unit.plan.keeps_last or tree.forward is None or in_backward():
+        return False
+    # Only their number counts: ranks that run different units must still make the same collectives, to be told so.
+    return len(tree.forward.ended) == tree.calls_before - 2
+
+
+def _drop_unused_prefetches(tree: UnitTree) -> None:
+    for unit in tree.units:
+        if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE:
+            unit.reshard()
+
+
+def result_of_exception(call: ForwardCall, output: Any) -> bool:
+    """Whether an always-called forward hook was called because the module raised."""
+    return output is None and sys.exc_info()[1] is not call.outer_error

@@ -1,0 +1,60 @@
+"""In which order units run, learned from the passes before, and which unit comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+from typing_extensions import final
+
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["ForwardPass", "next_backward", "next_forward"]
+
+
+@final
+@attrs.define(eq=False)
+class ForwardPass:
+    """The units of one forward pass: in the order in which they began, and in which they ended."""
+
+    recorded: bool = False
+    """Whether autograd records the outermost call."""
+    began: list[Unit] = attrs.field(factory=list)
+    ended: list[Unit] = attrs.field(factory=list)
+    _places: dict[Unit, int] = attrs.field(factory=dict)
+
+    def begin(self, unit: Unit) -> None:
+        """A call of `unit` begins."""
+        self._places.setdefault(unit, len(self._places))
+        self.began.append(unit)
+
+    def place(self, unit: Unit) -> int:
+        """How many units began before `unit` did first; -1 where it did not run."""
+        return self._places.get(unit, -1)
+
+
+def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:
+    """The `depth` units that follow the one that began last, if this pass goes as the one before.
+
+    Args:
+        before: the units of the previous pass in the order in which they began.
+        now: those of this pass so far.
+    """
+    place = len(now) - 1
+    if depth and 0 <= place < len(before) and before[place] is now[place]:
+        return before[place + 1 : place + 1 + depth]
+    return ()
+
+
+def next_backward(ended: Sequence[Unit], unit: Unit) -> Iterator[Unit]:
+    """The units that the backward pass is expected to need after `unit`: those that ended before it, backwards.
+
+    Args:
+        ended: the units of the forward pass in the order in which they ended; one that ran several times counts where
+            it ended last.
+    """
+    seen = False
+    for candidate in dict.fromkeys(reversed(ended)):
+        if seen:
+            yield candidate
+        seen = seen or candidate is unit

@@ -1,0 +1,323 @@
+"""The units below one root, and the passes that are under way in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import islice
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, clean_fqn, each_module
+from flatparam_runtime.agreement.comparison import (
+    Comparison,
+    agree_on_deed,
+    agree_on_units,
+    compare_inference,
+)
+from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.passes.backward import BackwardPass
+from flatparam_runtime.passes.order import ForwardPass, next_forward
+from flatparam_runtime.ranges import profiled
+from flatparam_runtime.streams import NoStreams, OnDevice, streams_of
+from flatparam_runtime.unit.buffers import broadcast_buffers
+from flatparam_runtime.unit.calls import running_calls
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "revive_units", "tree_of", "unit_of", "units_in"]
+
+ROOT_NAME = "(root)"
+"""How the root unit is called in labels, events and messages."""
+
+# Both are kept by the module, so that they live exactly as long.
+_UNIT = "_flatparam_unit"
+_TREE = "_flatparam_tree"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` is, or `None`."""
+    unit: Unit | None = module.__dict__.get(_UNIT)
+    return unit
+
+
+def register_unit(module: nn.Module, unit: Unit) -> None:
+    """Make `unit` the unit of `module`."""
+    module.__dict__[_UNIT] = unit
+    for handle in unit.handles:
+        _HOLDERS[handle] = weakref.ref(unit)
+
+
+_HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def holder_of(handle: FlatParamHandle) -> Unit | None:
+    """The unit that holds a flat parameter, or `None`."""
+    reference = _HOLDERS.get(handle)
+    return None if reference is None else reference()
+
+
+def units_in(module: nn.Module) -> tuple[Unit, ...]:
+    """The units of `module` and of everything below it, parents before children."""
+    return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
+
+
+def revive_units(module: nn.Module) -> None:
+    """Have the units of `module`, a copy or from a file, take their places, as far as it is whole."""
+    for unit in units_in(module):
+        if unit.revive():
+            register_unit(unit.module, unit)
+
+
+def inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules below `module` that no unit below it has, each once, depth first."""
+    return islice(each_module(module, lambda child: _UNIT in child.__dict__), 1, None)
+
+
+@final
+@attrs.define(eq=False)
+class UnitTree:
+    """A root unit and those below it. It is made when the first forward pass of the root begins.
+
+    `forward` and `backward` hold what is true for one pass, and nothing between passes.
+    """
+
+    root: Unit
+    units: tuple[Unit, ...]
+    forward: ForwardPass | None = None
+    last_forward: ForwardPass | None = None
+    """The pass before: what prefetching expects to happen again."""
+    calls_before: int = 0
+    """How many calls of units ended in the last forward pass that autograd recorded."""
+    keeps_unsharded: bool = False
+    """Whether parameters that are unsharded between passes may be used as they are: after an unsynced backward pass."""
+    fingerprint: Fingerprint = attrs.field(factory=Fingerprint)
+    """Of the collectives of all units."""
+    pool: BufferPool = attrs.field(factory=lambda: BufferPool(keeps=False))
+    """Memory of the full parameters and unsharded gradients of all units, during a pass."""
+    streams: OnDevice = attrs.field(factory=NoStreams)
+    """Of the device that the units compute on."""
+    stream: int = 0
+    """The one that was current when the pass began."""
+    has_changed_stream: bool = False
+    """Whether passes have begun on several streams."""
+    comparison: Comparison | None = None
+    """What the ranks have told each other after the last pass, where it has not been looked at."""
+    _backward: BackwardPass | None = None
+    _has_begun: bool = False
+    """Whether the ranks have compared their units."""
+    _has_trained: bool = False
+    """Whether they have been through a whole training step together, and found that they do the same."""
+    _has_inferred: bool = False
+    """The same for a forward pass that autograd does not record."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nothing, ()  # a copy of the modules grows a tree of its own
+
+    @classmethod
+    def grow(cls, root: Unit) -> Self:
+        """Make the tree of `root`: every unit below it belongs to it from now on, also one that was a root itself."""
+        revive_units(root.module)
+        units = []
+        for name, module in root.module.named_modules():
+            unit = unit_of(module)
+            if unit is not None:
+                unit.name = clean_fqn(name) or ROOT_NAME
+                units.append(unit)
+        tree = cls(root, tuple(units))
+        tree.fingerprint.before_each = agree_on_deed
+        for number, unit in enumerate(units):
+            unit.number, unit.fingerprint = number, tree.fingerprint
+            unit.module.__dict__[_TREE] = tree
+            for handle in unit.handles:
+                handle.use_pool(tree.pool)
+        return tree
+
+    @property
+    def backward(self) -> BackwardPass | None:
+        """The backward pass that is under way; one that died with an exception is cleared away first."""
+        if self._backward is not None and not self._backward.is_alive:
+            self.recover()
+        return self._backward
+
+    def begin_backward(self) -> BackwardPass:
+        """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
+        current = self.backward
+        if current is None:
+            self._look_at_comparison()
+            self.pool.keeps = True
+            current = self._backward = BackwardPass.begin(
+                self.units, self._differentiated(), self.fingerprint, self.end_backward
+            )
+        return current
+
+    def end_backward(self, synced: bool) -> None:
+        """Forget the backward pass, which has finished."""
+        ended, self._backward = self._backward, None
+        self._end_pooling()
+        if ended is not None and not self.streams.is_capturing:
+            self._compare(ended.comparison)
+        self.keeps_unsharded = not synced
+        if synced:
+            self._has_trained = True  # from here on one comparison at the end of each backward will do
+            self.fingerprint.before_each = None
+
+    @property
+    def is_in_a_pass(self) -> bool:
+        """Whether a forward or backward pass is under way; what an interrupted one left is cleared away first."""
+        if self._backward is not None and self.streams.runs_ahead:
+            self._backward.wait_if_dying()
+        if self.backward is not None:
+            return True
+        running = [unit for unit in self.units if any(running_calls(call.module) for call in unit.calls)]
+        if not running and (self.forward is not None or any(unit.calls for unit in self.units)):
+            self.recover()
+        return bool(running)
+
+    @profiled("_root_pre_forward")
+    def begin_forward(self) -> None:
+        """A unit's forward call begins outside of any other's; what an earlier pass left is cleared away.
+
+        Raises:
+            FlatParamError: while full parameters are summoned, or state is saved or loaded.
+        """
+        for unit in self.units:
+            if unit.phase is Phase.INSPECTING:
+                raise FlatParamError(
+                    f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "
+                    "parameters are summoned on one rank, on the CPU or with gradients; leave that context first"
+                )
+        if self.backward is None:
+            self._settle_leftovers()
+        self._check_capture()
+        if self.streams.runs_ahead:
+            self._look_at_comparison()
+        else:
+            self.check_comparison()
+        if not self._has_begun:
+            agree_on_units(self.units)
+            self._has_begun = True
+        for unit in self.units:
+            unit.cast_buffers()
+        if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
+            broadcast_buffers(self.units)
+        self._begin_on_stream()
+        self.pool.keeps = True
+        self.forward = ForwardPass(recorded=torch.is_grad_enabled())
+        is_known = self._has_trained or (self._has_inferred and not self.forward.recorded)
+        self.fingerprint.before_each = None if is_known else agree_on_deed
+
+    def _check_capture(self) -> None:
+        devices = (unit.device for unit in self.units if unit.handles)
+        self.streams = streams_of(next(devices, torch.device("cpu")))
+        if self.streams.is_capturing and not (self._has_trained or self._has_inferred):
+            raise FlatParamError(
+                f"unit {self.root.name!r}: its first pass is being captured in a graph, but in the first pass the "
+                "ranks compare what they do, which the host has to look at; run a few steps on a side stream before "
+                "the capture"
+            )
+
+    def _begin_on_stream(self) -> None:
+        stream = self.streams.current()
+        if self.last_forward is not None and stream != self.stream:
+            self.has_changed_stream = True
+        self.stream = stream
+
+    def to_come(self, unit: Unit) -> Iterator[Unit]:
+        """The units with parameters whose forward calls are expected after that of `unit`, which begins now.
+
+        They are those of the pass before, or in the first pass those that are registered after it. None are expected
+        once the pass has gone another way, so that no more than a few are ever gathered for nothing.
+        """
+        assert self.forward is not None, "it is asked for inside a forward pass"
+        before = self.units if self.last_forward is None else self.last_forward.began
+        if self.last_forward is None and (*self.forward.began,) != self.units[: len(self.forward.began)]:
+            return iter(())
+        expected = next_forward(before, self.forward.began, len(self.units))
+        return (other for other in expected if other.handles and self.forward.place(other) < 0)
+
+    def end_forward(self) -> None:
+        """The outermost unit's forward call is over.
+
+        Raises:
+            DivergenceError: where no backward follows, which would compare, and the ranks have run different units.
+        """
+        self.last_forward, self.forward = self.forward, None
+        if self.last_forward is not None and self.last_forward.recorded:
+            self.calls_before = len(self.last_forward.ended)
+        elif self.last_forward is not None:
+            self._end_pooling()  # no backward pass follows
+        if self.last_forward is None or self.last_forward.recorded:
+            return
+        if any(unit.plan.storage_device is not None for unit in self.units):
+            self.streams.wait_for_uploads()  # the host may write its parameters next
+        if not self.fingerprint.is_empty and not self.streams.is_capturing:
+            self._compare(compare_inference(self.units, self.fingerprint))
+            self._has_inferred = True
+
+    def _compare(self, comparison: Comparison | None) -> None:
+        """See whether the ranks have done the same: at once if it is here, else when the next pass has compared.
+
+        By then it has long come from an accelerator, and the host has read it when the next pass or its backward began.
+        Every rank says so in the same place, whenever it has read the answer, because it then asks the others.
+        """
+        self.check_comparison()
+        self.comparison = comparison
+        if not self.streams.runs_ahead or not (self._has_trained or self._has_inferred):
+            self.check_comparison()
+
+    def _look_at_comparison(self) -> None:
+        """Read it if it has come, so that nobody has to wait for it later."""
+        if self.comparison is not None and not self.streams.is_capturing:
+            self.comparison.look()
+
+    def check_comparison(self) -> None:
+        """See what the ranks have compared, and wait for it where it has not come.
+
+        Raises:
+            DivergenceError: on every rank, if the ranks have not all done the same.
+        """
+        comparison, self.comparison = self.comparison, None
+        if comparison is not None:
+            comparison.check()
+
+    def _end_pooling(self) -> None:
+        self.pool.keeps = False
+        self.pool.clear()
+
+    def _differentiated(self) -> ForwardPass:
+        return self.forward or self.last_forward or ForwardPass()
+
+    def _settle_leftovers(self) -> None:
+        for unit in self.units:
+            if unit.phase is not Phase.IDLE:
+                unit.reset(drop_gradients=False)
+            elif not self.keeps_unsharded or unit.is_stale:
+                # Every rank must decide alike, and does: it is the same program that steps, or does not.
+                unit.reshard()
+
+    def recover(self) -> None:
+        """Bring every unit back to rest after an exception: sharded, idle, no gradient of a failed backward left."""
+        dead, self._backward, self.forward = self._backward, None, None
+        if dead is not None:
+            dead.drop()
+        for unit in self.units:
+            if unit.phase is not Phase.INSPECTING:
+                unit.reset(drop_gradients=dead is not None)
+        self._end_pooling()
+        self.keeps_unsharded = False
+
+
+def _nothing() -> None:
+    """What a copy has instead of a tree."""
+
+
+def tree_of(unit: Unit) -> UnitTree:
+    """The tree that `unit` belongs to; one is grown from it where it has none yet."""
+    tree: UnitTree | None = unit.module.__dict__.get(_TREE)
+    return UnitTree.grow(unit) if tree is None else tree

@@ -1,0 +1,97 @@
+"""The buffers of a unit's modules: their dtype while the unit computes, and the same values on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, final
+
+from flatparam_comm import broadcast_tensors, clean_fqn
+from flatparam_runtime.unit.plan import BufferDtype
+
+if TYPE_CHECKING:
+    from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["UnitBuffers", "broadcast_buffers"]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Site:
+    """One buffer: where it is registered, and its name below the unit."""
+
+    module: weakref.ReferenceType[nn.Module]
+    name: str
+    fqn: str
+
+    def __getstate__(self) -> tuple[object, ...]:
+        return self.module(), self.name, self.fqn
+
+    def __setstate__(self, state: tuple[nn.Module, str, str]) -> None:
+        module, name, fqn = state
+        type(self).__init__(self, weakref.ref(module), name, fqn)
+
+
+@final
+@attrs.define(eq=False)
+class UnitBuffers:
+    """The buffers of a unit's own modules, which are cast when the unit begins to compute."""
+
+    _sites: tuple[_Site, ...] = ()
+    _before: dict[str, torch.dtype] = attrs.field(factory=dict)
+    """The dtype of each buffer that was cast, before it was, by name below the unit."""
+
+    @classmethod
+    def of(cls, unit_module: nn.Module, modules: Collection[nn.Module]) -> Self:
+        """The floating-point buffers that `modules`, which are inside `unit_module`, register themselves."""
+        if not modules:
+            return cls()
+        names = {module: name for name, module in unit_module.named_modules()}
+        return cls(
+            tuple(
+                _Site(
+                    weakref.ref(module), name, clean_fqn(f"{names[module]}.{name}" if names[module] else name)
+                )
+                for module in modules
+                for name, buffer in module._buffers.items()
+                if buffer is not None and buffer.is_floating_point()
+            )
+        )
+
+    def tensors(self) -> Iterator[tuple[_Site, Tensor]]:
+        """Every buffer that is still there."""
+        for site in self._sites:
+            module = site.module()
+            buffer = None if module is None else module._buffers.get(site.name)
+            if buffer is not None:
+                yield site, buffer
+
+    def cast(self, policy: BufferDtype) -> None:
+        """Give each buffer the dtype that `policy` says, its original one where that is `None`."""
+        for site, buffer in self.tensors():
+            wanted = policy(site.fqn, buffer) if callable(policy) else policy
+            wanted = wanted or self._before.get(site.fqn, buffer.dtype)
+            module = site.module()
+            if buffer.dtype != wanted and module is not None:
+                self._before.setdefault(site.fqn, buffer.dtype)
+                module._buffers[site.name] = buffer.to(wanted)
+
+    @property
+    def original_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Those of the buffers that were cast, by name below the unit."""
+        return self._before
+
+
+def broadcast_buffers(units: Sequence[Unit]) -> None:
+    """Give every rank the first rank's buffers, as `DistributedDataParallel(broadcast_buffers=True)` does."""
+    root = units[0]
+    buffers = list(root.module.buffers())
+    topology = root.plan.topology
+    for group in (topology.replicate, topology.shard):
+        if group is not None and group.size > 1 and buffers:
+            broadcast_tensors(group, buffers, label="buffers")
