@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 def is_back_on_its_stream(world: World) -> bool:
     """Whether a thread is on its own stream again after work aside, while another thread does the same."""
-    from flatparam_runtime.streams import streams_of
+    from flatparam_comm.transfer.streams import streams_of
 
     one_is_inside, other_is_inside, one_has_left = (threading.Event() for _ in range(3))
     found = []

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatparam_core import FlatLayout, LayoutError, Move, ParamSpec, Span, plan_layouts
-from flatparam_core.geometry import replan
+from flatparam_core import FlatLayout, LayoutError, Move, ParamSpec, Span, plan_layouts, replan
 from flatparam_core.testing import shards_of
 
 from .strategies import ALIGNMENTS, WORLD_SIZES, tensors_for, unit_specs

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
+from flatparam_comm.transfer.averaging import averaging_over
 from flatparam_runtime import gradient_divisors
-from flatparam_runtime.unit.averaging import averaging_over
 
 from .models import Stack, batch
 from .worlds import check_same, full_gradients, mean_gradients, run, seeded, sharded

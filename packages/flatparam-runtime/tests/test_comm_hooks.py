@@ -68,7 +68,7 @@ def call(state: Any, *tensors: Tensor) -> None:
 
 def install(module: nn.Module, stage: HookStage, hook: Callable[..., Any] | None) -> None:
     for unit in units_in(module):
-        unit.hooks.set(stage, hook, None if hook is None else call, in_place=stage == "all_reduce")
+        unit.reducer.hooks.set(stage, hook, None if hook is None else call, in_place=stage == "all_reduce")
 
 
 STAGES: dict[str, list[tuple[HookStage, str]]] = {
@@ -152,7 +152,7 @@ def test_in_place(ranks: int) -> None:
             gradient.mul_(2.0)
 
         for unit in units_in(module):
-            unit.hooks.set("reduce", "state", doubled, in_place=True)
+            unit.reducer.hooks.set("reduce", "state", doubled, in_place=True)
         loss(module, world.rank).backward()
         return full_gradients(module)
 

@@ -134,7 +134,7 @@ def test_observing_ends_with_the_context() -> None:
         raise ZeroDivisionError
     step(module)
     assert len(first.events) == heard
-    assert not any(unit.instruments for unit in units_in(module))
+    assert not any(unit.observers.instruments for unit in units_in(module))
 
 
 def test_the_schedule_is_the_same_in_every_run() -> None:

@@ -108,7 +108,7 @@ def test_the_log_is_bounded() -> None:
     unit = shard_module(nn.Sequential(module), UnitPlan(Topology(SingleCollectives())))
     fingerprint = Fingerprint()
     for _ in range(40_000):
-        fingerprint.note("gather", unit, 4)
+        fingerprint.note("gather", unit, 0, 4)
     assert not fingerprint.is_empty
     assert len(fingerprint.deeds([unit])) < 2**15
     fingerprint.agreed(fingerprint.noted)
@@ -120,9 +120,9 @@ def test_what_was_noted_since_a_comparison_is_kept() -> None:
     module = sharded(Block, SingleCollectives())
     unit = shard_module(nn.Sequential(module), UnitPlan(Topology(SingleCollectives())))
     fingerprint = Fingerprint()
-    fingerprint.note("gather", unit, 4)
+    fingerprint.note("gather", unit, 0, 4)
     compared = fingerprint.noted
-    fingerprint.note("reduce", unit, 8)
+    fingerprint.note("reduce", unit, 0, 8)
     fingerprint.agreed(compared)
     assert [(deed.kind, deed.nbytes) for deed in fingerprint.deeds([unit])] == [("reduce", 8)]
     fingerprint.agreed(compared)

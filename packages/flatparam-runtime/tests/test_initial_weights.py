@@ -98,7 +98,7 @@ def test_few_elements_are_added_up_as_many(shape: tuple[int, ...], dtype: torch.
 def test_a_single_rank_computes_no_checksum() -> None:
     """With one rank there is nothing to compare."""
     unit = shard_module(nn.Linear(2, 2), UnitPlan(Topology(SingleCollectives())))
-    assert unit.initial_weights is None
+    assert unit.held.initial is None
 
 
 @pytest.mark.parametrize(

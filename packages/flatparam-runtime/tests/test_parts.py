@@ -20,8 +20,8 @@ from flatparam_comm import (
     Precision,
     ReduceOp,
 )
+from flatparam_comm.transfer.reduction import PART_NBYTES
 from flatparam_runtime import no_sync, unit_of, units_in
-from flatparam_runtime.unit.reduction import PART_NBYTES
 
 from .models import Branches, Chain, Stack, TiedBranches, TiedRoot, batch
 from .worlds import Grads, check_at_rest, full_gradients, run, sharded
@@ -192,7 +192,7 @@ def test_a_hook_is_given_a_flat_gradient() -> None:
 
         unit = unit_of(module)
         assert unit is not None
-        unit.hooks.reduce = hook
+        unit.reducer.hooks.reduce = hook
         loss(module, collectives.rank, 0).backward()
         return seen, group.parts
 

@@ -3,11 +3,11 @@
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
-from flatparam_comm.current import current_collectives
 from flatparam_comm.decorators.compressed import CompressedCollectives
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 from flatparam_comm.decorators.hooked import CommHook, HookedCollectives
+from flatparam_comm.decorators.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.decorators.recording import RecordingCollectives
 from flatparam_comm.decorators.silent import SilentCollectives
 from flatparam_comm.errors import (
@@ -20,7 +20,6 @@ from flatparam_comm.errors import (
     RankError,
     WorldTimeout,
 )
-from flatparam_comm.ledger import ByteLedger, Totals, Transfer, sent_nbytes
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import (
@@ -34,8 +33,14 @@ from flatparam_comm.process_group.engine import (
 from flatparam_comm.ranks_only import RanksOnly
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
+from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.threads.world import run_threads
 from flatparam_comm.topology import Topology, resolve_topology, with_shared_memory
+from flatparam_comm.transfer.averaging import gradient_divisors
+from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
+from flatparam_comm.transfer.gather import Gather
+from flatparam_comm.transfer.reduction import Reduced, Reducer, Reduction
+from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, streams_of
 from flatparam_core import (
     FLAT_PARAM,
     FSDP_WRAPPED_MODULE,
@@ -47,6 +52,7 @@ from flatparam_core import (
     FlatParamHandle,
     Flattening,
     Fragment,
+    FullForm,
     ParamSpec,
     Precision,
     Residency,
@@ -65,6 +71,18 @@ from flatparam_core import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CommHooks",
+    "HookStage",
+    "Gather",
+    "Reduced",
+    "Reducer",
+    "Reduction",
+    "Mark",
+    "NoStreams",
+    "OnDevice",
+    "streams_of",
+    "gradient_divisors",
+    "FullForm",
     "Threshold",
     "all_thresholds",
     "COMPLETED",

@@ -10,7 +10,6 @@ import attrs
 import torch.distributed as dist
 
 from flatparam_comm.collectives import Collectives
-from flatparam_comm.current import current_collectives
 from flatparam_comm.process_group import c10d
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.ranks_only import HasRanks, RanksOnly
@@ -22,6 +21,7 @@ from flatparam_comm.shared_memory.engine import (
 )
 from flatparam_comm.shared_memory.host import host_identity
 from flatparam_comm.single import SingleCollectives
+from flatparam_comm.threads.current import current_collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -4,7 +4,6 @@ from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover, each_module, memory_view
 from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import owner_of
 from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
@@ -14,7 +13,7 @@ from flatparam_core.geometry.replan import Move, Place, replan
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.handle import FlatParamHandle
+from flatparam_core.handle import FlatParamHandle, owner_of
 from flatparam_core.names import FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage.buffer import FlatBuffer
 from flatparam_core.storage.full_form import FullForm

@@ -28,21 +28,21 @@ from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import clear_owner, mark_owner
-from flatparam_core.exposure.protocol import Exposure, ShardMemory
+from flatparam_core.exposure.owners import clear_owner, mark_owner, marked_owner
+from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import FlatBuffer
 from flatparam_core.storage.full_form import FullForm, FullForms
 from flatparam_core.storage.gradients import GradientLedger
 from flatparam_core.storage.pool import BufferPool
 from flatparam_core.storage.precision import Precision
 from flatparam_core.storage.residency import RESIDENCY, Residency
+from flatparam_core.storage.shard import Shard
 from flatparam_core.tensor_data import give_data
 
-__all__ = ["FlatParamHandle"]
+__all__ = ["FlatParamHandle", "owner_of"]
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
@@ -52,17 +52,10 @@ _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 class FlatParamHandle:
     """A flat parameter on one rank. Make it with `flatparam_core.flatten_module`."""
 
-    layout: FlatLayout
-    rank: int
-    flat_param: FlatParameter
-    """This rank's shard; lives for ever."""
-    param_infos: list[tuple[ParamInfo, ...]]
-    """For each parameter, the module attributes that hold it."""
+    shard: Shard
+    """This rank's part; lives for ever."""
     exposure: Exposure
-    precision: Precision
-    device: torch.device
-    """Where the full parameters live; the shard may live elsewhere."""
-    forms: FullForms = attrs.field()
+    forms: FullForms
     """The full parameters; the buffer of the current form is allocated exactly while not SHARDED."""
     gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
@@ -70,25 +63,10 @@ class FlatParamHandle:
     """For each parameter, whether it was to get a gradient when the full parameters were shown last."""
     taken_over: tuple[str, ...] = ()
     """The parameters whose data, given by the user, the last unshard has copied to the shard."""
-    _attributes: tuple[dict[str, object], ...] = ()
-    _has_presenters: bool = attrs.field(init=False)
-    _home: ShardMemory = attrs.field(init=False)
-
-    @forms.default
-    def _make_forms(self) -> FullForms:
-        return FullForms(self.layout, self.precision, self.device)
-
-    @_home.default
-    def _look_where_it_is(self) -> ShardMemory:
-        return ShardMemory.of(self.flat_param)
 
     @trained.default
     def _look_what_is_trained(self) -> list[bool]:
         return list(self.exposure.requires_grad())
-
-    @_has_presenters.default
-    def _look_for_presenters(self) -> bool:
-        return any(PRESENTER in noted for noted in self._attributes)
 
     @gradients.default
     def _make_gradients(self) -> GradientLedger:
@@ -124,8 +102,8 @@ class FlatParamHandle:
             exposure = OriginalExposure.attach(flat_param, bound)
         else:
             exposure = FlatExposure.attach(owner, attribute, flat_param, bound)
-        infos = [b.infos for b in bound]
-        handle = cls(layout, rank, flat_param, infos, exposure, precision, device, attributes=attributes)
+        forms = FullForms(layout, precision, device, attributes)
+        handle = cls(Shard.of(flat_param), exposure, forms)
         for index, b in enumerate(bound):
             mark_owner(b.parameter, handle, index)
         return handle
@@ -135,31 +113,25 @@ class FlatParamHandle:
         self._check_rests("copied or pickled")
         return (
             self.flat_param,
-            self.param_infos,
             self.exposure,
             self.precision,
             self.is_offloaded,
             self.device,
-            self._attributes,
+            self.forms.attributes,
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Become a copy, which has to be revived once the copies of its modules are whole."""
-        flat_param, infos, exposure, precision, is_offloaded, device, attributes = state
-        type(self).__init__(
-            self,
-            flat_param.flat_layout,
-            flat_param.rank,
-            flat_param,
-            infos,
-            exposure,
-            precision,
-            device if is_offloaded else flat_param.device,  # a file may have been read to another device
-            attributes=attributes,
-        )
+        flat_param, exposure, precision, is_offloaded, device, attributes = state
+        # A file may have been read to another device.
+        home = device if is_offloaded else flat_param.device
+        forms = FullForms(flat_param.flat_layout, precision, home, attributes)
+        type(self).__init__(self, Shard.of(flat_param), exposure, forms)
 
     def revive(self) -> bool:
-        """Have the copied modules show the copied shard; false where they are not whole yet."""
+        """Have the modules of a copy show the copied shard; false if they are not whole yet."""
+        if not self.exposure.is_dormant:
+            return True
         modules = [info.module for infos in self.param_infos for info in infos]
         if any("_parameters" not in vars(module) for module in modules):
             return False
@@ -171,6 +143,36 @@ class FlatParamHandle:
 
     def __repr__(self) -> str:
         return f"FlatParamHandle({self.residency.name}, {self.flat_param!r})"
+
+    @property
+    def flat_param(self) -> FlatParameter:
+        """The parameter that is this rank's shard; lives for ever."""
+        return self.shard.flat_param
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies."""
+        return self.shard.flat_param.flat_layout
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that share the flat parameter."""
+        return self.shard.flat_param.rank
+
+    @property
+    def param_infos(self) -> Sequence[tuple[ParamInfo, ...]]:
+        """For each parameter, the module attributes that hold it."""
+        return self.exposure.infos
+
+    @property
+    def precision(self) -> Precision:
+        """Which dtypes it is computed, reduced and stepped in."""
+        return self.forms.precision
+
+    @property
+    def device(self) -> torch.device:
+        """Where the full parameters live; the shard may live elsewhere."""
+        return self.forms.device
 
     @property
     def name(self) -> str:
@@ -196,7 +198,7 @@ class FlatParamHandle:
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard lives on another device than the full parameters."""
-        return self._home.device != self.device
+        return self.shard.device != self.forms.device
 
     @property
     def is_whole(self) -> bool:
@@ -236,32 +238,30 @@ class FlatParamHandle:
     def stamp(self) -> int:
         """A number that grows with every change of the shard, or of the originals that are views of it."""
         self._follow()
-        return self.exposure.stamp() + self._home.moves
+        return self.exposure.stamp() + self.shard.moves
 
     def _follow(self) -> None:
-        """Where somebody gave the flat parameter other data, have everything that looks at its memory look there.
+        """If somebody gave the flat parameter other data, have everything that looks at its memory look there.
 
         Raises:
-            FlatParamError: where it has another shape, or another dtype or device while it is not sharded.
+            FlatParamError: if it has another shape, or another dtype or device while it is not sharded.
         """
-        flat_param = self.flat_param
-        if flat_param.data_ptr() == self._home.address:
+        shard = self.shard
+        if not shard.has_moved:
             return
-        if flat_param.shape != (self.layout.shard_numel,):
-            raise FlatParamError(
-                f"{self} was given other data: expected shape {(self.layout.shard_numel,)}, found "
-                f"{tuple(flat_param.shape)}"
-            )
-        changed = (flat_param.dtype, flat_param.device) != (self.layout.dtype, self._home.device)
+        shard.check_shape(self)
+        is_offloaded, changed = self.is_offloaded, shard.is_another_kind
         if changed:
             self._check_rests("moved or cast")
-            self.device = self.device if self.is_offloaded else flat_param.device
-        self._home = self._home.moved_to(flat_param)
+        shard.follow()
         if changed:
-            self.layout = flat_param.flat_layout = self.layout.with_dtype(flat_param.dtype)
-            self.forms = FullForms(self.layout, self.precision, self.device, self.forms.pool)
+            self.forms = self.forms.again(self.layout, self.device if is_offloaded else shard.device)
             self.gradients = self._make_gradients()
         self.exposure.refresh()
+
+    def full_nbytes(self, *, full_precision: bool = False) -> int:
+        """Bytes of the full parameters that `begin_unshard` allocates."""
+        return self.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
 
     def computes_in(self, *, full_precision: bool) -> bool:
         """Whether the full parameters that are there, or were last, have the dtype that `begin_unshard` gives them."""
@@ -288,7 +288,7 @@ class FlatParamHandle:
         if take_over:
             self._take_over()
         self.residency = unsharding
-        full, shard = self._reserve(full_precision=full_precision, copied=copied), self._home.values
+        full, shard = self._reserve(full_precision=full_precision, copied=copied), self.shard.values
         if full.dtype == shard.dtype and not self.is_offloaded:
             return full, shard
         own = self.buffer.shard(self.rank)
@@ -305,7 +305,7 @@ class FlatParamHandle:
         """
         RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
-        full, shard = self._reserve(full_precision=full_precision, copied=copied), self._home.values
+        full, shard = self._reserve(full_precision=full_precision, copied=copied), self.shard.values
         moves = full.dtype != shard.dtype or self.is_offloaded
         return moves or (self.is_whole and full.data_ptr() != shard.data_ptr())
 
@@ -315,7 +315,7 @@ class FlatParamHandle:
             self.buffer.free()
 
     def _reserve(self, *, full_precision: bool, copied: bool) -> torch.Tensor:
-        shard, dtype = self._home.values, self.forms.dtype(full_precision=full_precision)
+        shard, dtype = self.shard.values, self.forms.dtype(full_precision=full_precision)
         lends = self.is_whole and not (copied or self.is_offloaded or self.exposure.lists_shard)
         lends = lends and shard.dtype == dtype
         buffer = self.forms.choose(dtype, over=shard if lends else None).buffer
@@ -339,29 +339,23 @@ class FlatParamHandle:
         if wanted != self.trained:  # else it stays the same object
             self.trained = wanted
         if not self.leaves:
-            self.form.make_leaves(self._attributes, wanted)
+            self.form.make_leaves(self.forms.attributes, wanted)
             for index, leaf in enumerate(self.leaves):
                 mark_owner(leaf, self, index)
         if list(map(_REQUIRES_GRAD, self.leaves)) != wanted:
             for leaf, wants in zip(self.leaves, wanted, strict=True):
                 leaf.requires_grad_(wants)
-        presented = (
-            [self.present(*each) for each in enumerate(self.leaves)] if self._has_presenters else self.leaves
-        )
-        self.exposure.show(presented)
-        self.residency = unsharded  # last: where showing is refused, the buffer can still be given back
+        self.exposure.show(self.forms.presented())
+        # Last: if showing is refused, the buffer can still be given back.
+        self.residency = unsharded
 
     def has_presenter(self, index: int) -> bool:
         """Whether the module shows something made of the full parameter `index`, as for a `DTensor`."""
-        return PRESENTER in self._attributes[index]
+        return self.forms.has_presenter(index)
 
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """What the module shows for `full`, the full parameter `index`: itself, or what its `PRESENTER` makes of it."""
-        presenter = self._attributes[index].get(PRESENTER)
-        if presenter is None:
-            return full
-        with torch.enable_grad():  # a backward pass may compute with it
-            return presenter(full)  # type: ignore[operator, no-any-return]  # it is a function
+        return self.forms.present(index, full)
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, also one that is still being filled."""
@@ -400,14 +394,11 @@ class FlatParamHandle:
                 f"{self!r}: there are no full parameters to write back; finish an unshard in full precision first"
             )
         self.form.reclaim(keep=True)
-        own = self.buffer.shard(self.rank).to(self.flat_param.device)
-        if not torch.equal(own, self.flat_param.detach()):  # what has not changed counts as unchanged
-            self.flat_param.detach().copy_(own)
+        self.shard.write(self.buffer.shard(self.rank))
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` too, in modules of another unit that shares it."""
         self.exposure.lend(index, infos)
-        self.param_infos[index] += tuple(infos)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move or cast the flat parameter and its gradient, as `torch.nn.Module.to` and its kin do.
@@ -506,6 +497,22 @@ class FlatParamHandle:
             return reduced
         return reduced.to(self.flat_param.device, dtype, non_blocking=True)
 
+    def drop_gradients(self) -> None:
+        """Forget every gradient that has arrived and was not reduced, the leaves' own too."""
+        self.gradients.release()
+        for leaf in self.leaves:
+            leaf.grad = None
+
     def accumulate(self, gradient: torch.Tensor, arrived: Sequence[int]) -> None:
         """Add the shard's gradient to `.grad`; see `Exposure.add_gradient`."""
         self.exposure.add_gradient(gradient, arrived)
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
+    """The flat parameter that holds an original `parameter`, and its index there; `None` if none does."""
+    owner = marked_owner(parameter)
+    if owner is None:
+        return None
+    handle, index = owner
+    assert isinstance(handle, FlatParamHandle), "nothing else marks"
+    return handle, index

@@ -7,17 +7,19 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
 from flatparam_runtime.optimizers.flat_steps import notice_optimizers
 from flatparam_runtime.passes.hooks import attach
-from flatparam_runtime.passes.tree import holder_of, inside, register_unit, unit_of, units_in
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.events import Instrument
 from flatparam_runtime.unit.initial_weights import InitialWeights
+from flatparam_runtime.unit.module import UnitModule
 from flatparam_runtime.unit.plan import UnitPlan
+from flatparam_runtime.unit.registry import holder_of, inside, register_unit, unit_of, units_in
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["Initialise", "no_sync", "observe", "shard_module"]
@@ -82,15 +84,14 @@ def shard_module(
             flattening.pack(b.names[0], b.parameter)
         handles = flattening.finish(own)
     below = list(inside(module))
-    unit = Unit(type(module).__name__, plan, handles, weakref.ref(module))
+    unit = Unit(type(module).__name__, plan, handles, UnitModule(weakref.ref(module)))
     notice_optimizers()
-    unit.initial_weights, unit.initial_stamp = weights, unit.stamp()
-    with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
-    unit.buffers = UnitBuffers.of(module, with_buffers)
     register_unit(module, unit)
     for b in borrowed:
         _borrow(unit, b)
-    attach(unit, below)
+    with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
+    initial = None if weights is None else attrs.evolve(weights, stamp=unit.stamp())
+    unit.held.look_after(UnitBuffers.of(module, with_buffers), initial, attach(unit, below))
     return unit
 
 
@@ -120,9 +121,7 @@ def _borrow(unit: Unit, bound: BoundParameter) -> None:
             "that contains everything that shares the parameter"
         )
     handle.lend(index, bound.infos)
-    if lender not in unit.lenders:
-        unit.lenders.append(lender)
-        lender.borrowers.append(unit)
+    unit.borrow_from(lender)
 
 
 @contextlib.contextmanager
@@ -133,12 +132,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     before = [(unit, unit.sync_gradients) for unit in units_in(module)]
     for unit, _ in before:
-        unit.sync_gradients = False
+        unit.synchronise(False)
     try:
         yield
     finally:
         for unit, synced in before:
-            unit.sync_gradients = synced
+            unit.synchronise(synced)
 
 
 @contextlib.contextmanager
@@ -146,9 +145,9 @@ def observe(module: nn.Module, instrument: Instrument) -> Iterator[None]:
     """Tell `instrument` what every unit of `module` does inside the context."""
     units = units_in(module)
     for unit in units:
-        unit.instruments.append(instrument)
+        unit.observers.instruments.append(instrument)
     try:
         yield
     finally:
         for unit in units:
-            unit.instruments.remove(instrument)
+            unit.observers.instruments.remove(instrument)

@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 def watch_for_debugging(unit: Unit) -> None:
     """With `TORCH_DISTRIBUTED_DEBUG=INFO`, warn of data that is taken over, and log each reduction of `unit`."""
     if is_info_wanted():
-        unit.instruments.append(_DebugLog(weakref.ref(unit)))
+        unit.observers.instruments.append(_DebugLog(weakref.ref(unit)))
 
 
 @final

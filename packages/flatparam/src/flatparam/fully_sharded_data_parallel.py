@@ -269,10 +269,10 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
             raise ValueError(f"expected a communication hook that can be called, found {type(hook).__name__}")
         if hook is not None:
             for unit in units_in(self):
-                unit.hooks.check_free(stage, unit.name)
+                unit.reducer.hooks.check_free(stage, unit.name)
         for unit in units_in(self):
             whole = stage == "reduce" and unit.plan.topology.shard.size == 1
-            unit.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
+            unit.reducer.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
@@ -280,22 +280,22 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
         FSDP2's method. What was not summed waits, sharded, for the next pass that sums.
         """
         for unit in units_in(self) if recurse else (self._unit,):
-            unit.requires_all_reduce = requires_all_reduce
+            unit.sum_copies(requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of the gradients by `factor` instead of by the number of ranks. FSDP2's method."""
         if factor is not None and not factor > 0:
             raise ValueError(f"expected a divide factor above zero, found {factor!r}")
         for unit in units_in(self):
-            unit.divide_factor = factor
+            unit.divide_by(factor)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's forward begins, instead of what the last pass suggests."""
-        self._unit.forward_prefetch = None if modules is None else [_unit_of(module) for module in modules]
+        self._unit.prefetch_in_forward(None if modules is None else [_unit_of(module) for module in modules])
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's backward begins, instead of what the forward suggests."""
-        self._unit.backward_prefetch = None if modules is None else [_unit_of(module) for module in modules]
+        self._unit.prefetch_in_backward(None if modules is None else [_unit_of(module) for module in modules])
 
     @staticmethod
     def register_forward_method(module: nn.Module, name: str) -> None:

@@ -116,4 +116,4 @@ class ExecutionOrder:
 
     @staticmethod
     def _change(unit: Unit, **limits: Any) -> None:
-        unit.plan = attrs.evolve(unit.plan, prefetch=attrs.evolve(unit.plan.prefetch, **limits))
+        unit.change_prefetch(**limits)

@@ -136,7 +136,7 @@ def saving(
         for name in _own_buffers(wrapper):
             state.pop(prefix + name, None)
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-    for name, dtype in unit.buffers.original_dtypes.items():
+    for name, dtype in unit.held.buffers.original_dtypes.items():
         if prefix + name in state and not is_local:
             state[prefix + name] = state[prefix + name].to(dtype)
     if config.offload_to_cpu:

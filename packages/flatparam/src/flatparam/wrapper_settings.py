@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 from torch import nn
 
 from flatparam.api import BackwardPrefetch
@@ -43,5 +42,4 @@ class WithSettings(nn.Module):
         self._prefetch(forward=int(units) or None)
 
     def _prefetch(self, **changes: Any) -> None:
-        plan = self._unit.plan
-        self._unit.plan = attrs.evolve(plan, prefetch=attrs.evolve(plan.prefetch, **changes))
+        self._unit.change_prefetch(**changes)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.ledger import ByteLedger, Transfer, sent_nbytes
+from flatparam_comm.decorators.ledger import ByteLedger, Transfer, sent_nbytes
 
 __all__ = ["RecordingCollectives"]
 

@@ -17,9 +17,9 @@ import attrs
 import torch
 
 from flatparam_comm.collectives import Collectives
-from flatparam_comm.current import set_current_collectives
 from flatparam_comm.decorators.faults import Fault, FaultyCollectives, Kill
 from flatparam_comm.errors import CollectiveError, MismatchError, PeerError, RankError, WorldTimeout
+from flatparam_comm.threads.current import set_current_collectives
 from flatparam_comm.threads.engine import ThreadWorld
 from flatparam_comm.threads.rng import GeneratorStates, accelerator_in_use
 

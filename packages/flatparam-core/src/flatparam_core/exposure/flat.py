@@ -82,6 +82,16 @@ class FlatExposure:
             original.grad = None  # a full one; what is added from now on has the fragment's shape
             give_data(original, self._views[index].view(pieces.shapes[index]))
 
+    @property
+    def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
+        """See `Exposure.infos`."""
+        return self._sites.infos
+
+    @property
+    def is_dormant(self) -> bool:
+        """See `Exposure.is_dormant`."""
+        return not self._views
+
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""
         return (self.flat_param,)

@@ -24,6 +24,8 @@ __all__ = ["OriginalExposure"]
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _VERSION: Final = operator.attrgetter("_version")
+_NOWHERE: Final = -1
+"""The address of an original that is a view of nothing yet."""
 
 
 @final
@@ -68,7 +70,17 @@ class OriginalExposure:
     def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites]) -> None:
         """Become a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
         flat_param, originals, sites = state
-        type(self).__init__(self, flat_param, originals, sites, [-1] * len(originals))
+        type(self).__init__(self, flat_param, originals, sites, [_NOWHERE] * len(originals))
+
+    @property
+    def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
+        """See `Exposure.infos`."""
+        return self._sites.infos
+
+    @property
+    def is_dormant(self) -> bool:
+        """See `Exposure.is_dormant`."""
+        return self._addresses[:1] == [_NOWHERE]
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""

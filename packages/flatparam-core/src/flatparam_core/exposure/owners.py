@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import attrs
 from torch import nn
 from typing_extensions import final
 
-if TYPE_CHECKING:
-    from flatparam_core.handle import FlatParamHandle
-
-__all__ = ["clear_owner", "mark_owner", "owner_of"]
+__all__ = ["clear_owner", "mark_owner", "marked_owner"]
 
 
 @final
@@ -20,7 +16,7 @@ __all__ = ["clear_owner", "mark_owner", "owner_of"]
 class _Owner:
     """The mark on an original parameter that says where its values are now."""
 
-    handle: weakref.ReferenceType[FlatParamHandle]
+    handle: weakref.ReferenceType[object]
     index: int
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -31,14 +27,15 @@ def _nobody() -> None:
     """Who owns a parameter that was copied."""
 
 
-def mark_owner(parameter: nn.Parameter, handle: FlatParamHandle, index: int) -> None:
-    """Note on an original parameter where its values are now; see `owner_of`."""
-    parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark that other libraries read too
-    parameter._flatparam_owner = _Owner(weakref.ref(handle), index)  # type: ignore[attr-defined]  # a mark of ours
+def mark_owner(parameter: nn.Parameter, handle: object, index: int) -> None:
+    """Note on an original parameter that `handle`, held weakly, has its values now, as its parameter `index`."""
+    # A mark that other libraries read too.
+    parameter._fsdp_flattened = True  # type: ignore[attr-defined]
+    parameter._flatparam_owner = _Owner(weakref.ref(handle), index)  # type: ignore[attr-defined]
 
 
-def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
-    """The flat parameter that holds an original `parameter`, and its index there; `None` where none does."""
+def marked_owner(parameter: nn.Parameter) -> tuple[object, int] | None:
+    """What `mark_owner` noted; `None` if it noted nothing, or the handle is gone."""
     owner: _Owner | None = getattr(parameter, "_flatparam_owner", None)
     handle = None if owner is None else owner.handle()
     return None if owner is None or handle is None else (handle, owner.index)

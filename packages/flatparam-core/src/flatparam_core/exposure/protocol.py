@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import ParamInfo, memory_view
@@ -20,7 +18,7 @@ from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry.layout import FlatLayout, Fragment
 from flatparam_core.geometry.shard_pieces import fragment_shape
 
-__all__ = ["Exposure", "Memory", "ShardMemory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
+__all__ = ["Exposure", "Memory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
 
 Memory: TypeAlias = tuple[int, int]
 """Where a tensor is: its address, and its number of elements."""
@@ -28,6 +26,16 @@ Memory: TypeAlias = tuple[int, int]
 
 class Exposure(Protocol):
     """What stands under the parameters' names while a unit is sharded, and where its gradients appear."""
+
+    @property
+    def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
+        """For each parameter, the module attributes that hold it."""
+        ...
+
+    @property
+    def is_dormant(self) -> bool:
+        """Whether it is a copy whose modules do not show it yet; `refresh` ends that."""
+        ...
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """What an optimizer holds: leaves that live as long as the unit."""
@@ -116,27 +124,6 @@ def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Where `tensor` is."""
     return tensor.data_ptr(), tensor.numel()
-
-
-@final
-@attrs.frozen(eq=False)
-class ShardMemory:
-    """Where a shard is, and how often it was somewhere else before."""
-
-    address: int
-    device: torch.device
-    values: torch.Tensor
-    """The shard, detached."""
-    moves: int = 0
-
-    @classmethod
-    def of(cls, shard: torch.Tensor) -> Self:
-        """Where `shard` is."""
-        return cls(shard.data_ptr(), shard.device, shard.detach())
-
-    def moved_to(self, shard: torch.Tensor) -> ShardMemory:
-        """Where it is now."""
-        return ShardMemory(shard.data_ptr(), shard.device, shard.detach(), self.moves + 1)
 
 
 def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import FlatBuffer
 from flatparam_core.storage.pool import BufferPool
 from flatparam_core.storage.precision import Precision
@@ -34,8 +35,6 @@ class FullForm:
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
     """Where each of them lies in the buffer, in bytes."""
-    watch: object | None = None
-    """A runtime's own note about the leaves, from when its hooks are on them."""
 
     @classmethod
     def create(
@@ -118,11 +117,19 @@ class FullForms:
     layout: FlatLayout
     precision: Precision
     device: torch.device
+    attributes: tuple[dict[str, object], ...] = ()
+    """For each parameter, what users and libraries noted on the original."""
     pool: BufferPool | None = None
-    """Where the memory of full parameters comes from, where a runtime says so."""
+    """Where the memory of full parameters comes from, if a runtime says so."""
     current: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
+
+    _has_presenters: bool = attrs.field(init=False)
+
+    @_has_presenters.default
+    def _look_for_presenters(self) -> bool:
+        return any(PRESENTER in noted for noted in self.attributes)
 
     @current.default
     def _in_compute_dtype(self) -> FullForm:
@@ -151,6 +158,30 @@ class FullForms:
         if over is not None:
             self.current.follow(over)
         return self.current
+
+    def again(self, layout: FlatLayout, device: torch.device) -> FullForms:
+        """Others of the same parameters, in another dtype or on another device."""
+        return FullForms(layout, self.precision, device, self.attributes, self.pool)
+
+    def has_presenter(self, index: int) -> bool:
+        """Whether modules show something made of the full parameter `index`."""
+        return PRESENTER in self.attributes[index]
+
+    def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """What modules show for `full`, the full parameter `index`: itself, or what its `PRESENTER` makes of it."""
+        presenter = self.attributes[index].get(PRESENTER)
+        if presenter is None:
+            return full
+        # A backward pass may compute with it.
+        with torch.enable_grad():
+            return presenter(full)  # type: ignore[operator, no-any-return]  # it is a function
+
+    def presented(self) -> Sequence[torch.Tensor]:
+        """What modules show now."""
+        leaves = self.current.leaves
+        if not self._has_presenters:
+            return leaves
+        return [self.present(index, leaf) for index, leaf in enumerate(leaves)]
 
     def use_pool(self, pool: BufferPool) -> None:
         """Take memory from `pool` from now on, and give it back there."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, final
 
-from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, ReduceOp
+from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, Mark, ReduceOp, Topology, streams_of
 from flatparam_runtime.agreement.fingerprint import Deed, Fingerprint
-from flatparam_runtime.streams import Mark, streams_of
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = [
@@ -58,18 +57,16 @@ class _Fact:
     value: str
 
 
-def _everyone(unit: Unit, value: T, label: str) -> list[T]:
+def _everyone(topology: Topology, value: T, label: str) -> list[T]:
     """The `value` of every data-parallel rank, in rank order, replica by replica."""
     known = [value]
-    topology = unit.plan.topology
     for group in (topology.shard, topology.replicate):
         if group is not None and group.size > 1:
             known = [item for items in group.exchange(known, label=label) for item in items]
     return known
 
 
-def _rank(unit: Unit) -> int:
-    topology = unit.plan.topology
+def _rank(topology: Topology) -> int:
     return topology.shard.rank + topology.shard.size * (topology.replicate.rank if topology.replicate else 0)
 
 
@@ -81,7 +78,9 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     """
     facts = [fact for unit in units for fact in _facts(unit)]
     weights = _initial_weights(units)
-    root = units[0]
+    for unit in units:
+        unit.held.forget_initial()
+    root = units[0].topology
     everyone = _everyone(root, (_digest(facts), _digest(weights)), "units")
     if len({digest for digest, _ in everyone}) > 1:
         raise DivergenceError(_first_difference(_everyone(root, facts, "units"), _rank(root)))
@@ -97,8 +96,8 @@ def _initial_weights(units: Sequence[Unit]) -> dict[str, int]:
     """The checksums of the parameters that are as they were when they were sharded, by what a message calls them."""
     found = {}
     for unit in units:
-        weights, unit.initial_weights = unit.initial_weights, None
-        if weights is not None and unit.stamp() == unit.initial_stamp:
+        weights = unit.held.initial
+        if weights is not None and unit.stamp() == weights.stamp:
             for fqn, checksum in weights.checksums().items():
                 found[f"parameter {fqn!r} of unit {unit.name!r}"] = checksum
     return found
@@ -156,15 +155,15 @@ def _told(fact: _Fact | None) -> str:
 # During the first pass: the same next collective?
 
 
-def agree_on_deed(unit: Unit, deed: Deed) -> None:
-    """Check, before a collective of `unit`, that every rank is about to do the same one.
+def agree_on_deed(topology: Topology, deed: Deed) -> None:
+    """Check, before a collective of a unit over `topology`, that every rank is about to do the same one.
 
     Raises:
         DivergenceError: on every rank, naming the units and parameters that each is at.
     """
-    everyone = _everyone(unit, deed, "order")
+    everyone = _everyone(topology, deed, "order")
     if any(other != deed for other in everyone):
-        raise DivergenceError(_different_deeds(everyone, _rank(unit)))
+        raise DivergenceError(_different_deeds(everyone, _rank(topology)))
 
 
 def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
@@ -294,8 +293,8 @@ class Comparison:
         self.read()
         if self._combined != self._own:
             _check_training(self._units)
-            deeds = _everyone(self._units[0], self._fingerprint.deeds(self._units), "order")
-            raise DivergenceError(_first_divergence(deeds, _rank(self._units[0])))
+            deeds = _everyone(self._units[0].topology, self._fingerprint.deeds(self._units), "order")
+            raise DivergenceError(_first_divergence(deeds, _rank(self._units[0].topology)))
         self._fingerprint.agreed(self._noted)
 
 
@@ -316,7 +315,9 @@ def compare_inference(units: Sequence[Unit], fingerprint: Fingerprint) -> Compar
 def _check_training(units: Sequence[Unit]) -> None:
     """Raise DivergenceError, on every rank, if the ranks train different parameters, naming the first."""
     handles = [(unit, handle) for unit in units for handle in unit.handles]
-    everyone = _everyone(units[0], [bytes(handle.trained) for _, handle in handles], "what is trained")
+    everyone = _everyone(
+        units[0].topology, [bytes(handle.trained) for _, handle in handles], "what is trained"
+    )
     for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
         for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
             if len(set(flags)) > 1:
@@ -324,8 +325,8 @@ def _check_training(units: Sequence[Unit]) -> None:
                     f"rank {r} {'trains' if on else 'has frozen'} it" for r, on in enumerate(flags)
                 )
                 raise DivergenceError(
-                    f"rank {_rank(units[0])}: parameter {fqn!r} of unit {unit.name!r} is not trained on all ranks: "
-                    f"{told}; set requires_grad in the same way on every rank"
+                    f"rank {_rank(unit.topology)}: parameter {fqn!r} of unit {unit.name!r} is not trained on all "
+                    f"ranks: {told}; set requires_grad in the same way on every rank"
                 )
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import attrs
 from typing_extensions import final
 
-if TYPE_CHECKING:
-    from flatparam_runtime.unit.unit import Unit
+from flatparam_comm import FlatParamHandle, Threshold, Topology
 
-from flatparam_comm import Threshold
-
-__all__ = ["Deed", "DeedKind", "Fingerprint"]
+__all__ = ["Acting", "Deed", "DeedKind", "Fingerprint"]
 
 DeedKind: TypeAlias = Literal["gather", "reduce", "train"]
 
@@ -27,6 +24,22 @@ LOG_LENGTH: Final = Threshold(
     "Collectives since the ranks last agreed are remembered, two numbers each, up to here; then the list begins anew.",
     least=2,
 )
+
+
+class Acting(Protocol):
+    """Who does something together with other ranks: a unit is one."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    def handles(self) -> Sequence[FlatParamHandle]:
+        """What it gathers and reduces."""
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that it does it with."""
 
 
 @final
@@ -60,18 +73,18 @@ class Fingerprint:
 
     value: int = 0
     """A 64-bit hash of everything since the beginning."""
-    before_each: Callable[[Unit, Deed], None] | None = None
+    before_each: Callable[[Topology, Deed], None] | None = None
     """Called before each collective while the ranks have not been through a whole pass together."""
     noted: int = 0
     """How many collectives there were since the beginning."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
     """Two numbers for each collective: which, and its bytes. Bounded, since passes may go on without agreement."""
 
-    def note(self, kind: DeedKind, unit: Unit, nbytes: int) -> None:
-        """Fold one collective of `unit`."""
+    def note(self, kind: DeedKind, unit: Acting, number: int, nbytes: int) -> None:
+        """Fold what `unit`, the unit `number` of its tree, is about to do."""
         if self.before_each is not None:
-            self.before_each(unit, _deed(kind, unit, nbytes))
-        what = unit.number * 4 + _KINDS[kind]
+            self.before_each(unit.topology, _deed(kind, unit, nbytes))
+        what = number * 4 + _KINDS[kind]
         self.value = ((self.value ^ what) * _MULTIPLIER + nbytes) & _MASK
         if len(self._log) >= LOG_LENGTH.value:
             del self._log[:]
@@ -84,7 +97,7 @@ class Fingerprint:
         """Whether nothing was noted since the ranks last agreed."""
         return not self._log
 
-    def deeds(self, units: Sequence[Unit]) -> list[Deed]:
+    def deeds(self, units: Sequence[Acting]) -> list[Deed]:
         """What was noted since the ranks last agreed, for a message; `units` are those of the tree."""
         kinds = {number: kind for kind, number in _KINDS.items()}
         pairs = zip(self._log[::2], self._log[1::2], strict=True)
@@ -101,7 +114,7 @@ class Fingerprint:
         return value + bytes(255 - byte for byte in value)
 
 
-def _deed(kind: DeedKind, unit: Unit, nbytes: int) -> Deed:
+def _deed(kind: DeedKind, unit: Acting, nbytes: int) -> Deed:
     return Deed(
         kind, unit.name, nbytes, tuple(fqn for handle in unit.handles for fqn in handle.layout.fqns)[:3]
     )

@@ -84,7 +84,7 @@ def shown(unit: Unit, values: Sequence[Sequence[nn.Parameter | None]]) -> Iterat
         unit.show(values)
         yield
     finally:
-        if unit.pins:
+        if unit.showing.pins:
             unit.show([handle.leaves for handle in unit.handles])
         else:
             unit.show_shard()

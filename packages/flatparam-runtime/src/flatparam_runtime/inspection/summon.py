@@ -12,9 +12,10 @@ from typing_extensions import Self, final
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
-from flatparam_runtime.passes.tree import unit_of, units_in
+from flatparam_runtime.inspection.summoned import Wishes
 from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.unit import Unit, Wishes
+from flatparam_runtime.unit.registry import unit_of, units_in
+from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["summon_full_params"]
 
@@ -67,7 +68,7 @@ def _summoned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     if unit.phase is Phase.INSPECTING and unit.summoned is not None:
         yield
         return
-    if unit.pins == 0 and (wishes.is_copied or (wishes.offload_to_cpu and unit.device.type != "cpu")):
+    if not unit.showing.pins and (wishes.is_copied or (wishes.offload_to_cpu and unit.device.type != "cpu")):
         with inspecting(unit), _copied(unit, wishes):
             yield
         return
@@ -79,28 +80,31 @@ def _summoned(unit: Unit, wishes: Wishes) -> Iterator[None]:
 def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     """Keep the full parameters that the unit computes with in memory, in their own dtype."""
     refuse_in_a_pass(unit)
-    if not unit.pins:
-        unit.reshard()  # what is there may be in another dtype, or stale
-        unit.unshard(full_precision=True, copied=True)  # so that what is not written back is dropped
-        unit.summoned = wishes
+    showing = unit.showing
+    if not showing.pins:
+        # What is there may be in another dtype, or stale.
+        unit.reshard()
+        # In memory of its own, so that what is not written back is dropped.
+        unit.unshard(full_precision=True, copied=True)
         for handle in unit.handles:
             handle.exposure.list_flat_parameter(False)
-        unit.summon_stamp = unit.stamp()
-    unit.pins += 1
+        showing.begin(wishes, unit.stamp())
+    showing.pin()
     try:
         yield
     finally:
-        unit.pins -= 1
-        if not unit.pins:
-            unit.summoned = None
+        showing.unpin()
+        if not showing.pins:
+            showing.end()
             for handle in unit.handles:
                 handle.exposure.list_flat_parameter(True)
         if unit.residency is not Residency.UNSHARDED:
             pass  # an exception in a pass has brought everything to rest
-        elif wishes.writeback and unit.stamp() == unit.summon_stamp:  # else an optimizer's step is newer
+        # Else an optimizer's step is newer.
+        elif wishes.writeback and showing.is_of(unit.stamp()):
             for handle in unit.handles:
                 handle.write_back()
-            unit.summon_stamp = unit.stamp()
+            showing.are_written(unit.stamp())
         else:
             for handle in unit.handles:
                 handle.form.reclaim()  # what somebody gave a parameter is dropped with the rest
@@ -110,7 +114,7 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
 @contextlib.contextmanager
 def _copied(unit: Unit, wishes: Wishes) -> Iterator[None]:
     """Show full parameters in memory of their own."""
-    unit.summoned = wishes
+    unit.showing.begin(wishes)
     try:
         copies = [_Copy.make(unit, handle, wishes) for handle in unit.handles]
         here = not wishes.rank0_only or unit.plan.topology.group.rank == 0
@@ -120,7 +124,7 @@ def _copied(unit: Unit, wishes: Wishes) -> Iterator[None]:
             for copy in copies:
                 copy.write_back()
     finally:
-        unit.summoned = None
+        unit.showing.end()
 
 
 @final

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, ReduceOp
-from flatparam_runtime.passes.tree import units_in
-from flatparam_runtime.streams import streams_of
+from flatparam_comm import Collectives, ReduceOp, streams_of
+from flatparam_runtime.unit.registry import units_in
 
 __all__ = ["clip_grad_norm_"]
 

@@ -25,12 +25,11 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self, final
 
-from flatparam_comm import owner_of
+from flatparam_comm import owner_of, streams_of
 from flatparam_runtime.optimizers.flat_pieces import Pieces, can_be_cut, is_long
 from flatparam_runtime.optimizers.flat_runs import find_runs
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.stand_in import StandIn, State, Substitution
-from flatparam_runtime.streams import streams_of
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
 

@@ -14,18 +14,24 @@ import attrs
 import torch
 from typing_extensions import Self, final
 
-from flatparam_comm import FlatParamError, FlatParamHandle, Threshold
+from flatparam_comm import (
+    BufferPool,
+    FlatParamError,
+    FlatParamHandle,
+    Reduced,
+    Reduction,
+    Threshold,
+    streams_of,
+)
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.autograd import call_at_end, current_run, in_backward, in_range, profiled, will_run
 from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
-from flatparam_runtime.passes.leaves import watches, will_run
+from flatparam_runtime.passes.leaves import watches
 from flatparam_runtime.passes.order import ForwardPass, next_backward
-from flatparam_runtime.ranges import in_range, profiled
-from flatparam_runtime.streams import streams_of
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder
-from flatparam_runtime.unit.reduction import Reduced, Reduction
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["BackwardPass"]
@@ -40,6 +46,8 @@ MOMENT: Final = 1.0
 """Seconds; it is waited for only where a pass seems to be under way in another thread."""
 
 
+InFlight: TypeAlias = tuple[Unit, Reduction]
+"""A unit, and the reduction of its gradients that is under way."""
 LeafKey: TypeAlias = tuple[int, int]
 """A leaf of a unit: the number of its handle, and its index there."""
 
@@ -85,6 +93,7 @@ class BackwardPass:
     forward: ForwardPass
     """The forward pass that is differentiated."""
     fingerprint: Fingerprint
+    pool: BufferPool
     on_end: Callable[[bool], None]
     expected: dict[Unit, set[LeafKey]]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
@@ -94,9 +103,9 @@ class BackwardPass:
     """For each unit that was entered, the forward call that is differentiated, its last."""
     ready: list[Unit] = attrs.field(factory=list)
     """Complete, and waiting for their turn to be reduced."""
-    reducing: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
     """Under way among the ranks that the unit is sharded over."""
-    replicating: collections.deque[Reduction] = attrs.field(factory=collections.deque)
+    replicating: collections.deque[InFlight] = attrs.field(factory=collections.deque)
     """Under way among the copies of each shard."""
     to_enter: set[Unit] = attrs.field(init=False)
     """Of the expected, those that no gradient has reached yet, whose full parameters may still have to be gathered."""
@@ -108,7 +117,7 @@ class BackwardPass:
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
-    run: int = attrs.field(factory=torch._C._current_graph_task_id)
+    run: int = attrs.field(factory=current_run)
     """The autograd run that the pass began in."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
 
@@ -122,6 +131,7 @@ class BackwardPass:
         units: Sequence[Unit],
         forward: ForwardPass,
         fingerprint: Fingerprint,
+        pool: BufferPool,
         on_end: Callable[[bool], None],
     ) -> Self:
         """A pass for the autograd run that this thread is in."""
@@ -130,10 +140,10 @@ class BackwardPass:
             leaves = _hooked_leaves_to_come(unit)
             if leaves or _has_more_to_come(unit):
                 expected[unit] = leaves
-        current = cls(units, forward, fingerprint, on_end, expected)
+        current = cls(units, forward, fingerprint, pool, on_end, expected)
         callback = _EndOfBackward(current.finish)
         current._callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        call_at_end(callback)
         return current
 
     @property
@@ -147,7 +157,7 @@ class BackwardPass:
         The call of `backward()` that it ended may return before they do. A pass that goes on in another thread is alive
         after it, too.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return  # asked from inside a pass
         until = time.monotonic() + MOMENT
         while self.is_alive and time.monotonic() < until:
@@ -177,10 +187,8 @@ class BackwardPass:
             unit.begin_unshard(full_precision=call.full_precision)
             self._note_entered(unit)
             for lender in unit.lenders:
-                is_ours = (
-                    lender.fingerprint is self.fingerprint
-                )  # not of another tree, which has its own pass
-                if is_ours and lender not in self.active:
+                # One of another tree has its own pass.
+                if lender.belongs_to(self.fingerprint) and lender not in self.active:
                     self._hook_the_rest(lender, self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()
@@ -193,9 +201,9 @@ class BackwardPass:
 
     def _note_entered(self, unit: Unit) -> None:
         self.to_enter.discard(unit)
-        pool = unit.handles[0].forms.pool if unit.handles else None
-        if pool is not None and not (self.to_enter and unit.plan.free_after_forward):
-            pool.trim()  # nothing more is gathered: gradients can have the memory of their parameters
+        if not (self.to_enter and unit.plan.free_after_forward):
+            # Nothing more is gathered: gradients can have the memory of their parameters.
+            self.pool.trim()
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
         """Whether nothing waits for `unit` but the end of the pass.
@@ -207,13 +215,13 @@ class BackwardPass:
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
         state = self.active.get(unit) or self._activate(unit)
-        handle, divisor = unit.handles[number], unit.averaging.before
+        handle, divisor = unit.handles[number], unit.reducer.averaging(unit.handles).before
         if streams_of(unit.device).runs_ahead or self._reduces_parts(unit):
             handle.keep([index], divisor=divisor)
         else:
             handle.deposit(index, divisor=divisor)
         key = (number, index)
-        if key in state.leaves and torch._C._current_graph_task_id() == state.run:  # else more may follow
+        if key in state.leaves and current_run() == state.run:  # else more may follow
             state.leaves.discard(key)
             self._complete_if_done(unit, state)
 
@@ -227,7 +235,7 @@ class BackwardPass:
     # What follows from it
 
     def _complete_if_done(self, unit: Unit, state: UnitBackward) -> None:
-        if state.leaves or state.inputs or torch._C._current_graph_task_id() != state.run:
+        if state.leaves or state.inputs or current_run() != state.run:
             return
         self._hook_the_rest(unit, state)
         if not state.leaves and not (state.keeps_parameters and self._is_alone(unit)):
@@ -249,7 +257,7 @@ class BackwardPass:
         """Take the gradients that have no hook of their own, and those that were kept."""
         if unit.sync_gradients and unit.to_reduce:
             self._make_room()  # before there is one more buffer; the reduction would have to wait for it anyway
-        divisor, reduces_parts = unit.averaging.before, self._reduces_parts(unit)
+        divisor, reduces_parts = unit.reducer.averaging(unit.handles).before, self._reduces_parts(unit)
         for _, handle, watch in watches(unit.handles):
             if handle.exposure.is_trainable:
                 take = handle.keep if reduces_parts else handle.deposit_all
@@ -257,7 +265,7 @@ class BackwardPass:
 
     @staticmethod
     def _reduces_parts(unit: Unit) -> bool:
-        return unit.sync_gradients and unit.reduces_parts
+        return unit.sync_gradients and unit.reducer.takes_parts_of(unit.handles)
 
     def _activate(self, unit: Unit) -> UnitBackward:
         self.settle_until(unit)
@@ -271,7 +279,7 @@ class BackwardPass:
         if unit in self.expected:
             state = UnitBackward(self.expected[unit], self.run)
         else:
-            state = UnitBackward(_hooked_leaves_to_come(unit), torch._C._current_graph_task_id())
+            state = UnitBackward(_hooked_leaves_to_come(unit), current_run())
         self.active[unit] = state
         return state
 
@@ -282,9 +290,9 @@ class BackwardPass:
 
     def _gather_what_follows(self, unit: Unit, when: BackwardOrder) -> None:
         plan = unit.plan.prefetch
-        if unit.backward_prefetch is not None:
+        if unit.links.backward_prefetch is not None:
             if when is BackwardOrder.BEFORE_COMPUTE:
-                self._gather_ahead(unit.backward_prefetch, len(unit.backward_prefetch))
+                self._gather_ahead(unit.links.backward_prefetch, len(unit.links.backward_prefetch))
         elif plan.backward is when:
             self._gather_ahead(next_backward(self.forward.ended, unit), plan.backward_depth)
 
@@ -308,13 +316,13 @@ class BackwardPass:
         self._collect(unit)  # only now: their buffer may take the place of the full parameters
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
-            unit.unsynced.update(unit.trainable)
+            unit.reducer.unsynced.update(unit.trainable)
         self.ready.append(unit)
         self._reduce_ready()
 
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless a unit that is under way borrows some."""
-        is_lent = any(borrower in self.active for borrower in unit.borrowers)
+        is_lent = any(borrower in self.active for borrower in unit.links.borrowers)
         if not is_lent and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
             unit.reshard()
 
@@ -336,7 +344,7 @@ class BackwardPass:
         if handles:
             self._make_room()
             reduction = unit.begin_reduce(handles)
-            self.reducing.append(reduction)
+            self.reducing.append((unit, reduction))
             self.reduced = True
             has_copies = unit.plan.topology.replicate is not None
             if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
@@ -350,21 +358,23 @@ class BackwardPass:
     def settle_until(self, unit: Unit) -> None:
         """Finish the reductions under way up to the one of `unit`, where there is one."""
         while unit.phase is Phase.REDUCING and self.replicating:
-            self._settle(self.replicating.popleft())
+            self._settle(*self.replicating.popleft())
         while unit.phase is Phase.REDUCING and self.reducing:
             self._advance(keep=0)
 
     def _advance(self, *, keep: int = 1) -> None:
         """Take the oldest reduction on; of those among copies so many stay under way, where they can."""
-        reduction = self.reducing.popleft()
-        reduction.replicate()
-        self.replicating.append(reduction)
-        keeps = reduction.unit.overlaps_reductions and reduction.is_under_way
+        unit, reduction = self.reducing.popleft()
+        unit.observers.tell(unit, "finish", reduction.replicate())
+        self.replicating.append((unit, reduction))
+        keeps = unit.overlaps_reductions and reduction.is_under_way
         while len(self.replicating) > (keep if keeps else 0):
-            self._settle(self.replicating.popleft())
+            self._settle(*self.replicating.popleft())
 
-    def _settle(self, reduction: Reduction) -> None:
-        for reduced in reduction.settle():
+    def _settle(self, unit: Unit, reduction: Reduction) -> None:
+        settled = reduction.settle()
+        unit.move(Phase.IDLE)
+        for reduced in settled:
             handle, arrived = reduced.handle, reduced.arrived
             before = self.given.get(handle)
             self.given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
@@ -394,12 +404,12 @@ class BackwardPass:
             self._complete(unit)
         self._reduce_ready(all_of_them=True)
         for unit in self.units:
-            if unit.sync_gradients and unit.unsynced and unit.phase is Phase.IDLE:
+            if unit.sync_gradients and unit.reducer.unsynced and unit.phase is Phase.IDLE:
                 self._reduce(unit)  # collected before, and not reached by this pass
         while self.reducing:
             self._advance()
         while self.replicating:
-            self._settle(self.replicating.popleft())
+            self._settle(*self.replicating.popleft())
         if self.reduced:
             self._give_held()
         self.on_end(self.reduced)
@@ -445,7 +455,7 @@ class BackwardPass:
 
     def drop(self) -> None:
         """Let go of everything after an exception; what is under way is waited for, since it owns memory."""
-        for reduction in (*self.reducing, *self.replicating):
+        for _, reduction in (*self.reducing, *self.replicating):
             reduction.drop()
         for reduced in self.held:
             reduced.let_go()

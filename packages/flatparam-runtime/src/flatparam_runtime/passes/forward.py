@@ -7,29 +7,23 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from flatparam_comm import Residency, Threshold
+from flatparam_runtime.autograd import in_backward, profiled
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tree import UnitTree
-from flatparam_runtime.ranges import profiled
 from flatparam_runtime.unit.calls import ForwardCall, running_calls
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["enter_forward", "in_backward", "leave_forward", "result_of_exception"]
+__all__ = ["enter_forward", "is_of_exception", "leave_forward"]
 
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
     2**22,
     "On an accelerator one unit is gathered ahead, and more of them as long as they have so many bytes together.",
 )
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass of autograd."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
@@ -41,7 +35,7 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
     call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
-        unit.begin_call(call)
+        unit.held.begin_call(call)
         return call
     if unit.calls and _was_interrupted(unit, module):
         tree.recover()  # an interrupt ended a pass without a word
@@ -54,7 +48,7 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
         if unit.phase is Phase.REDUCING and backward is not None:
             backward.settle_until(unit)
         unit.move(Phase.FORWARD)
-    unit.begin_call(call)
+    unit.held.begin_call(call)
     unit.begin_unshard(full_precision=call.full_precision)
     call.stamp = unit.gathered
     if tree.forward is not None and not in_backward():
@@ -75,8 +69,8 @@ def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
     current.begin(unit)
     depth = unit.plan.prefetch.forward
     ahead: Iterable[Unit] = ()
-    if unit.forward_prefetch is not None:
-        ahead = unit.forward_prefetch
+    if unit.links.forward_prefetch is not None:
+        ahead = unit.links.forward_prefetch
     elif tree.streams.runs_ahead and depth != 0:
         ahead = _as_many_as_fit(tree.to_come(unit), depth or 1)
     elif depth and tree.last_forward is not None:
@@ -157,6 +151,6 @@ def _drop_unused_prefetches(tree: UnitTree) -> None:
             unit.reshard()
 
 
-def result_of_exception(call: ForwardCall, output: Any) -> bool:
+def is_of_exception(call: ForwardCall, output: Any) -> bool:
     """Whether an always-called forward hook was called because the module raised."""
     return output is None and sys.exc_info()[1] is not call.outer_error

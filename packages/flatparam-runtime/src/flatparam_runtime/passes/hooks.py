@@ -26,30 +26,33 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle
-from flatparam_runtime.compiling import untraced
+from flatparam_runtime.autograd import in_backward, profiled, untraced
 from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers
-from flatparam_runtime.passes.forward import enter_forward, in_backward, leave_forward, result_of_exception
-from flatparam_runtime.passes.leaves import LeafWatch, watches
+from flatparam_runtime.passes.forward import enter_forward, is_of_exception, leave_forward
+from flatparam_runtime.passes.leaves import LeafWatch, watch_of, watches
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
-from flatparam_runtime.passes.tree import tree_of, unit_of
-from flatparam_runtime.ranges import profiled
+from flatparam_runtime.passes.tree import tree_of
 from flatparam_runtime.unit.calls import ForwardCall, call_as_forward
 from flatparam_runtime.unit.inner_calls import InnerCall, InnerCalls
 from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.registry import unit_of
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["attach", "register_forward_method"]
 
 
-def attach(unit: Unit, below: Iterable[nn.Module]) -> None:
+def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
     """Have `unit` follow the forward and backward passes of its module, and of those `below` it that are in no other.
 
-    One inside only counts where it is called by itself, from outside of the unit's own forward.
+    One inside only counts if it is called by itself, from outside of the unit's own forward.
+
+    Returns:
+        The calls of those inside, which the unit looks after.
     """
     module = unit.module
     module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
-    unit.inner = InnerCalls.of(
+    return InnerCalls.of(
         tuple(InnerCall(unit, child, "forward", _call_inside) for child in below if not _is_shell(child))
     )
 
@@ -84,7 +87,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     InnerCall(unit, module, name, _call_inside).put()
 
 
-def _call_inside(call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unit = call.unit
     if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
         return call.__wrapped__(*args, **kwargs)
@@ -111,11 +114,11 @@ def _before_forward(
     call = enter_forward(tree, unit, module)
     for each in (unit, *unit.lenders):
         for number, handle in enumerate(each.handles):
-            watch = handle.form.watch
+            watch = watch_of(handle)
             if watch is None:
                 _watch_leaves(each, number, handle, tree.stream)
             elif tree.has_changed_stream:
-                watch.follow(tree.stream)  # type: ignore[attr-defined]  # it is a LeafWatch
+                watch.follow(tree.stream)
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
@@ -146,8 +149,8 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not unit.calls:
         return None  # recovered from an exception further in, which is now on its way out
-    call = unit.end_call()
-    failed = result_of_exception(call, output)
+    call = unit.held.end_call()
+    failed = is_of_exception(call, output)
     recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
     if call.restored is not None and not failed:
         output = _cast(output, call.restored)
@@ -192,7 +195,7 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:
     check_in_backward_optimizers(handle)
     arrived = functools.partial(functools.partial, _gradient_arrived, weakref.ref(unit), number)
-    handle.form.watch = LeafWatch.begin(handle, arrived, stream)
+    LeafWatch.begin(handle, arrived, stream)
 
 
 def _hook_every_leaf(unit: Unit) -> None:

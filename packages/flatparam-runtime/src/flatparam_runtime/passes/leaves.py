@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 import attrs
-import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from typing_extensions import Self, final
 
-from flatparam_comm import FlatParamHandle
+from flatparam_comm import FlatParamHandle, FullForm
+from flatparam_runtime.autograd import accumulation_node, will_run
 
-__all__ = ["LeafWatch", "watches", "will_run"]
+__all__ = ["LeafWatch", "watch_of", "watches"]
 
 _GRAD: Final = operator.attrgetter("grad")
 
@@ -47,15 +48,16 @@ class LeafWatch:
     ) -> Self:
         """Watch the leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
         leaves = handle.leaves
-        nodes = [_accumulation(leaf) for leaf in leaves]
+        nodes = [accumulation_node(leaf) for leaf in leaves]
         trained = [index for index, node in enumerate(nodes) if node is not None]
-        return cls(leaves, nodes, trained, [], arrived, stream)
+        watch = _WATCHES[handle.form] = cls(leaves, nodes, trained, [], arrived, stream)
+        return watch
 
     def follow(self, stream: int) -> None:
         """Have the gradients accumulated on `stream`, which is current now, once no graph has the nodes of another."""
         if stream != self.stream:
             self.nodes.clear()  # the leaf makes another node as soon as nobody has this one
-            self.nodes.extend(map(_accumulation, self.leaves))
+            self.nodes.extend(map(accumulation_node, self.leaves))
             self.stream = stream
 
     def hook(self, indices: Collection[int]) -> None:
@@ -83,28 +85,17 @@ class LeafWatch:
         return node is not None and self.leaves[index].requires_grad and will_run(node)
 
 
-def _accumulation(leaf: Tensor) -> Node | None:
-    if not (leaf.is_floating_point() or leaf.is_complex()):
-        return None
-    wanted = leaf.requires_grad
-    with torch.inference_mode(False), torch.enable_grad():
-        node = get_gradient_edge(leaf.requires_grad_(True)).node
-    leaf.requires_grad_(wanted)
-    return node
+_WATCHES: Final[weakref.WeakKeyDictionary[FullForm, LeafWatch]] = weakref.WeakKeyDictionary()
+
+
+def watch_of(handle: FlatParamHandle) -> LeafWatch | None:
+    """The watch over the leaves that `handle` has now, or had last; `None` before they computed for the first time."""
+    return _WATCHES.get(handle.form)
 
 
 def watches(handles: Iterable[FlatParamHandle]) -> Iterator[tuple[int, FlatParamHandle, LeafWatch]]:
     """The watches over the leaves of `handles`, each with its handle's number: of those that have computed already."""
     for number, handle in enumerate(handles):
-        watch = handle.form.watch
+        watch = _WATCHES.get(handle.form)
         if watch is not None:
-            assert isinstance(watch, LeafWatch), "it is this runtime's"
             yield number, handle, watch
-
-
-def will_run(node: Node) -> bool:
-    """Whether the backward pass under way is going to compute what arrives at `node`."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))  # it has no public name
-    except RuntimeError:  # a leaf that autograd.grad() was asked for: it is computed, and its hooks run
-        return True

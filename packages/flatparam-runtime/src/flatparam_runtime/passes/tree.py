@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from itertools import islice
 
 import attrs
 import torch
-from torch import nn
 from typing_extensions import Self, final
 
-from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, clean_fqn, each_module
+from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clean_fqn, streams_of
 from flatparam_runtime.agreement.comparison import (
     Comparison,
     agree_on_deed,
@@ -19,64 +16,22 @@ from flatparam_runtime.agreement.comparison import (
     compare_inference,
 )
 from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.autograd import profiled
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
-from flatparam_runtime.ranges import profiled
-from flatparam_runtime.streams import NoStreams, OnDevice, streams_of
 from flatparam_runtime.unit.buffers import broadcast_buffers
 from flatparam_runtime.unit.calls import running_calls
 from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.registry import revive_units, unit_of
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["ROOT_NAME", "UnitTree", "holder_of", "inside", "revive_units", "tree_of", "unit_of", "units_in"]
+__all__ = ["ROOT_NAME", "UnitTree", "tree_of"]
 
 ROOT_NAME = "(root)"
 """How the root unit is called in labels, events and messages."""
 
-# Both are kept by the module, so that they live exactly as long.
-_UNIT = "_flatparam_unit"
 _TREE = "_flatparam_tree"
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` is, or `None`."""
-    unit: Unit | None = module.__dict__.get(_UNIT)
-    return unit
-
-
-def register_unit(module: nn.Module, unit: Unit) -> None:
-    """Make `unit` the unit of `module`."""
-    module.__dict__[_UNIT] = unit
-    for handle in unit.handles:
-        _HOLDERS[handle] = weakref.ref(unit)
-
-
-_HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def holder_of(handle: FlatParamHandle) -> Unit | None:
-    """The unit that holds a flat parameter, or `None`."""
-    reference = _HOLDERS.get(handle)
-    return None if reference is None else reference()
-
-
-def units_in(module: nn.Module) -> tuple[Unit, ...]:
-    """The units of `module` and of everything below it, parents before children."""
-    return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
-
-
-def revive_units(module: nn.Module) -> None:
-    """Have the units of `module`, a copy or from a file, take their places, as far as it is whole."""
-    for unit in units_in(module):
-        if unit.revive():
-            register_unit(unit.module, unit)
-
-
-def inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below `module` that no unit below it has, each once, depth first."""
-    return islice(each_module(module, lambda child: _UNIT in child.__dict__), 1, None)
+"""The attribute of a module that keeps its tree, so that both live exactly as long."""
 
 
 @final
@@ -123,16 +78,12 @@ class UnitTree:
     def grow(cls, root: Unit) -> Self:
         """Make the tree of `root`: every unit below it belongs to it from now on, also one that was a root itself."""
         revive_units(root.module)
-        units = []
-        for name, module in root.module.named_modules():
-            unit = unit_of(module)
-            if unit is not None:
-                unit.name = clean_fqn(name) or ROOT_NAME
-                units.append(unit)
-        tree = cls(root, tuple(units))
+        modules = root.module.named_modules()
+        named = [(clean_fqn(name), unit) for name, module in modules if (unit := unit_of(module)) is not None]
+        tree = cls(root, tuple(unit for _, unit in named))
         tree.fingerprint.before_each = agree_on_deed
-        for number, unit in enumerate(units):
-            unit.number, unit.fingerprint = number, tree.fingerprint
+        for number, (name, unit) in enumerate(named):
+            unit.join(name or ROOT_NAME, number, tree.fingerprint)
             unit.module.__dict__[_TREE] = tree
             for handle in unit.handles:
                 handle.use_pool(tree.pool)
@@ -152,7 +103,7 @@ class UnitTree:
             self._look_at_comparison()
             self.pool.keeps = True
             current = self._backward = BackwardPass.begin(
-                self.units, self._differentiated(), self.fingerprint, self.end_backward
+                self.units, self._differentiated(), self.fingerprint, self.pool, self.end_backward
             )
         return current
 
@@ -205,7 +156,7 @@ class UnitTree:
         for unit in self.units:
             unit.cast_buffers()
         if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
-            broadcast_buffers(self.units)
+            broadcast_buffers(self.root.module, self.root.topology)
         self._begin_on_stream()
         self.pool.keeps = True
         self.forward = ForwardPass(recorded=torch.is_grad_enabled())

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping
 
 import attrs
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self, final
 
-from flatparam_comm import broadcast_tensors, clean_fqn
+from flatparam_comm import Topology, broadcast_tensors, clean_fqn
 from flatparam_runtime.unit.plan import BufferDtype
-
-if TYPE_CHECKING:
-    from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["UnitBuffers", "broadcast_buffers"]
 
@@ -87,11 +83,9 @@ class UnitBuffers:
         return self._before
 
 
-def broadcast_buffers(units: Sequence[Unit]) -> None:
+def broadcast_buffers(module: nn.Module, topology: Topology) -> None:
     """Give every rank the first rank's buffers, as `DistributedDataParallel(broadcast_buffers=True)` does."""
-    root = units[0]
-    buffers = list(root.module.buffers())
-    topology = root.plan.topology
+    buffers = list(module.buffers())
     for group in (topology.replicate, topology.shard):
         if group is not None and group.size > 1 and buffers:
             broadcast_tensors(group, buffers, label="buffers")

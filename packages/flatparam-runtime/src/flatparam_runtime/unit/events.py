@@ -1,15 +1,16 @@
-"""The one way in for whoever wants to watch: units tell instruments what they do."""
+"""The one way in for whoever wants to watch: units tell their tree's fingerprint, and instruments, what they do."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import attrs
 from typing_extensions import final
 
+from flatparam_runtime.agreement.fingerprint import Acting, DeedKind, Fingerprint
 from flatparam_runtime.unit.phases import Phase
 
-__all__ = ["Event", "EventKind", "EventLog", "Instrument"]
+__all__ = ["Event", "EventKind", "EventLog", "Instrument", "Observers"]
 
 EventKind = Literal["unshard", "use", "reshard", "reduce", "finish", "take over"]
 
@@ -58,3 +59,40 @@ class EventLog:
     def lines(self) -> list[str]:
         """The schedule as `"kind unit"` strings, in order."""
         return [f"{event.kind} {event.unit}" for event in self.events]
+
+
+class _Unit(Acting, Protocol):
+    @property
+    def phase(self) -> Phase: ...
+
+
+_DEEDS: Final[dict[str, DeedKind]] = {"unshard": "gather", "reduce": "reduce", "train": "train"}
+"""What all ranks have to do alike, under the fingerprint's names."""
+
+
+@final
+@attrs.define(eq=False)
+class Observers:
+    """Who is told what a unit does: first the fingerprint, which may refuse it, and then the instruments."""
+
+    number: int = 0
+    """The unit's place in its tree, the same on every rank."""
+    fingerprint: Fingerprint | None = None
+    """Its tree's."""
+    instruments: list[Instrument] = attrs.field(factory=list)
+
+    def tell(self, unit: _Unit, kind: EventKind | Literal["train"], nbytes: int) -> None:
+        """The unit does what `kind` says, or is about to.
+
+        "train" says that the unit trains other parameters from now on, with a checksum of them; instruments are not
+        told of it.
+
+        Raises:
+            DivergenceError: on every rank, if the ranks are about to do different things.
+        """
+        if self.fingerprint is not None and kind in _DEEDS:
+            self.fingerprint.note(_DEEDS[kind], unit, self.number, nbytes)
+        if self.instruments and kind != "train":
+            event = Event(kind, unit.name, unit.phase, nbytes)
+            for instrument in self.instruments:
+                instrument.on_event(event)

@@ -40,6 +40,8 @@ class InitialWeights:
     _others: Sequence[str]
     _sums: Tensor | None
     """Theirs: 1-D, int64, where the first of them was; looked at when they are compared."""
+    stamp: int = 0
+    """The stamp of the shards that were made of them; what has changed since is not compared."""
 
     @classmethod
     def of(cls, fqns: Sequence[str], parameters: Sequence[nn.Parameter]) -> Self:

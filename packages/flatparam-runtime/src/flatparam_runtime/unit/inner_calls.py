@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 from torch import nn
 from typing_extensions import Self, final
 
-if TYPE_CHECKING:
-    from flatparam_runtime.unit.unit import Unit
-
 __all__ = ["InnerCall", "InnerCalls"]
+
+U = TypeVar("U")
 
 
 @final
-class InnerCall:
+class InnerCall(Generic[U]):
     """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
 
     __slots__ = ("covered", "name", "own", "reference", "run", "unit")
 
-    def __init__(self, unit: Unit, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+    def __init__(self, unit: U, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
         """Not in its place yet.
 
         Args:
@@ -90,7 +89,7 @@ class InnerCall:
             del module.__dict__[self.name]
 
 
-def _new() -> InnerCall:
+def _new() -> InnerCall[Any]:
     return InnerCall.__new__(InnerCall)
 
 
@@ -99,10 +98,10 @@ def _new() -> InnerCall:
 class InnerCalls:
     """The `forward` of every module inside a unit: watched exactly while the unit itself is not called."""
 
-    calls: tuple[InnerCall, ...] = ()
+    calls: tuple[InnerCall[Any], ...] = ()
 
     @classmethod
-    def of(cls, calls: tuple[InnerCall, ...]) -> Self:
+    def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
         """Watch from now on."""
         watched = cls(calls)
         watched.put()
@@ -124,7 +123,7 @@ class InnerCalls:
             else:
                 call.lift()
 
-    def _places(self) -> list[tuple[InnerCall, dict[str, Any]]]:
+    def _places(self) -> list[tuple[InnerCall[Any], dict[str, Any]]]:
         modules = [call.reference() for call in self.calls]
         both = zip(self.calls, modules, strict=True)
         return [(call, module.__dict__) for call, module in both if module is not None]

@@ -1,0 +1,133 @@
+"""The gather of full parameters: from when it is issued until its bytes are used, or dropped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import attrs
+from torch import Tensor
+from typing_extensions import Self, final
+
+from flatparam_comm.collectives import Collectives, Pending
+from flatparam_comm.transfer.streams import Mark, streams_of
+from flatparam_core import FlatParamHandle, Residency
+
+__all__ = ["Gather"]
+
+
+@final
+@attrs.define(eq=False)
+class Gather:
+    """The full parameters of some flat parameters, which every rank of a group gathers from the shards of all.
+
+    It holds what is under way. Its owner finishes it, which shows the full parameters, or drops it, which frees them.
+    Both wait first: memory must not go while bytes are being written to it.
+    """
+
+    handles: Sequence[FlatParamHandle]
+    stamp: int = 0
+    """The sum of the handles' stamps when it was issued: another one later means that the shards have changed."""
+    _pending: list[Pending | Mark] = attrs.field(factory=list)
+
+    @classmethod
+    def issue(
+        cls,
+        handles: Sequence[FlatParamHandle],
+        group: Collectives,
+        *,
+        label: str = "",
+        full_precision: bool = False,
+        copied: bool = False,
+        take_over: bool = True,
+        hook: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Self:
+        """Issue one all-gather for each of `handles`, which are sharded over `group`.
+
+        Args:
+            handles: at least one, all on one device; their full parameters are not in memory.
+            label: names the call in errors and ledgers.
+            full_precision: gather the parameters in their own dtype, whatever the compute dtype.
+            copied: into memory of their own, also if nothing is sharded.
+            take_over: look whether the user has given a parameter other data; see `FlatParamHandle.taken_over`.
+            hook: `(shard, full)`, is called instead of the all-gather.
+
+        Raises:
+            CollectiveError: if a collective cannot be issued. Then those before it are waited for, and nothing is kept.
+        """
+        gather = cls(handles)
+        options = {"full_precision": full_precision, "copied": copied}
+        try:
+            # On an accelerator, shards are copied beside what it computes. The memory that they are copied to is
+            # allocated on the stream that computes, and is given out again there.
+            beside = (
+                any(handle.is_offloaded for handle in handles) or streams_of(handles[0].device).runs_ahead
+            )
+            if beside and any([handle.reserve(**options) for handle in handles]):
+                with streams_of(handles[0].device).uploading() as copies:
+                    gather._issue(group, label, hook, take_over=take_over, **options)
+                gather._pending.append(copies.end)
+            else:
+                gather._issue(group, label, hook, take_over=take_over, **options)
+        except BaseException:
+            gather._abandon()
+            raise
+        gather.stamp = sum(handle.stamp() for handle in handles)
+        return gather
+
+    def _issue(
+        self,
+        group: Collectives,
+        label: str,
+        hook: Callable[[Tensor, Tensor], None] | None,
+        *,
+        take_over: bool,
+        full_precision: bool,
+        copied: bool,
+    ) -> None:
+        for handle in self.handles:
+            full, shard = handle.begin_unshard(
+                full_precision=full_precision, take_over=take_over, copied=copied
+            )
+            if hook is None:
+                self._pending.append(group.all_gather(full, shard, label=label))
+            else:
+                hook(shard, full)
+
+    def _abandon(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+        for handle in self.handles:
+            if handle.residency is Residency.UNSHARDING:
+                handle.reshard()
+            handle.unreserve()
+
+    def wait(self) -> None:
+        """Have every byte in its place; on an accelerator, for what the current stream does from now on.
+
+        Raises:
+            CollectiveError: the first error of a collective, once all of them are over.
+        """
+        pending, self._pending = self._pending, []
+        errors = []
+        for each in pending:
+            try:
+                each.wait()
+            # The others write to memory that is about to be freed: they are waited for, too.
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def finish(self) -> None:
+        """Wait, and have the modules show the full parameters."""
+        self.wait()
+        for handle in self.handles:
+            handle.finish_unshard()
+
+    def drop(self) -> None:
+        """Wait, and free the full parameters; those that modules show are replaced by the sharded form."""
+        self.wait()
+        for handle in self.handles:
+            if handle.residency is not Residency.SHARDED:
+                handle.reshard()

@@ -1,0 +1,245 @@
+"""The reduction of gradients: how it is made, and the one that is under way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+from typing_extensions import final
+
+from flatparam_comm.collectives import Collectives, Pending, takes_parts
+from flatparam_comm.pending import COMPLETED
+from flatparam_comm.process_group.engine import Scaled, premultiplies, scaled
+from flatparam_comm.topology import Topology
+from flatparam_comm.transfer.averaging import Averaging, averaging_over
+from flatparam_comm.transfer.comm_hooks import CommHooks
+from flatparam_comm.transfer.streams import Mark, streams_of
+from flatparam_core import FlatParamHandle, Threshold
+
+__all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]
+
+PART_NBYTES: Final = Threshold(
+    "runtime.part_nbytes",
+    2**14,
+    "Through shared memory a unit's gradients are reduced from where autograd left them if one has so many bytes on "
+    "average; smaller ones are copied to a flat buffer first.",
+    least=0,
+)
+"""Below it a tensor costs more to cut out than its second copy."""
+
+
+@final
+@attrs.define(eq=False)
+class Reduced:
+    """The gradient of one flat parameter's shard, averaged, as `.grad` takes it."""
+
+    handle: FlatParamHandle
+    gradient: Tensor
+    arrived: bytes
+    """For each parameter, non-zero if this rank had a gradient."""
+    landed: Mark | None = None
+    """When the gradient is in the host's memory, if it is still being copied there."""
+    source: Tensor | None = None
+    """What it is copied from."""
+
+    def let_go(self) -> None:
+        """Free what it is copied from, for whatever the current stream does after the copy."""
+        if self.landed is not None and self.source is not None:
+            self.landed.wait()
+            self.source = None
+
+
+@final
+@attrs.define(eq=False)
+class PartialSum:
+    """What was reduced inside the shard groups and not yet across them, in the reduction dtype."""
+
+    gradient: Tensor
+    arrived: bytes
+
+
+@final
+@attrs.define(eq=False)
+class Reducer:
+    """How the gradients of a unit become their mean over ranks, and what waits for the next reduction."""
+
+    topology: Topology
+    synchronises: bool = True
+    """Whether the next backward pass reduces gradients."""
+    sums_copies: bool = True
+    """Whether reduced shards are summed over their copies, if there are any, or wait for a pass that does."""
+    divide_factor: float | None = None
+    """What the sum of the gradients is divided by; `None`: by the number of ranks, which makes it their mean."""
+    hooks: CommHooks = attrs.field(factory=CommHooks)
+    unsynced: set[FlatParamHandle] = attrs.field(factory=set)
+    """What was trained since the last reduction, by passes that did not reduce, or until it was frozen."""
+    _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
+    """Reduced shards that wait to be summed over their copies."""
+
+    def copy(self) -> Reducer:
+        """The same settings, with nothing that waits."""
+        hooks = attrs.evolve(self.hooks)
+        return Reducer(self.topology, self.synchronises, self.sums_copies, self.divide_factor, hooks)
+
+    def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
+        """How the sum of the gradients of `handles` over ranks becomes their mean."""
+        topology, hooks = self.topology, self.hooks
+        if hooks.reduce is not None:
+            # The hook averages over its own ranks.
+            replicas = topology.data_parallel_size // topology.shard.size
+            if topology.shard.size == 1 or hooks.all_reduce is not None:
+                replicas = 1
+            return Averaging(after=float(replicas))
+        # A hook for the sum over copies averages over them.
+        size = topology.shard.size if hooks.all_reduce is not None else topology.data_parallel_size
+        factor = float(size)
+        if self.divide_factor is not None:
+            factor = self.divide_factor * size / topology.data_parallel_size
+        dtypes = frozenset([handle.gradients.dtype for handle in handles])
+        device = handles[0].device if handles else torch.device("cpu")
+        multiplies = premultiplies(self._first_group, device)
+        copies = not self.takes_parts_of(handles)
+        return averaging_over(size, factor, dtypes, premultiplies=multiplies, copies=copies)
+
+    def takes_parts_of(self, handles: Sequence[FlatParamHandle]) -> bool:
+        """Whether gradients of `handles` are reduced from where autograd leaves them, without a flat one."""
+        shard = self.topology.shard
+        if self.hooks.reduce is not None or shard.size == 1 or not takes_parts(shard):
+            return False
+        if any(handle.device.type != "cpu" for handle in handles):
+            return False
+        nbytes = sum(handle.gradients.buffer.nbytes for handle in handles)
+        return nbytes >= PART_NBYTES.value * sum(len(handle.layout.slots) for handle in handles)
+
+    @property
+    def _first_group(self) -> Collectives:
+        topology = self.topology
+        return topology.shard if topology.shard.size > 1 or topology.replicate is None else topology.replicate
+
+    def issue(self, handles: Sequence[FlatParamHandle], *, label: str = "") -> Reduction:
+        """Start to sum the collected gradients of `handles` over the ranks that share their shards."""
+        averaging, takes = self.averaging(handles), self.takes_parts_of(handles)
+        shard, hook = self.topology.shard, self.hooks.reduce
+        summing = self._summing(averaging, handles) if shard.size > 1 else shard
+        parts = []
+        for handle in handles:
+            pending: Pending = COMPLETED
+            if takes and takes_parts(shard) and handle.gradients.is_apart:
+                output, apart = handle.begin_reduce_parts()
+                pending = shard.reduce_scatter_parts(output, apart, label=label)
+            else:
+                output, full = handle.begin_reduce()
+                if hook is None:
+                    pending = summing.reduce_scatter(output, full, label=label)
+                else:
+                    hook(full, output)
+            parts.append(_Part(handle, output, pending))
+        return Reduction(self, label, averaging, parts)
+
+    def _summing(self, averaging: Averaging, handles: Sequence[FlatParamHandle]) -> Collectives | Scaled:
+        """What the first sum goes over, of those that communicate, with the factor that comes before it."""
+        group = self._first_group
+        return group if averaging.factor == 1.0 else scaled(group, handles[0].device, averaging.factor)
+
+    def sum_over_copies(self, part: _Part, averaging: Averaging, label: str) -> bool:
+        """Start to sum a part over the copies of its shard; false if that is left to a later backward pass."""
+        part.pending = COMPLETED
+        replicate = self.topology.replicate
+        if replicate is None:
+            return True
+        before = self._partial.pop(part.handle, None)
+        if before is not None:
+            part.output += before.gradient
+            part.arrived = bytes(a | b for a, b in zip(before.arrived, part.arrived, strict=True))
+        if not self.sums_copies:
+            self._partial[part.handle] = PartialSum(part.output, part.arrived)
+            return False
+        is_sharded = self.topology.shard.size > 1
+        if self.hooks.all_reduce is not None:
+            self.hooks.all_reduce(part.output, part.output)
+        elif self.hooks.reduce is None or is_sharded:
+            copies = replicate if is_sharded else self._summing(averaging, [part.handle])
+            part.pending = copies.all_reduce(part.output, label=label)
+        return True
+
+    def forget(self) -> None:
+        """Drop what waits for the next reduction."""
+        self.unsynced.clear()
+        self._partial.clear()
+
+
+@final
+@attrs.define(eq=False)
+class _Part:
+    """The gradient of one flat parameter: what is under way, the shard of the sum that it fills, and who has given."""
+
+    handle: FlatParamHandle
+    output: Tensor
+    pending: Pending
+    arrived: bytes = b""
+
+
+@final
+@attrs.define(eq=False)
+class Reduction:
+    """Owns the tensors until it is settled: the full gradients, and the shards of their sums that are being made.
+
+    There are two sums: over the ranks that a parameter is sharded over, and then over the copies of each shard, if
+    there are any.
+    """
+
+    _reducer: Reducer
+    _label: str
+    _averaging: Averaging
+    _parts: list[_Part]
+
+    def replicate(self) -> int:
+        """Wait for the first sum, free the unsharded gradients, and start the second.
+
+        Returns:
+            How many bytes were freed.
+        """
+        summed, nbytes = [], 0
+        for part in self._parts:
+            part.pending.wait()
+            gradients = part.handle.gradients
+            part.arrived = bytes(gradients.deposited)
+            gradients.release()
+            nbytes += gradients.buffer.nbytes
+            if self._reducer.sum_over_copies(part, self._averaging, self._label):
+                summed.append(part)
+        self._parts = summed
+        return nbytes
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is left to wait for."""
+        return any(part.pending is not COMPLETED for part in self._parts)
+
+    def settle(self) -> list[Reduced]:
+        """Wait for the second sum, and average."""
+        settled = []
+        for part in self._parts:
+            part.pending.wait()
+            settled.append(self._averaged(part))
+        return settled
+
+    def drop(self) -> None:
+        """Wait, since what is under way owns memory, and forget what comes of it."""
+        for part in self._parts:
+            with contextlib.suppress(RuntimeError):
+                part.pending.wait()
+
+    def _averaged(self, part: _Part) -> Reduced:
+        handle, output = part.handle, part.output
+        if self._averaging.after != 1.0:
+            output.div_(self._averaging.after)
+        if not (handle.is_offloaded and streams_of(handle.device).runs_ahead):
+            return Reduced(handle, handle.for_grad(output), part.arrived)
+        with streams_of(handle.device).downloading() as copies:
+            gradient = handle.for_grad(output)
+        return Reduced(handle, gradient, part.arrived, copies.end, output)

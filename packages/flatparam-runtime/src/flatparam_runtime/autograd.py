@@ -1,0 +1,145 @@
+"""The seam to autograd, and to the tools around it: every private name of torch that this package needs is here.
+
+| name of torch | what it tells | if it is gone |
+| --- | --- | --- |
+| `_C._current_graph_task_id` | which autograd run this thread is in | a backward pass says so, and is not run |
+| `_C._will_engine_execute_node` | whether this run computes what arrives at a node | the same |
+| `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
+| `autograd._profiler_enabled` | whether somebody profiles | no ranges are shown |
+| `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` says so |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from flatparam_comm import FlatParamError
+
+__all__ = [
+    "accumulation_node",
+    "call_at_end",
+    "current_run",
+    "in_backward",
+    "in_range",
+    "profiled",
+    "untraced",
+    "will_run",
+]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _private(name: str) -> Any:
+    """The function of torch of this dotted name; if it is gone, one that says so when it is called."""
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not None:
+        return found
+
+    def is_gone(*args: object) -> Any:
+        raise FlatParamError(
+            f"torch {torch.__version__} has no torch.{name}, which flatparam needs for a backward pass; install a "
+            "version that flatparam supports (2.11 to 2.15)"
+        )
+
+    return is_gone
+
+
+_TASK: Final = _private("_C._current_graph_task_id")
+_WILL_EXECUTE: Final = _private("_C._will_engine_execute_node")
+_QUEUE: Final = _private("autograd.Variable._execution_engine.queue_callback")
+_IS_PROFILED: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+#: The number of the autograd run that this thread is in; -1 outside of one.
+current_run: Final[Callable[[], int]] = _TASK
+#: Have a function called, in the autograd run that this thread is in, when that has computed everything.
+call_at_end: Final[Callable[[Callable[[], None]], None]] = _QUEUE
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass of autograd."""
+    return bool(_TASK() != -1)
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward pass under way is going to compute what arrives at `node`."""
+    try:
+        return bool(_WILL_EXECUTE(node))
+    except FlatParamError:
+        raise
+    # A leaf that autograd.grad() was asked for: its gradient is computed, and its hooks run.
+    except RuntimeError:
+        return True
+
+
+def accumulation_node(leaf: Tensor) -> Node | None:
+    """The node of autograd that accumulates the gradient of `leaf`; `None` for integers, which never get one."""
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        return None
+    wanted = leaf.requires_grad
+    with torch.inference_mode(False), torch.enable_grad():
+        node = get_gradient_edge(leaf.requires_grad_(True)).node
+    leaf.requires_grad_(wanted)
+    return node
+
+
+def untraced(function: Function, *, with_callees: bool = True) -> Function:
+    """Have `torch.compile` run `function`, a Python function, as it is: it compiles modules, not what is around them.
+
+    `torch.compiler.disable` does the same, at the price of importing Dynamo with this package, and of some microseconds
+    for each call. Here the code object is marked, which the interpreter's frame hook reads, and the function, which
+    Dynamo reads.
+
+    Args:
+        with_callees: everything that it calls too; else that is compiled by itself.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, skip if with_callees else default)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    # Another version of torch: the way that is public.
+    except (ImportError, AttributeError):
+        return torch.compiler.disable(function, recursive=with_callees)  # type: ignore[no-any-return, no-untyped-call]
+    # What torch.compiler.disable sets.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+@functools.partial(untraced, with_callees=False)
+def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
+    """Call `function(*args)`, which a profile shows as `FullyShardedDataParallel.<name>`; it costs nothing without one.
+
+    The names are FSDP1's: `_root_pre_forward`, `_pre_forward`, `_to_kwargs`, `_pre_forward_prefetch`, `_post_forward`,
+    `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`, `_post_backward_hook_reshard_only`,
+    `_post_backward_prefetch`, and `rate_limiter` if a reduction waits for the one before it.
+    """
+    if not _IS_PROFILED():
+        return function(*args)
+    with torch.profiler.record_function(f"FullyShardedDataParallel.{name}"):
+        return function(*args)
+
+
+def profiled(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Call the function in a range; see `in_range`."""
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if not _IS_PROFILED():
+                return function(*args, **kwargs)
+            return in_range(name, functools.partial(function, **kwargs) if kwargs else function, *args)
+
+        return call
+
+    return decorate

@@ -1,0 +1,58 @@
+"""From a module or a flat parameter to its unit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import islice
+
+from torch import nn
+
+from flatparam_comm import FlatParamHandle, each_module
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["holder_of", "inside", "register_unit", "revive_units", "unit_of", "units_in"]
+
+_UNIT = "_flatparam_unit"
+"""The attribute of a module that keeps its unit, so that both live exactly as long."""
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` is, or `None`."""
+    unit: Unit | None = module.__dict__.get(_UNIT)
+    return unit
+
+
+def register_unit(module: nn.Module, unit: Unit) -> None:
+    """Make `unit` the unit of `module`."""
+    module.__dict__[_UNIT] = unit
+    for handle in unit.handles:
+        _HOLDERS[handle] = weakref.ref(unit)
+
+
+_HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def holder_of(handle: FlatParamHandle) -> Unit | None:
+    """The unit that holds a flat parameter, or `None`."""
+    reference = _HOLDERS.get(handle)
+    return None if reference is None else reference()
+
+
+def units_in(module: nn.Module) -> tuple[Unit, ...]:
+    """The units of `module` and of everything below it, parents before children."""
+    return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
+
+
+def revive_units(module: nn.Module) -> None:
+    """Have the units of `module`, a copy or from a file, take their places, as far as it is whole."""
+    for unit in units_in(module):
+        if unit.revive():
+            register_unit(unit.module, unit)
+
+
+def inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules below `module` that no unit below it has, each once, depth first."""
+    return islice(each_module(module, lambda child: _UNIT in child.__dict__), 1, None)
