@@ -20,9 +20,9 @@ from flatparam_comm import (
     HookedCollectives,
     RecordingCollectives,
     SingleCollectives,
-    processes,
     shared_memory,
 )
+from flatparam_comm.processes import world as processes
 from flatparam_comm.testing import run_processes, run_threads
 
 from .patience import PATIENCE, be_patient

@@ -23,9 +23,9 @@ from flatparam_comm import (
     RankDied,
     RankError,
     WorldTimeout,
-    processes,
 )
 from flatparam_comm.processes import child as process_child
+from flatparam_comm.processes import world as processes
 from flatparam_comm.processes.function import FunctionReference
 from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
 

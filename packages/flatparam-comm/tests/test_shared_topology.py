@@ -41,9 +41,9 @@ def _members(group: Collectives | None) -> list[int]:
 def _pretend(host: str) -> None:
     """Be on another host."""
     shared_host.host_identity = lambda: (host, host, "")  # type: ignore[assignment]
-    from flatparam_comm import topology
+    from flatparam_comm import resolving
 
-    topology.host_identity = shared_host.host_identity  # type: ignore[attr-defined]
+    resolving.host_identity = shared_host.host_identity  # type: ignore[attr-defined]
 
 
 def _by_name(comm: ProcessGroupCollectives) -> None:

@@ -22,25 +22,21 @@ from flatparam_comm.errors import (
 )
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group.c10d import PREMULTIPLYING
-from flatparam_comm.process_group.engine import (
-    ProcessGroupCollectives,
-    Scaled,
-    engine_of,
-    premultiplies,
-    process_group_of,
-    scaled,
-)
+from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
+from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.ranks_only import RanksOnly
+from flatparam_comm.resolving import resolve_topology, with_shared_memory
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.threads.world import run_threads
-from flatparam_comm.topology import Topology, resolve_topology, with_shared_memory
+from flatparam_comm.topology import Topology
 from flatparam_comm.transfer.averaging import gradient_divisors
 from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
+from flatparam_comm.transfer.device import Mark, OnDevice
 from flatparam_comm.transfer.gather import Gather
 from flatparam_comm.transfer.reduction import Reduced, Reducer, Reduction
-from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, streams_of
+from flatparam_comm.transfer.streams import NoStreams, streams_of
 from flatparam_core import (
     FLAT_PARAM,
     FSDP_WRAPPED_MODULE,

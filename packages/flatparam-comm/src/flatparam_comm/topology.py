@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeGuard, final
+from typing import TYPE_CHECKING, final
 
 import attrs
-import torch.distributed as dist
 
 from flatparam_comm.collectives import Collectives
-from flatparam_comm.process_group import c10d
-from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.ranks_only import HasRanks, RanksOnly
-from flatparam_comm.shared_memory.engine import (
-    SharedMemoryCollectives,
-    as_process_group,
-    shared_memory,
-    try_shared_memory,
-)
-from flatparam_comm.shared_memory.host import host_identity
-from flatparam_comm.single import SingleCollectives
-from flatparam_comm.threads.current import current_collectives
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Topology", "resolve_topology", "with_shared_memory"]
+__all__ = ["Topology"]
 
 
 @final
@@ -46,11 +30,6 @@ class Topology:
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # a copy of a model works over the same ranks
 
-    def __reduce__(self) -> tuple[object, ...]:
-        replicate = None if self.replicate is None else (self.replicate.size, self.replicate.rank)
-        shared = any(isinstance(group, SharedMemoryCollectives) for group in (self.shard, self.replicate))
-        return _same_again, ((self.shard.size, self.shard.rank), replicate, shared)
-
     @property
     def group(self) -> Collectives:
         """The ranks of which the first speaks for all: those that share a buffer, or else those that hold copies."""
@@ -60,194 +39,3 @@ class Topology:
     def data_parallel_size(self) -> int:
         """Over how many ranks a gradient is averaged."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
-
-
-def resolve_topology(
-    where: ProcessGroup
-    | Collectives
-    | DeviceMesh
-    | str
-    | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
-    | None = None,
-) -> Topology:
-    """The topology that a user means by what he passes as a process group or a mesh.
-
-    | given | shard | replicate |
-    | --- | --- | --- |
-    | None | the world of threads this thread is a rank of, else torch's default group | - |
-    | `"shared_memory"` | that of None, through the memory that its ranks share: they are on one host | - |
-    | `"auto"` | the same where its ranks can share memory, else that of None | - |
-    | a process group, or `Collectives` | it | - |
-    | a pair of these | the first | the second |
-    | a pair of a name and one of these | by that name, the ranks of this host in that of None | the second |
-    | a `DeviceMesh` of one dimension | its group | - |
-    | a `DeviceMesh` of two | that of dimension 1 | that of dimension 0 |
-    | a stand-in with `rank()` and `size()` | it: enough to shard, not to communicate | - |
-
-    `with_shared_memory` does for a topology, such as that of a mesh, what `"auto"` does for a group.
-
-    Raises ValueError where there is no group to be found, ranks that are to share memory cannot, or a mesh has another
-    number of dimensions, TypeError for anything else.
-    """
-    if where is None:
-        return Topology(_default_collectives())
-    if isinstance(where, tuple):
-        if len(where) != 2:
-            raise ValueError(f"expected a pair (shard group, replicate group), found a tuple of {len(where)}")
-        shard, replicate = where
-        here = _by_name(shard, _on_this_host) if isinstance(shard, str) else _as_collectives(shard)
-        return Topology(here, _as_collectives(replicate))
-    if isinstance(where, str):
-        return Topology(_by_name(where, _default_collectives))
-    if _is_mesh(where):
-        return _topology_of_mesh(where)
-    return Topology(_as_collectives(where))
-
-
-def with_shared_memory(topology: Topology) -> Topology:
-    """The same ranks, each group through shared memory where all of it is on one host, and as it was elsewhere.
-
-    So a shard group within a host is fast, and a replicate group across hosts goes on through its process group. Every
-    rank calls it. Groups of another engine, and decorated ones, stay as they are.
-    """
-    replicate = topology.replicate
-    return attrs.evolve(
-        topology,
-        shard=_shared_if_possible(topology.shard),
-        replicate=None if replicate is None else _shared_if_possible(replicate),
-    )
-
-
-def _shared_if_possible(group: Collectives) -> Collectives:
-    if not isinstance(group, ProcessGroupCollectives):
-        return group
-    shared = try_shared_memory(group)
-    return group if isinstance(shared, str) else shared
-
-
-def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:
-    """The ranks that `find` finds, by the transport of this name."""
-    if name == "shared_memory":
-        return shared_memory(find())
-    if name == "auto":
-        return _shared_if_possible(find())
-    raise _not_ranks(name)
-
-
-def _on_this_host() -> Collectives:
-    """Those of the default group that are on this host."""
-    world = as_process_group(_default_collectives())
-    found = _HOST_GROUPS.get(world.group)
-    if found is None:
-        hosts: list[tuple[str, ...]] = world.exchange(host_identity(), label="hosts")
-        made = [
-            world.subgroup([rank for rank, other in enumerate(hosts) if other == host])
-            for host in dict.fromkeys(hosts)
-        ]
-        found = next(group for group in made if group is not None)
-        _HOST_GROUPS[world.group] = found
-    return found
-
-
-#: The groups that `_on_this_host` has made, by the group that they are a part of.
-_HOST_GROUPS: Final[weakref.WeakKeyDictionary[ProcessGroup, ProcessGroupCollectives]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _default_collectives() -> Collectives:
-    here = current_collectives()
-    if here is not None:
-        return here
-    group = c10d.default_group()
-    if group is None:
-        raise ValueError(
-            "expected to be started as one of several ranks, found no process group: start the program with torchrun "
-            "and call torch.distributed.init_process_group(); or call it in flatparam_comm.run_threads(); "
-            "or pass SingleCollectives() for a world of one"
-        )
-    return ProcessGroupCollectives(group)
-
-
-def _as_collectives(given: object) -> Collectives:
-    # Process groups first: they have methods of the same names (and `rank` is not a property there).
-    if dist.is_available() and isinstance(given, dist.ProcessGroup):
-        return ProcessGroupCollectives(given)
-    if isinstance(given, Collectives):
-        return given
-    if dist.is_available() and given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "expected a process group that this process is in, found one that new_group() made for other ranks: "
-            "pass each rank the group that it is in"
-        )
-    if callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None)):
-        stand_in: HasRanks = given  # type: ignore[assignment]  # it has just been looked at
-        return RanksOnly(stand_in) if stand_in.size() > 1 else SingleCollectives()
-    raise _not_ranks(given)
-
-
-def _not_ranks(given: object) -> TypeError:
-    found = f"{type(given).__name__} {given!r}" if isinstance(given, str) else type(given).__name__
-    return TypeError(
-        "expected None, 'auto', 'shared_memory', a ProcessGroup, Collectives, a pair of these or a DeviceMesh, "
-        f"found {found}"
-    )
-
-
-def _is_mesh(given: object) -> TypeGuard[DeviceMesh]:
-    if not dist.is_available():
-        return False
-    from torch.distributed.device_mesh import DeviceMesh  # it exists only where torch.distributed does
-
-    return isinstance(given, DeviceMesh)
-
-
-def _topology_of_mesh(mesh: DeviceMesh) -> Topology:
-    if mesh.ndim == 1:
-        return Topology(ProcessGroupCollectives(mesh.get_group(0)), mesh=mesh)
-    if mesh.ndim == 2:
-        shard, replicate = (ProcessGroupCollectives(mesh.get_group(dimension)) for dimension in (1, 0))
-        return Topology(shard, replicate, mesh)
-    raise ValueError(
-        f"expected a DeviceMesh of 1 dimension (shard) or 2 (replicate, shard), found {mesh.ndim} of them: "
-        f"{mesh.mesh_dim_names}; pass a slice of it, as in mesh['replicate', 'shard']"
-    )
-
-
-def _same_again(shard: tuple[int, int], replicate: tuple[int, int] | None, shared: bool = False) -> Topology:
-    """In a world of the same size, a topology that was pickled; every rank calls it, with its own.
-
-    Args:
-        shard: size of the group, and this rank's number in it.
-        replicate: the same; ranks of one shard group follow each other in the world.
-        shared: whether groups on one host go through shared memory.
-
-    Raises:
-        ValueError: in another world, or on another rank.
-    """
-    topology = _laid_out(shard, replicate)
-    return with_shared_memory(topology) if shared else topology
-
-
-def _laid_out(shard: tuple[int, int], replicate: tuple[int, int] | None) -> Topology:
-    (shards, position), (copies, which) = shard, replicate or (1, 0)
-    if shards * copies == 1:
-        alone = SingleCollectives()
-        return Topology(alone, None if replicate is None else alone)
-    world = _default_collectives()
-    if (world.size, world.rank) != (shards * copies, which * shards + position):
-        raise ValueError(
-            f"a model that was pickled on rank {which * shards + position} of {shards * copies} can be read on that "
-            f"rank only, found rank {world.rank} of {world.size}; save its state_dict() instead"
-        )
-    if replicate is None:
-        return Topology(world)
-    if shards == 1:
-        return Topology(SingleCollectives(), world)
-    if copies == 1:
-        return Topology(world, SingleCollectives())
-    numbers = range(world.size)
-    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
-    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
-    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
-    return Topology(row, column)

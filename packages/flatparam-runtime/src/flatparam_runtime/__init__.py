@@ -21,7 +21,7 @@ from flatparam_comm import (
     process_group_of,
     resolve_topology,
 )
-from flatparam_runtime.agreement.comparison import DivergenceError
+from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ProcessGroupCollectives",
     "engine_of",
-    "premultiplies",
     "process_group_of",
-    "scaled",
 ]
 
 T = TypeVar("T")
@@ -117,7 +115,12 @@ class ProcessGroupCollectives:
             self._premultiplies[device] = c10d.premultiplies(self.group, device)
         return self._premultiplies[device]
 
-    def _check_factor(self, device: torch.device, factor: float) -> None:
+    def check_factor(self, device: torch.device, factor: float) -> None:
+        """Make sure that a sum of tensors on `device` takes `factor`.
+
+        Raises:
+            ValueError: if it does not.
+        """
         if factor != 1.0 and not self.premultiplies(device):
             raise ValueError(
                 f"expected collectives that multiply before they sum, found {self!r}; multiply first, and use their "
@@ -156,7 +159,7 @@ class ProcessGroupCollectives:
         """
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
-        self._check_factor(full.device, factor)
+        self.check_factor(full.device, factor)
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, carried, carried_full)
@@ -192,7 +195,7 @@ class ProcessGroupCollectives:
         """See `Collectives.all_reduce`; for `factor` see `reduce_scatter`."""
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
-        self._check_factor(tensor.device, factor)
+        self.check_factor(tensor.device, factor)
         carried = c10d.plain(tensor)
         work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
         return _WorkPending(site, work, (tensor,))
@@ -283,43 +286,6 @@ def _guarded(site: Site, call: Callable[[], T]) -> T:
             f"the process group failed with {type(error).__name__}: {error}; "
             "look for the first error among the other ranks, or for a rank that did not make this call",
         ) from error
-
-
-def premultiplies(collectives: Collectives, device: torch.device) -> bool:
-    """Whether `scaled` sums can be made of tensors on `device`: NCCL makes them, if nothing decorates it."""
-    return isinstance(collectives, ProcessGroupCollectives) and collectives.premultiplies(device)
-
-
-def scaled(collectives: Collectives, device: torch.device, factor: float) -> Scaled:
-    """The sums of `collectives`, of tensors on `device` that each rank multiplies by `factor` first, in the same call.
-
-    Raises:
-        ValueError: where `premultiplies` says no.
-    """
-    if not isinstance(collectives, ProcessGroupCollectives):
-        raise ValueError(
-            f"expected collectives that multiply before they sum, found {collectives!r}; multiply first, and use their "
-            "own sums"
-        )
-    collectives._check_factor(device, factor)
-    return Scaled(collectives, factor)
-
-
-@final
-@attrs.frozen
-class Scaled:
-    """Sums over ranks of values that are multiplied by `factor` first (PREMUL_SUM)."""
-
-    collectives: ProcessGroupCollectives
-    factor: float
-
-    def reduce_scatter(self, output: Tensor, full: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.reduce_scatter`."""
-        return self.collectives.reduce_scatter(output, full, label=label, factor=self.factor)
-
-    def all_reduce(self, tensor: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
-        return self.collectives.all_reduce(tensor, label=label, factor=self.factor)
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 __all__ = ["Averaging", "averaging_over", "gradient_divisors", "split_divisor"]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import attrs
 from torch import Tensor
-from typing_extensions import final
 
 __all__ = ["CommHooks", "HookStage"]
 

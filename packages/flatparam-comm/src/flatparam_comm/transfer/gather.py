@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import final
 
 import attrs
 from torch import Tensor
-from typing_extensions import Self, final
 
 from flatparam_comm.collectives import Collectives, Pending
-from flatparam_comm.transfer.streams import Mark, streams_of
+from flatparam_comm.transfer.device import Mark
+from flatparam_comm.transfer.streams import streams_of
 from flatparam_core import FlatParamHandle, Residency
 
 __all__ = ["Gather"]
@@ -41,7 +42,7 @@ class Gather:
         copied: bool = False,
         take_over: bool = True,
         hook: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> Self:
+    ) -> Gather:
         """Issue one all-gather for each of `handles`, which are sharded over `group`.
 
         Args:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_comm.collectives import Collectives, Pending, takes_parts
 from flatparam_comm.pending import COMPLETED
-from flatparam_comm.process_group.engine import Scaled, premultiplies, scaled
+from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.topology import Topology
 from flatparam_comm.transfer.averaging import Averaging, averaging_over
 from flatparam_comm.transfer.comm_hooks import CommHooks
-from flatparam_comm.transfer.streams import Mark, streams_of
+from flatparam_comm.transfer.device import Mark
+from flatparam_comm.transfer.streams import streams_of
 from flatparam_core import FlatParamHandle, Threshold
 
 __all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]

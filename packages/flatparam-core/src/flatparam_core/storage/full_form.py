@@ -121,11 +121,16 @@ class FullForms:
     """For each parameter, what users and libraries noted on the original."""
     pool: BufferPool | None = None
     """Where the memory of full parameters comes from, if a runtime says so."""
+    _has_presenters: bool = attrs.field(init=False)
+    _computed: torch.dtype = attrs.field(init=False)
+    """What is computed in, unless somebody asks for full precision."""
     current: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
 
-    _has_presenters: bool = attrs.field(init=False)
+    @_computed.default
+    def _as_precision_says(self) -> torch.dtype:
+        return self.precision.compute(self.layout.dtype)
 
     @_has_presenters.default
     def _look_for_presenters(self) -> bool:
@@ -140,7 +145,7 @@ class FullForms:
 
     def dtype(self, *, full_precision: bool) -> torch.dtype:
         """What to compute in."""
-        return self.layout.dtype if full_precision else self.precision.compute(self.layout.dtype)
+        return self.layout.dtype if full_precision else self._computed
 
     def choose(self, dtype: torch.dtype, *, over: torch.Tensor | None = None) -> FullForm:
         """Make the form in `dtype` the current one.

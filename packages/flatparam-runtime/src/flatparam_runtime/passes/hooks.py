@@ -1,17 +1,22 @@
-"""The only file that registers hooks: when things happen.
+"""The hooks: when things happen.
 
 ===================  ==============================  ======================  ==========================
 hook                 on                              handler                 phase of the unit
 ===================  ==============================  ======================  ==========================
 forward pre-hook     the unit's module               `_before_forward`       IDLE -> FORWARD
 forward hook         the unit's module (always)      `_after_forward`        FORWARD -> IDLE
-(no hook)            `forward` of modules inside it  `_call_inside`          the same, where called from outside
+(no hook)            `forward` of modules inside it  `_call_inside`          the same, if called from outside
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
-post-accumulate      some leaves (see `LeafWatch`)   `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
+post-accumulate      some leaves (`leaves.py`)       `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
 tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
 node pre-hook        gradients with a graph          `_before_second_...`    IDLE -> BACKWARD
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
+
+All are registered here but two: `leaves.py` puts its handler on a leaf once it has to, and `backward.py` queues the
+final callback when a pass begins. Outside of `passes`, `optimizers/flat_steps.py` registers one hook for the process,
+on every optimizer's step, if `notice_optimizers` is called; `inner_calls.py` puts `_call_inside` in the place of a
+method while its unit is not called.
 """
 
 from __future__ import annotations

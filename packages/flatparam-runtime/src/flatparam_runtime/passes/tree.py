@@ -9,13 +9,10 @@ import torch
 from typing_extensions import Self, final
 
 from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clean_fqn, streams_of
-from flatparam_runtime.agreement.comparison import (
-    Comparison,
-    agree_on_deed,
-    agree_on_units,
-    compare_inference,
-)
+from flatparam_runtime.agreement.comparison import Comparison, compare_inference
+from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import profiled
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward

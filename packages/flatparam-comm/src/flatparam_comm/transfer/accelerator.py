@@ -1,0 +1,120 @@
+"""The streams of an accelerator for copies beside what it computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import final
+
+import attrs
+import torch
+
+from flatparam_comm.transfer.device import Copies, CopiesBeside, Mark, Reached
+
+__all__ = ["Streams"]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Event:
+    device: torch.device
+    event: torch.Event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def is_reached(self) -> bool:
+        return bool(self.event.query())
+
+
+@final
+@attrs.define(eq=False)
+class Streams:
+    """An accelerator's streams for copies beside one that computes, made when they are first used."""
+
+    device: torch.device
+    runs_ahead: bool = True
+    _up: torch.Stream | None = None
+    _down: torch.Stream | None = None
+    _uploaded: Mark = attrs.field(factory=Reached)
+
+    @property
+    def is_capturing(self) -> bool:
+        """See `OnDevice.is_capturing`; false on devices that have no graphs."""
+        ask = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
+
+    def current(self) -> int:
+        """The number that torch gives the current stream of the device."""
+        return int(torch.accelerator.current_stream(self.device).stream_id)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """See `OnDevice.to_device`."""
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `OnDevice.to_host`."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[Copies]:
+        """See `OnDevice.uploading`."""
+        if self._up is None:
+            self._up = torch.Stream(self.device)
+        with self._on(self._up) as copies:
+            yield copies
+        self._uploaded = copies.end
+
+    @contextlib.contextmanager
+    def downloading(self) -> Iterator[Copies]:
+        """See `OnDevice.downloading`."""
+        with self._on(self._for_downloads()) as copies:
+            yield copies
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Copies]:
+        """See `OnDevice.aside`."""
+        with self._on(self._for_downloads(), after_current=False) as copies:
+            yield copies
+
+    def _for_downloads(self) -> torch.Stream:
+        if self._down is None:
+            self._down = torch.Stream(self.device)
+        return self._down
+
+    def wait_for_uploads(self) -> None:
+        """See `OnDevice.wait_for_uploads`."""
+        self._uploaded.synchronize()
+        self._uploaded = Reached()
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[CopiesBeside]:
+        copies = CopiesBeside()
+        before, index = (
+            torch.accelerator.current_stream(self.device),
+            torch.accelerator.current_device_index(),
+        )
+        if after_current:
+            stream.wait_event(self._record(before))
+        # Not by `with stream`: a stream remembers one stream to go back to, and another thread may be on it, too.
+        torch.accelerator.set_stream(stream)
+        try:
+            yield copies
+        finally:
+            copies.end = self._mark(stream)
+            torch.accelerator.set_stream(before)
+            if index != self.device.index:
+                torch.accelerator.set_device_index(
+                    index
+                )  # a stream that becomes current brings its device with it
+
+    def _mark(self, stream: torch.Stream) -> Mark:
+        return _Event(self.device, self._record(stream))
+
+    def _record(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(stream)
+        return event

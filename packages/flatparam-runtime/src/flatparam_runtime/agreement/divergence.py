@@ -1,0 +1,89 @@
+"""That ranks run different programs: how it is found out together, and told on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from flatparam_comm import FlatParamError, Topology
+from flatparam_runtime.agreement.fingerprint import Deed
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = [
+    "DivergenceError",
+    "agree_on_deed",
+    "check_training",
+    "from_everyone",
+    "first_divergence",
+    "rank_of",
+]
+
+T = TypeVar("T")
+
+
+class DivergenceError(FlatParamError):
+    """The ranks are not running the same model or the same program; raised on every rank."""
+
+
+def from_everyone(topology: Topology, value: T, label: str) -> list[T]:
+    """The `value` of every data-parallel rank, in rank order, replica by replica."""
+    known = [value]
+    for group in (topology.shard, topology.replicate):
+        if group is not None and group.size > 1:
+            known = [item for items in group.exchange(known, label=label) for item in items]
+    return known
+
+
+def rank_of(topology: Topology) -> int:
+    """This rank's number among all that data parallelism works over, replica by replica."""
+    return topology.shard.rank + topology.shard.size * (topology.replicate.rank if topology.replicate else 0)
+
+
+def agree_on_deed(topology: Topology, deed: Deed) -> None:
+    """Check, before a collective of a unit over `topology`, that every rank is about to do the same one.
+
+    Raises:
+        DivergenceError: on every rank, naming the units and parameters that each is at.
+    """
+    everyone = from_everyone(topology, deed, "order")
+    if any(other != deed for other in everyone):
+        raise DivergenceError(_different_deeds(everyone, rank_of(topology)))
+
+
+def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
+    told = "; ".join(
+        f"rank {r} was at {'the end of its pass' if deed is None else f'the {deed}'}"
+        for r, deed in enumerate(everyone)
+    )
+    return (
+        f"rank {rank}: the ranks run different units: {told}; every rank must call the same units in the same order "
+        "(guard data-dependent branches so that all ranks take the same one)"
+    )
+
+
+def check_training(units: Sequence[Unit]) -> None:
+    """Raise DivergenceError, on every rank, if the ranks train different parameters, naming the first."""
+    handles = [(unit, handle) for unit in units for handle in unit.handles]
+    everyone = from_everyone(
+        units[0].topology, [bytes(handle.trained) for _, handle in handles], "what is trained"
+    )
+    for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
+        for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
+            if len(set(flags)) > 1:
+                told = "; ".join(
+                    f"rank {r} {'trains' if on else 'has frozen'} it" for r, on in enumerate(flags)
+                )
+                raise DivergenceError(
+                    f"rank {rank_of(unit.topology)}: parameter {fqn!r} of unit {unit.name!r} is not trained on all "
+                    f"ranks: {told}; set requires_grad in the same way on every rank"
+                )
+
+
+def first_divergence(everyone: Sequence[Sequence[Deed]], rank: int) -> str:
+    """What to say of the first thing that not all ranks did alike."""
+    places = range(max(map(len, everyone)) + 1)
+    for place in places:
+        deeds = [deeds[place] if place < len(deeds) else None for deeds in everyone]
+        if any(deed != deeds[0] for deed in deeds):
+            return _different_deeds(deeds, rank)
+    return f"rank {rank}: the ranks have run different units since the last step; restart from a checkpoint"

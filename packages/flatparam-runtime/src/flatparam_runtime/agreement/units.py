@@ -1,0 +1,106 @@
+"""Before the first pass: whether every rank has the same units, and began with the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+from typing_extensions import final
+
+from flatparam_runtime.agreement.divergence import DivergenceError, from_everyone, rank_of
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["agree_on_units"]
+
+
+@final
+@attrs.frozen
+class _Fact:
+    """One thing that must be the same on every rank: about what, and its value."""
+
+    about: str
+    value: str
+
+
+def agree_on_units(units: Sequence[Unit]) -> None:
+    """Check that every rank has the same units with the same parameters and plans; warn of other weights.
+
+    Raises:
+        DivergenceError: on every rank, naming the first difference and what each rank has.
+    """
+    facts = [fact for unit in units for fact in _facts(unit)]
+    weights = _initial_weights(units)
+    for unit in units:
+        unit.held.forget_initial()
+    root = units[0].topology
+    digests = from_everyone(root, (_digest(facts), _digest(weights)), "units")
+    if len({digest for digest, _ in digests}) > 1:
+        raise DivergenceError(_first_difference(from_everyone(root, facts, "units"), rank_of(root)))
+    if len({digest for _, digest in digests}) > 1:
+        _warn_of_weights(from_everyone(root, weights, "initial weights"))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _initial_weights(units: Sequence[Unit]) -> dict[str, int]:
+    """The checksums of the parameters that are as they were when they were sharded, by what a message calls them."""
+    found = {}
+    for unit in units:
+        weights = unit.held.initial
+        if weights is not None and unit.stamp() == weights.stamp:
+            for fqn, checksum in weights.checksums().items():
+                found[f"parameter {fqn!r} of unit {unit.name!r}"] = checksum
+    return found
+
+
+def _warn_of_weights(everyone: Sequence[Mapping[str, int]]) -> None:
+    about = next(
+        name
+        for name in dict.fromkeys(name for found in everyone for name in found)
+        if len({found.get(name) for found in everyone}) > 1
+    )
+    first = everyone[0].get(about)
+    others = [rank for rank, found in enumerate(everyone) if found.get(about) != first]
+    warnings.warn(
+        f"the ranks begin with different weights: {about} has other values on ranks {others} than on rank 0, so what "
+        "is trained is a mixture; seed all ranks alike, load the same state on all, or pass sync_module_states=True",
+        stacklevel=2,
+    )
+
+
+def _facts(unit: Unit) -> Iterator[_Fact]:
+    plan = unit.plan
+    who = f"unit {unit.name!r}"
+    yield _Fact(who, f"{len(unit.handles)} flat parameters")
+    yield _Fact(f"the sharding strategy of {who}", f"free after forward: {plan.free_after_forward}")
+    yield _Fact(f"the groups of {who}", f"{plan.topology.shard.size} ranks share the parameters")
+    yield _Fact(f"the mixed precision of {who}", str(plan.precision))
+    yield _Fact(f"use_orig_params of {who}", str(plan.use_orig_params))
+    for handle in unit.handles:
+        for slot, trained in zip(handle.layout.slots, handle.exposure.requires_grad(), strict=True):
+            spec = slot.spec
+            how = "trained" if trained else "frozen"
+            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}")
+
+
+def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:
+    place = next(
+        i for i in range(max(map(len, everyone)) + 1) if len({_at(facts, i) for facts in everyone}) > 1
+    )
+    told = "; ".join(f"rank {r} has {_told(_at(facts, place))}" for r, facts in enumerate(everyone))
+    return (
+        f"rank {rank}: the ranks have different models: {told}; build, wrap and configure the model in the same way on "
+        "every rank"
+    )
+
+
+def _at(facts: Sequence[_Fact], place: int) -> _Fact | None:
+    return facts[place] if place < len(facts) else None
+
+
+def _told(fact: _Fact | None) -> str:
+    return "no more parameters" if fact is None else f"{fact.about}: {fact.value}"
