@@ -35,6 +35,16 @@ FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 # The one place that may know torch's own FSDP: it recognises torch's enums and config objects.
 COMPATIBILITY: Final = ("flatparam", ("compat.py", "compat"))
+# What passes names of the layer beneath on, and the module of each that does.
+PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
+VOCABULARY: Final = "vocabulary"
+# Passed on without a signature that leads to it.
+ALSO_PASSED_ON: Final = {
+    "each_module": "walks modules as the core does, where torch's own generator is too slow",
+    "FlatParamError": "methods of flat parameters raise it",
+    "gradient_divisors": "the rule by which reductions average, for hooks that take their place",
+    "Transitions": "the runtime's phases are a table of the same kind as the core's residencies",
+}
 # Import names that are not the distribution's name with underscores.
 DISTRIBUTION_OF: Final = {"attr": "attrs"}
 
@@ -307,12 +317,104 @@ def _distribution(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", found.group(0)).lower() if found else requirement
 
 
+def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """What a layer passes on of those beneath stands in its module `vocabulary`, and its own signatures lead to it."""
+    known = _Annotations.of(packages)
+    for package in packages.values():
+        # The wrapper is not built upon; its facade has names of all layers.
+        if package.name not in PASSING_ON:
+            continue
+        init, module = f"src/{package.module}/__init__.py", f"{package.module}.{VOCABULARY}"
+        for source in package.sources:
+            if source.path != package.path / init:
+                continue
+            for use in source.uses:
+                top = use.module.partition(".")[0]
+                if top != package.module and top in {other.module for other in packages.values()}:
+                    yield f"{source.shown}:{use.line}: passes {use.name} on; take it from {module}, which says why"
+        reached = known.reached_from(package)
+        for name in sorted(package.public_names(VOCABULARY) or ()):
+            if name not in reached and name not in known.names_of_things and name not in ALSO_PASSED_ON:
+                yield f"packages/{package.name}: {module} passes {name} on, to which none of its signatures leads"
+
+
+@dataclass(frozen=True)
+class _Annotations:
+    """Which names the annotations of each class and function mention, and which classes each package defines."""
+
+    mentioned: dict[str, set[str]]
+    classes: set[str]
+    of_package: dict[str, set[str]]
+    names_of_things: set[str]
+
+    @classmethod
+    def of(cls, packages: dict[str, Package]) -> "_Annotations":
+        mentioned: dict[str, set[str]] = {}
+        classes: set[str] = set()
+        of_package: dict[str, set[str]] = {}
+        names: set[str] = set()
+        for package in packages.values():
+            own = of_package.setdefault(package.name, set())
+            for source in package.sources:
+                for node in source.tree.body:
+                    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                        found = _mentioned(node)
+                        mentioned.setdefault(node.name, set()).update(found)
+                        own |= found
+                        if isinstance(node, ast.ClassDef):
+                            classes.add(node.name)
+                    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                        # An alias or a constant of a type.
+                        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                        if isinstance(target, ast.Name) and target.id != "__all__":
+                            mentioned.setdefault(target.id, set()).update(_mentioned(node))
+                            own |= _mentioned(node)
+                if source.path.name == "names.py":
+                    names |= _dunder_all(source.tree) or set()
+        return cls(mentioned, classes, of_package, names)
+
+    def reached_from(self, package: Package) -> set[str]:
+        """The classes that the package's signatures mention, those that theirs mention, and functions over any."""
+        reached: set[str] = set()
+        waiting = list(self.of_package[package.name])
+        while waiting:
+            name = waiting.pop()
+            if name not in reached:
+                reached.add(name)
+                waiting.extend(self.mentioned.get(name, ()))
+        types = reached & self.classes
+        return reached | {name for name, found in self.mentioned.items() if found & types}
+
+
+def _mentioned(node: ast.AST) -> set[str]:
+    """The names in the annotations within a definition, and of the base classes; strings are read as annotations."""
+    annotations: list[ast.AST] = []
+    for part in ast.walk(node):
+        if isinstance(part, (ast.AnnAssign, ast.arg)):
+            annotations += [part.annotation] if part.annotation else []
+        elif isinstance(part, ast.FunctionDef):
+            annotations += [part.returns] if part.returns else []
+        elif isinstance(part, ast.ClassDef):
+            annotations += part.bases
+    found: set[str] = set()
+    for annotation in annotations:
+        for part in ast.walk(annotation):
+            if isinstance(part, ast.Name):
+                found.add(part.id)
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                found |= set(re.findall(r"[A-Za-z_]\w*", part.value))
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        found |= {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+    return found
+
+
 RULES: Final[tuple[Callable[[dict[str, Package], Path], Iterator[str]], ...]] = (
     check_shape,
     check_names,
     check_core_is_free_of_distributed,
     check_torch_fsdp_is_known_in_one_place,
     check_dependencies,
+    check_vocabulary,
 )
 
 

@@ -37,9 +37,8 @@ from flatparam_comm.transfer.device import Mark, OnDevice
 from flatparam_comm.transfer.gather import Gather
 from flatparam_comm.transfer.reduction import Reduced, Reducer, Reduction
 from flatparam_comm.transfer.streams import NoStreams, streams_of
-from flatparam_core import (
+from flatparam_comm.vocabulary import (
     FLAT_PARAM,
-    FSDP_WRAPPED_MODULE,
     BoundParameter,
     BufferPool,
     FlatLayout,
@@ -59,7 +58,6 @@ from flatparam_core import (
     clean_fqn,
     discover,
     each_module,
-    flatten_module,
     memory_view,
     owner_of,
 )
@@ -83,7 +81,6 @@ __all__ = [
     "all_thresholds",
     "COMPLETED",
     "FLAT_PARAM",
-    "FSDP_WRAPPED_MODULE",
     "PREMULTIPLYING",
     "REDUCIBLE",
     "BoundParameter",
@@ -140,7 +137,6 @@ __all__ = [
     "discover",
     "each_module",
     "engine_of",
-    "flatten_module",
     "memory_view",
     "owner_of",
     "premultiplies",

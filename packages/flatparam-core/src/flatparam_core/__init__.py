@@ -6,7 +6,7 @@ from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
 from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.flatten import FLAT_PARAM, ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
+from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
 from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.geometry.replan import Move, Place, replan
@@ -14,7 +14,7 @@ from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
 from flatparam_core.handle import FlatParamHandle, owner_of
-from flatparam_core.names import FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
+from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage.buffer import FlatBuffer
 from flatparam_core.storage.full_form import FullForm
 from flatparam_core.storage.gradients import GradientLedger

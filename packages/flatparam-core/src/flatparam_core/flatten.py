@@ -14,12 +14,10 @@ from flatparam_core.exposure.bindings import BoundParameter, discover
 from flatparam_core.geometry.layout import FlatLayout, plan_layouts
 from flatparam_core.geometry.packing import pack_parameter
 from flatparam_core.handle import FlatParamHandle
+from flatparam_core.names import FLAT_PARAM
 from flatparam_core.storage.precision import Precision
 
-__all__ = ["FLAT_PARAM", "ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "flatten_module"]
-
-FLAT_PARAM = "_flat_param"
-"""The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
+__all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "flatten_module"]
 
 ORIGINAL_ALIGNMENT_NBYTES = 16
 """Where the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""

@@ -1,10 +1,13 @@
-"""Names as the user knows them: without the modules that wrappers put in between."""
+"""Names of modules and parameters: those that we give, and those that the user knows."""
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FSDP_WRAPPED_MODULE", "PRESENTER", "clean_fqn"]
+__all__ = ["FLAT_PARAM", "FSDP_WRAPPED_MODULE", "PRESENTER", "clean_fqn"]
+
+FLAT_PARAM: Final = "_flat_param"
+"""The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
 
 PRESENTER: Final = "_flatparam_presenter"
 """The attribute of an original parameter with a function `(full parameter) -> tensor`: what a module shows instead of

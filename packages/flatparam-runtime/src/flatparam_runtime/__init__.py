@@ -1,6 +1,21 @@
 """When things happen: units, hooks, passes, prefetch, accumulation. Shards a module by hooks, without a wrapper."""
 
-from flatparam_comm import (
+from flatparam_runtime.agreement.divergence import DivergenceError
+from flatparam_runtime.autograd import in_range, untraced
+from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
+from flatparam_runtime.inspection.summon import summon_full_params
+from flatparam_runtime.optimizers.clip import clip_grad_norm_
+from flatparam_runtime.optimizers.flat_steps import set_flat_steps, tensors_stepped
+from flatparam_runtime.optimizers.shape_rules import allow_shards
+from flatparam_runtime.passes.hooks import register_forward_method
+from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
+from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
+from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
+from flatparam_runtime.unit.registry import holder_of, inside, revive_units, unit_of, units_in
+from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.vocabulary import (
     FLAT_PARAM,
     Collectives,
     CommHooks,
@@ -21,21 +36,6 @@ from flatparam_comm import (
     process_group_of,
     resolve_topology,
 )
-from flatparam_runtime.agreement.divergence import DivergenceError
-from flatparam_runtime.autograd import in_range, untraced
-from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
-from flatparam_runtime.inspection.summon import summon_full_params
-from flatparam_runtime.optimizers.clip import clip_grad_norm_
-from flatparam_runtime.optimizers.flat_steps import set_flat_steps, tensors_stepped
-from flatparam_runtime.optimizers.shape_rules import allow_shards
-from flatparam_runtime.passes.hooks import register_forward_method
-from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
-from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
-from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
-from flatparam_runtime.unit.registry import holder_of, inside, revive_units, unit_of, units_in
-from flatparam_runtime.unit.unit import Unit
 
 __version__ = "0.1.0"
 
