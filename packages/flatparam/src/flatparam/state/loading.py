@@ -77,10 +77,10 @@ def _before(
 def _begun_by(outermost: nn.Module, errors: list[str]) -> TreeLoad:
     """A new loading of the wrappers in `outermost`."""
     load = TreeLoad(outermost, errors)
-    for interior in _interiors(outermost):
+    for wrapper, interior in _interiors(outermost):
         # An exception may have ended the loading before.
         if interior.load is not None:
-            interior.load.close()
+            interior.load.leave(wrapper)
         interior.load = load
     return load
 
@@ -102,16 +102,16 @@ def _after(wrapper: nn.Module, incompatible: Any) -> None:
     if not load.errors and not (interior.is_strict and (missing or unexpected)):
         load.commit()
     load.close()
-    for inside in _interiors(wrapper):
+    for _, inside in _interiors(wrapper):
         inside.load = None
 
 
-def _interiors(module: nn.Module) -> Iterator[Interior]:
-    """Those of all wrappers that torch comes to when it loads `module`."""
+def _interiors(module: nn.Module) -> Iterator[tuple[nn.Module, Interior]]:
+    """All wrappers that torch comes to when it loads `module`, with their interiors."""
     for inside in module.modules():
         interior = interior_of(inside)
         if interior is not None:
-            yield interior
+            yield inside, interior
 
 
 def _interior(wrapper: nn.Module) -> Interior:

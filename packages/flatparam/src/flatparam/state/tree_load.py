@@ -40,6 +40,15 @@ class TreeLoad:
             load.stop()
         return load
 
+    def leave(self, wrapper: nn.Module) -> None:
+        """Have `wrapper`, whose loading an exception ended, take nothing any more.
+
+        The loads of the wrappers around it are left to them: torch may be iterating over the hooks on `wrapper`.
+        """
+        load = self._open.pop(wrapper, None)
+        if load is not None:
+            load.close()
+
     def really_missing(self, missing: list[str]) -> list[str]:
         """The names of `missing` that are in no flat parameter; one unit may borrow a parameter of a different one."""
         in_flat = {handle for load in self._loads for handle in load.in_flat}
@@ -51,7 +60,7 @@ class TreeLoad:
             load.commit()
 
     def close(self) -> None:
-        """Forget everything; calling it twice is harmless."""
+        """Forget everything, at the end of the outermost wrapper's loading."""
         for load in self._loads:
             load.close()
         self._loads.clear()
