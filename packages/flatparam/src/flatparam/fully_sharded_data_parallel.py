@@ -16,7 +16,6 @@ from flatparam.api import (
     CPUOffload,
     MixedPrecision,
     OptimStateDictConfig,
-    OptimStateKeyType,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -488,79 +487,18 @@ class FullyShardedDataParallel(nn.Module):
 
     # FSDP1's older methods for optimizer state
 
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: Ranks | None = None,
-    ) -> dict[str, Any]:
-        """The full optimizer state by parameter name, in CPU memory; with `rank0_only` only on the first rank.
-
-        `optim_input` is not needed any more: what the optimizer holds is asked of `optim`.
-        """
-        return older_functions.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: Ranks | None = None
-    ) -> dict[str, Any]:
-        """The sharded optimizer state by parameter name, as the settings for sharded states say."""
-        return older_functions.sharded_optim_state_dict(model, optim, group)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: Mapping[str, Any],
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """This rank's part of a full state, which every rank passes, for `optim.load_state_dict`."""
-        return older_functions.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: Mapping[str, Any] | None,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Ranks | None = None,
-    ) -> dict[str, Any]:
-        """This rank's part of the first rank's full state; what the other ranks pass is not looked at."""
-        return older_functions.scatter_full_optim_state_dict(
-            full_optim_state_dict, model, optim_input, optim, group
-        )
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """This rank's part of a sharded state, for `optim.load_state_dict`."""
-        return older_functions.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: Mapping[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> Mapping[str, Any]:
-        """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names.
-
-        Args:
-            model: the model whose parameters the optimizer holds, not sharded or with `use_orig_params=True`.
-            optim_input: what the optimizer was made from; by default `model.parameters()`. Deprecated: pass `optim`.
-            optim: the optimizer whose numbers they are.
-
-        Raises:
-            ValueError: if some keys are names and others are numbers.
-            FlatParamError: if the optimizer holds flat parameters, or names do not fit. Every rank raises it.
-        """
-        return older_functions.rekey_optim_state_dict(
-            optim_state_dict, optim_state_key_type, model, optim_input, optim
-        )
+    full_optim_state_dict = staticmethod(older_functions.full_optim_state_dict)
+    """Use `optim_state_dict` instead. The full state by parameter name, in CPU memory."""
+    sharded_optim_state_dict = staticmethod(older_functions.sharded_optim_state_dict)
+    """Use `optim_state_dict` instead. The sharded state by parameter name."""
+    shard_full_optim_state_dict = staticmethod(older_functions.shard_full_optim_state_dict)
+    """Use `optim_state_dict_to_load` instead. This rank's part of a full state that every rank passes."""
+    scatter_full_optim_state_dict = staticmethod(older_functions.scatter_full_optim_state_dict)
+    """Use `optim_state_dict_to_load` instead. This rank's part of the first rank's full state."""
+    flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
+    """Use `optim_state_dict_to_load` instead. This rank's part of a sharded state."""
+    rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
+    """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names."""
 
     # FSDP1's names with an underscore that programs in the wild reach for, with what they mean there
 

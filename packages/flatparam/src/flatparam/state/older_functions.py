@@ -1,6 +1,6 @@
 """FSDP1's older functions for optimizer state, which `optim_state_dict` and `optim_state_dict_to_load` replaced.
 
-Each is a static method of `FullyShardedDataParallel`, whose docstring says what it does.
+Each is a static method of `FullyShardedDataParallel`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.compat import as_enum
+from flatparam.resolving.arguments import Ranks
 from flatparam.state.optimizer import check_group, to_load
 from flatparam.state.settings import form_of, settings_of
 from flatparam_core import FlatParamError
@@ -39,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _legacy(instead: str) -> Callable[[F], F]:
-    """Say at each call of the method, which calls the function, what replaced it."""
+    """Say at each call what replaced the method."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
@@ -47,7 +48,7 @@ def _legacy(instead: str) -> Callable[[F], F]:
             warnings.warn(
                 f"FullyShardedDataParallel.{method.__name__}() is an older method: use {instead}() instead",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
             return method(*args, **kwargs)
 
@@ -63,7 +64,7 @@ def full_optim_state_dict(
     optim: torch.optim.Optimizer,
     optim_input: Any = None,
     rank0_only: bool = True,
-    group: Any = None,
+    group: Ranks | None = None,
 ) -> dict[str, Any]:
     """The full optimizer state by parameter name, in CPU memory; with `rank0_only` only on the first rank.
 
@@ -77,7 +78,7 @@ def full_optim_state_dict(
 
 @_legacy("optim_state_dict")
 def sharded_optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
+    model: nn.Module, optim: torch.optim.Optimizer, group: Ranks | None = None
 ) -> dict[str, Any]:
     """The sharded optimizer state by parameter name, as the settings for sharded states say."""
     check_group(model, group)
@@ -106,7 +107,7 @@ def scatter_full_optim_state_dict(
     model: nn.Module,
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
-    group: Any = None,
+    group: Ranks | None = None,
 ) -> dict[str, Any]:
     """This rank's part of the first rank's full state; what the other ranks pass is not looked at."""
     check_group(model, group)
@@ -198,4 +199,4 @@ def _optimizer(
 
 def _warn_about(optim_input: object) -> None:
     if optim_input is not None:
-        warnings.warn("optim_input is deprecated: pass optim instead", FutureWarning, stacklevel=5)
+        warnings.warn("optim_input is deprecated: pass optim instead", FutureWarning, stacklevel=4)
