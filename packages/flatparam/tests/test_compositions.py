@@ -15,9 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import training_state
-from flatparam.training_state import HandleTrainingState, TrainingState
 from flatparam.wrap import ModuleWrapPolicy
+from flatparam.wrapper import training_state
+from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, SingleCollectives
 
 from .models import Batch, mlp, seeded

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import environment
+from flatparam.resolving import environment
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
 

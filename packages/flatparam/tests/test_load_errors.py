@@ -148,3 +148,27 @@ def test_an_exception_while_loading_leaves_a_model_that_works(
         return len(model.state_dict())
 
     assert on_ranks(2, rank) == [5, 5]
+
+
+def test_a_loading_after_one_that_raised(use_orig_params: bool) -> None:
+    """After a loading that raised in the middle, a wrapper inside and then the whole model load what they are given."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = FSDP(
+            nn.Sequential(nn.Linear(2, 2), Picky()),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=use_orig_params,
+        )
+        state = {name: value.clone() for name, value in model.state_dict().items() if "extra" not in name}
+        doubled = {name: 2 * value for name, value in state.items()}
+        with pytest.raises(ZeroDivisionError):
+            model.load_state_dict({**doubled, "1._extra_state": 1})
+        unchanged = all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+        model.module[0].load_state_dict({name: doubled[f"0.{name}"] for name in ("weight", "bias")})
+        inner = {name: (doubled if name.startswith("0.") else state)[name] for name in state}
+        loaded_inside = all(torch.equal(model.state_dict()[name], value) for name, value in inner.items())
+        model.load_state_dict(doubled, strict=False)
+        loaded = all(torch.equal(model.state_dict()[name], value) for name, value in doubled.items())
+        return unchanged, loaded_inside, loaded
+
+    assert on_ranks(2, rank) == [(True, True, True)] * 2

@@ -13,7 +13,7 @@ from torch import nn
 import flatparam.wrap as our_wrap
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
-from flatparam_comm import SingleCollectives
+from flatparam_comm import SingleCollectives, Topology
 
 from .models import Block, Transformer, mlp, seeded
 from .worlds import wrapped_names
@@ -255,3 +255,64 @@ def test_a_subclass_may_change_what_a_policy_passes_on() -> None:
         assert wrapper.mixed_precision.param_dtype is torch.bfloat16
         assert [p.dim() for p in wrapper.parameters()] == [2, 1]
     assert model.mixed_precision.param_dtype is None
+
+
+class Recorded(FSDP):
+    """A wrapper that keeps the arguments that it is made with."""
+
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        super().__init__(module, **arguments)
+        self.arguments = arguments
+
+
+def test_a_subclass_is_called_with_fsdp1s_arguments() -> None:
+    """The constructor of a subclass gets nothing but what a user may pass, for a module that a policy chose too."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    mixed = MixedPrecision(torch.bfloat16)
+    policy = our_wrap.ModuleWrapPolicy({nn.Linear})
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        model = Recorded(
+            module,
+            process_group=HERE,
+            auto_wrap_policy=policy,
+            mixed_precision=mixed,
+            ignored_modules=[module[2]],
+            device_id=torch.device("cpu"),
+        )
+    first, norm, last = model.module
+    assert [type(each) for each in (first, norm, last)] == [Recorded, Recorded, nn.Linear]
+    assert first.arguments["mixed_precision"] is mixed
+    assert norm.arguments["mixed_precision"] is None
+    for wrapper in (first, norm):
+        assert wrapper.arguments["auto_wrap_policy"] is None
+        assert wrapper.arguments["ignored_states"] == tuple(module[2].parameters())
+        assert isinstance(wrapper.arguments["process_group"], Topology)
+        assert "_offered" not in vars(wrapper)
+    output = norm(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert output.dtype is torch.bfloat16, "computed in fp32, and cast back"
+    assert norm.module.weight.dtype is torch.float32
+
+
+def test_a_policy_that_is_called_with_the_roots_arguments() -> None:
+    """A policy object of a user gets the root's arguments by FSDP1's names, and what is left out."""
+    seen: dict[str, Any] = {}
+
+    class Asked(our_wrap._Policy):
+        def _run_policy(
+            self, root_module: nn.Module, ignored_modules: Any, root_kwargs: dict[str, Any]
+        ) -> Any:
+            seen.update(root_kwargs, ignored=set(ignored_modules))
+            return {root_module[0]: root_kwargs}
+
+    module = mlp()
+    FSDP(
+        module,
+        HERE,
+        auto_wrap_policy=Asked(),
+        ignored_states=iter(module[2].parameters()),
+        use_orig_params=True,
+    )
+    assert isinstance(module[0], FSDP)
+    assert seen["use_orig_params"] is True
+    assert list(map(id, seen["ignored_states"])) == list(map(id, module[2].parameters()))
+    assert seen["ignored"] == set()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.training_state import HandleTrainingState, TrainingState
 from flatparam.wrap import ModuleWrapPolicy
+from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, run_threads
 from flatparam_runtime import EventLog, observe
 

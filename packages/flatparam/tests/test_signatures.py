@@ -2,9 +2,11 @@
 
 import enum
 import inspect
+import typing
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
 
@@ -62,6 +64,18 @@ def test_constructor() -> None:
     found = named_parameters_of(FullyShardedDataParallel)
     assert found[:16] == named_parameters_of(Theirs)
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in found[16:])
+
+
+def test_types_of_the_constructors_arguments() -> None:
+    """Each argument has a type, which can be asked for at runtime, and none is `Any`."""
+    types = typing.get_type_hints(FullyShardedDataParallel.__init__)
+    assert set(types) == {*inspect.signature(FullyShardedDataParallel).parameters, "return"}
+    assert Any not in types.values()
+
+
+def test_the_class_has_no_base_of_ours() -> None:
+    """The wrapper is a module and nothing else: `isinstance` tells of no helper class."""
+    assert FullyShardedDataParallel.__mro__ == (FullyShardedDataParallel, torch.nn.Module, object)
 
 
 @pytest.mark.parametrize("name", METHODS)

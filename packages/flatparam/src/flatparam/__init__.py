@@ -84,12 +84,12 @@ _HOMES = {
         "Loaded",
     ),
 }
-"""Where the names are that this package exports."""
+"""The modules that have the names which this package exports."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """What this package exports, or a module of it."""
+    """Import a name that this package exports, or a module of the package."""
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
     elif name.startswith("__"):

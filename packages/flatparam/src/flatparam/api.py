@@ -32,7 +32,10 @@ __all__ = [
 
 
 class ShardingStrategy(enum.Enum):
-    """What is sharded over which ranks, and when full parameters are freed; `docs/memory.md` has the bytes."""
+    """The choice of what is sharded over which ranks, and when full parameters are freed.
+
+    `docs/memory.md` has the bytes.
+    """
 
     FULL_SHARD = enum.auto()
     SHARD_GRAD_OP = enum.auto()
@@ -85,7 +88,7 @@ class CPUOffload:
 
 @dataclass
 class StateDictConfig:
-    """What every form of model state has in common."""
+    """The fields that the configurations of all forms of model state have."""
 
     offload_to_cpu: bool = False
 
@@ -116,7 +119,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """What every form of optimizer state has in common."""
+    """The fields that the configurations of all forms of optimizer state have."""
 
     offload_to_cpu: bool = True
 

@@ -1,4 +1,4 @@
-"""Recognise torch's own FSDP enums and configuration objects where a caller passes them.
+"""Recognise torch's own FSDP enums and configuration objects if a caller passes them.
 
 This is the one module that may know of `torch.distributed.fsdp`; it does not even import it: an object is
 recognised by its class's name and the names of its members or fields.
@@ -43,7 +43,8 @@ def as_config(kind: type[C], value: Any, argument: str) -> C:
         return value
     for candidate in (kind, *_subclasses(kind)):
         if type(value).__name__ == candidate.__name__ and dataclasses.is_dataclass(value):
-            fields = {field.name for field in dataclasses.fields(candidate)}  # type: ignore[arg-type]  # a dataclass
+            # Each candidate is a dataclass.
+            fields = {field.name for field in dataclasses.fields(candidate)}  # type: ignore[arg-type]
             return candidate(**{name: item for name, item in vars(value).items() if name in fields})
     raise TypeError(f"{argument}: expected a {kind.__name__}, found {value!r}")
 

@@ -1,47 +1,40 @@
-"""The wrapper: FSDP1's class, wired from the layers beneath."""
+"""The wrapper: FSDP1's class, each of whose methods calls a function of the module of its noun."""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatparam.api import BackwardPrefetch, CPUOffload, ShardingStrategy
-from flatparam.auto_wrap import wrap_below
-from flatparam.legacy_optim import WithLegacyOptim
-from flatparam.private_names import WithPrivateNames
-from flatparam.resolve import Arguments, resolve
-from flatparam.sharding import unit_for
-from flatparam.wrapper_settings import WithSettings
-from flatparam.wrapper_state import WithState, wrappers_in
-from flatparam_comm import Collectives, RanksOnly, engine_of, process_group_of
-from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, FlatParameter, clean_fqn, owner_of
-from flatparam_runtime import (
-    HookStage,
-    Phase,
-    Unit,
-    clip_grad_norm_,
-    holder_of,
-    in_range,
-    no_sync,
-    refuse_in_a_pass,
-    register_forward_method,
-    shown,
-    summon_full_params,
-    unit_of,
-    units_in,
-    untraced,
+import flatparam_runtime as runtime
+from flatparam.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
+from flatparam.resolving.settings import Resolved
+from flatparam.resolving.tree import ResolvedTree, resolve_tree
+from flatparam.sharding.units import shard_tree
+from flatparam.state import loading, older_functions, optimizer, saving, settings
+from flatparam.wrapper import parameters, prefetching, ranks, reducing, reporting
+from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
+from flatparam.wrapper.training_state import HandleTrainingState, TrainingState, UnshardHandle
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPrivateNames):
+class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -81,57 +74,90 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
     """
 
     sharding_strategy: ShardingStrategy
-    mixed_precision: Any
+    mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
-    _unit: Unit
-    _clean_names: bool
+    limit_all_gathers: bool
+    _interior: Interior
+    _offered: Resolved
+    """The settings that were resolved for a module that a policy chose, until a subclass's constructor takes them."""
 
     def __init__(
         self,
         module: nn.Module,
-        process_group: Any = None,
+        process_group: Ranks | None = None,
         sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: Any = None,
-        auto_wrap_policy: Any = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: Any = None,
-        ignored_modules: Any = None,
-        param_init_fn: Any = None,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
-        forward_prefetch: bool = False,
+        forward_prefetch: bool | int = False,
         limit_all_gathers: bool = True,
         use_orig_params: bool = False,
-        ignored_states: Any = None,
-        device_mesh: Any = None,
+        ignored_states: Ignorable | None = None,
+        device_mesh: DeviceMesh | None = None,
         *,
         broadcast_buffers: bool = False,
         clean_names: bool = False,
     ) -> None:
         """See the class."""
-        given = Arguments.among(locals())
-        super().__init__()
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
-                f"a {type(module).__name__} has no forward pass, so its parameters are gathered for each call of a "
-                "module inside it; wrap those, or the module around it",
-                stacklevel=2,
-            )
-        resolved = resolve(module, given)
-        if auto_wrap_policy is not None:
-            wrap_below(type(self), module, given, resolved)
-        unit = unit_for(module, resolved)
-        # None of these is a parameter or a module, which nn.Module's __setattr__ would look for in each.
-        vars(self).update(
-            sharding_strategy=resolved.strategy,
-            mixed_precision=resolved.mixed_precision,
-            cpu_offload=CPUOffload(resolved.plan.storage_device is not None),
+        asked = Arguments(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
-            _unit=unit,
-            _clean_names=clean_names,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
+            broadcast_buffers=broadcast_buffers,
+            clean_names=clean_names,
         )
-        self._attach_state()
+        self._install(module, resolve_tree(type(self), module, asked, vars(self).pop("_offered", None)))
+
+    def _install(self, module: nn.Module, tree: ResolvedTree) -> None:
+        """Wrap `module`, after those inside that the policy chose, as the whole tree was resolved."""
+        super().__init__()
+        unit = shard_tree(module, tree, type(self)._wrapped)
+        resolved = tree.root
+        self.sharding_strategy = resolved.strategy
+        self.mixed_precision = resolved.mixed_precision
+        self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
+        self.limit_all_gathers = resolved.asked.limit_all_gathers
+        self._interior = Interior(unit, settings.default_settings(), resolved.asked.clean_names)
+        loading.attach_loading(self)
         self._modules[FSDP_WRAPPED_MODULE] = module
+
+    @classmethod
+    def _wrapped(cls, module: nn.Module, resolved: Resolved) -> FullyShardedDataParallel:
+        """The wrapper of a module that the policy of a wrapper around it chose.
+
+        A subclass with a constructor of its own is called with FSDP1's arguments, and may pass on different ones.
+        """
+        arguments = resolved.asked.by_name()
+        # As calling the class does.
+        wrapper = cls.__new__(cls, module, **arguments)  # type: ignore[call-arg]
+        if cls.__init__ is FullyShardedDataParallel.__init__:
+            wrapper._install(module, ResolvedTree(resolved))
+        else:
+            vars(wrapper)["_offered"] = resolved
+            cls.__init__(wrapper, module, **arguments)
+        return wrapper
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy of a different wrapper, or one from a file."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        runtime.revive_units(self)
 
     # The wrapped module
 
@@ -143,15 +169,15 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
         checkpointed = inner._modules.get("_checkpoint_wrapped_module")
         return inner if checkpointed is None else checkpointed
 
-    @partial(untraced, with_callees=False)
+    @partial(runtime.untraced, with_callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with its full parameters in place."""
         inner = self._modules[FSDP_WRAPPED_MODULE]
         assert inner is not None, "the wrapper always has its module"
-        return in_range("forward", partial(inner, *args, **kwargs))
+        return runtime.in_range("forward", partial(inner, *args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        """Look `name` up in the wrapped module where the wrapper has no such attribute."""
+        """Look `name` up in the wrapped module if the wrapper has no such attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -162,34 +188,29 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
-        return self.module[key]  # type: ignore[index]  # the user says that it can be
+        # The user says that the module can be indexed.
+        return self.module[key]  # type: ignore[index]
 
     # Facts
 
     @property
     def process_group(self) -> Any:
         """The ranks that the parameters are sharded over."""
-        engine = engine_of(self._group)
-        return engine.group if isinstance(engine, RanksOnly) else process_group_of(engine) or engine
-
-    @property
-    def _group(self) -> Collectives:
-        """The ranks that the parameters are sharded over; where they are not, those that hold copies of them."""
-        return self._unit.plan.topology.group
+        return ranks.process_group(self._unit)
 
     @property
     def rank(self) -> int:
         """This process's rank among those that the parameters are sharded over."""
-        return self._group.rank
+        return ranks.ranks_of(self._unit).rank
 
     @property
     def world_size(self) -> int:
         """How many ranks the parameters are sharded over."""
-        return self._group.size
+        return ranks.ranks_of(self._unit).size
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the unit's parameters live."""
+        """The device of the unit's parameters."""
         return self._unit.device
 
     @property
@@ -212,23 +233,40 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
         wrappers = [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
         return [wrapper for wrapper in wrappers if wrapper._is_root] if root_only else wrappers
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` on every module inside with its full parameters in place, and keep what it changes.
-
-        Every rank calls it, and keeps its own part of its own changes: seed them alike.
-        """
-        if self._unit.summoned is not None:
-            return super().apply(fn)
-        with summon_full_params(self):
-            return super().apply(fn)
-
     # Training
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When the next unit of the backward pass is gathered; a new value counts from the next pass on."""
+        return prefetching.backward_prefetch(self._unit)
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, when: BackwardPrefetch | None) -> None:
+        prefetching.set_backward_prefetch(self._unit, when)
+
+    @property
+    def forward_prefetch(self) -> int:
+        """Whether the next unit is gathered in the forward pass, by every device; how many, if more than one.
+
+        On an accelerator units are gathered ahead without it, too. A new value counts from the next pass on.
+        """
+        return prefetching.forward_prefetch(self._unit)
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, units: int) -> None:
+        prefetching.set_forward_prefetch(self._unit, units)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """Gather the units of `modules` when this unit's forward begins, instead of what the last pass suggests."""
+        prefetching.set_units_to_forward_prefetch(self._unit, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """Gather the units of `modules` when this unit's backward begins, instead of what the forward suggests."""
+        prefetching.set_units_to_backward_prefetch(self._unit, modules)
+
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward pass outside reduces the sum."""
-        with no_sync(self):
-            yield
+        return runtime.no_sync(self)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -245,65 +283,48 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
             error_if_nonfinite: raise, on every rank, for a norm that is not finite, and change nothing.
             foreach: see `torch.nn.utils.clip_grad_norm_`.
         """
-        return clip_grad_norm_(
+        return runtime.clip_grad_norm_(
             self, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite, foreach=foreach
         )
 
     def register_comm_hook(
-        self, state: object, hook: Callable[..., Any] | None, *, stage: HookStage = "reduce"
+        self, state: object, hook: Callable[..., Any] | None, *, stage: runtime.HookStage = "reduce"
     ) -> None:
         """Have `hook` called instead of a collective of this unit and of all units inside.
 
         Args:
             state: passed to the hook.
-            hook: for `"reduce"`, FSDP1's: `(state, gradient, shard to write)`, or `(state, gradient)` in place where
+            hook: for `"reduce"`, FSDP1's: `(state, gradient, shard to write)`, or `(state, gradient)` in place if
                 nothing is sharded; it averages too. For `"all_reduce"`: `(state, shard of the gradient)`, in place,
                 over the copies of a shard; it averages too. For `"all_gather"`: `(state, shard, full to write)`.
-                `None` takes the hook away, so that another can be registered.
+                `None` takes the hook away, so that a different one can be registered.
 
         Raises:
             ValueError: if it cannot be called.
             AssertionError: if a unit has a hook for this stage already. In either case none is registered.
         """
-        if hook is not None and not callable(hook):
-            raise ValueError(f"expected a communication hook that can be called, found {type(hook).__name__}")
-        if hook is not None:
-            for unit in units_in(self):
-                unit.reducer.hooks.check_free(stage, unit.name)
-        for unit in units_in(self):
-            whole = stage == "reduce" and unit.plan.topology.shard.size == 1
-            unit.reducer.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
+        reducing.register_comm_hook(runtime.units_in(self), state, hook, stage)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
 
         FSDP2's method. What was not summed waits, sharded, for the next pass that sums.
         """
-        for unit in units_in(self) if recurse else (self._unit,):
-            unit.sum_copies(requires_all_reduce)
+        units = runtime.units_in(self) if recurse else (self._unit,)
+        reducing.set_requires_all_reduce(units, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of the gradients by `factor` instead of by the number of ranks. FSDP2's method."""
-        if factor is not None and not factor > 0:
-            raise ValueError(f"expected a divide factor above zero, found {factor!r}")
-        for unit in units_in(self):
-            unit.divide_by(factor)
+        reducing.set_divide_factor(runtime.units_in(self), factor)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Gather the units of `modules` when this unit's forward begins, instead of what the last pass suggests."""
-        self._unit.prefetch_in_forward(None if modules is None else [_unit_of(module) for module in modules])
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Gather the units of `modules` when this unit's backward begins, instead of what the forward suggests."""
-        self._unit.prefetch_in_backward(None if modules is None else [_unit_of(module) for module in modules])
+    # Parameters
 
     @staticmethod
     def register_forward_method(module: nn.Module, name: str) -> None:
         """Have the method `name` of a wrapped module, or of one inside, find full parameters, as `forward` does."""
-        register_forward_method(_inner(module), name)
+        runtime.register_forward_method(inner_module(module), name)
 
     @staticmethod
-    @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -311,7 +332,7 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> Generator[None, None, None]:
+    ) -> AbstractContextManager[None]:
         """Show full parameters under their own names inside the context; every rank enters it.
 
         See `flatparam_runtime.summon_full_params` for what can be done inside.
@@ -323,15 +344,24 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
             offload_to_cpu: show them in CPU memory.
             with_grads: show full gradients too.
         """
-        with summon_full_params(
-            _inner(module),
+        return runtime.summon_full_params(
+            inner_module(module),
             recurse=recurse,
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
-        ):
-            yield
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` on every module inside with its full parameters in place, and keep what it changes.
+
+        Every rank calls it, and keeps its own part of its own changes: seed them alike.
+        """
+        if self._unit.summoned is not None:
+            return super().apply(fn)
+        with runtime.summon_full_params(self):
+            return super().apply(fn)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -339,23 +369,192 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
         """As any module's; while full parameters are summoned, under the names that the unwrapped module has.
 
         Full parameters are listed inside their unit's forward pass, and while they are summoned; else what an optimizer
-        holds, also where a unit keeps full parameters in memory from the forward to the backward pass.
+        holds, also if a unit keeps full parameters in memory from the forward to the backward pass.
         """
-        for name, parameter in self._named(super().named_parameters(prefix, recurse, remove_duplicate)):
-            listed = _listed(parameter)
-            if listed is not None:
-                yield name, listed
+        pairs = super().named_parameters(prefix, recurse, remove_duplicate)
+        yield from parameters.listed(parameters.named(self._interior, pairs))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """As any module's; while full parameters are summoned, under the names that the unwrapped module has."""
-        yield from self._named(super().named_buffers(prefix, recurse, remove_duplicate))
+        yield from parameters.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
 
-    def _named(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        clean = self._clean_names or self._unit.summoned is not None or self._unit.phase is Phase.INSPECTING
-        for name, value in pairs:
-            yield (clean_fqn(name) if clean else name), value
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or cast the shards as wholes; the original parameters follow as views of them."""
+        with parameters.moving_shards(runtime.units_in(self), fn):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    # State
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the form of the state of every wrapper in `module`.
+
+        Returns:
+            The first wrapper's settings before, to be set again; three times `None` if there is no wrapper.
+
+        Raises:
+            RuntimeError: if a configuration is not one of the form's.
+            AssertionError: if the forms before differ, so that one call could not set them again.
+        """
+        return settings.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the wrappers in `module`, which must agree; `None` if there are none.
+
+        Raises:
+            AssertionError: if they differ.
+        """
+        return settings.settings_of(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """Choose the form of the state inside the context; also an exception restores the settings before."""
+        return settings.settings_shown(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The state of the module as if it were not wrapped, in the form that was chosen; every rank calls it."""
+        named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        return saving.save_state(self, self._interior, args, named, super().state_dict)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict of any form; every rank calls it.
+
+        Of a full one every rank passes all, and copies its own part. With `FullStateDictConfig(rank0_only=True)` the
+        other ranks may pass an empty one: then the first rank's tensors are sent, one after the other.
+        If something does not fit, nothing is changed.
+        """
+        load = partial(super().load_state_dict, assign=assign)
+        return loading.load_state(self, self._interior, state_dict, strict, load)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: Ranks | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter name, in the form that was chosen; every rank calls it.
+
+        Args:
+            optim_state_dict: what `optim.state_dict()` gave; by default it is asked.
+            group: the ranks that the parameters are sharded over; the model knows them, and refuses others.
+        """
+        return optimizer.optim_state_dict(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Ranks | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of an optimizer state of any form, for `optim.load_state_dict`; every rank calls it.
+
+        Args:
+            optim_state_dict: a full one on every rank; with `FullOptimStateDictConfig(rank0_only=True)` only the first
+                rank's counts, and its tensors are sent, one after the other.
+            is_named_optimizer: the state of `optim` has names as keys, not numbers.
+            load_directly: call `optim.load_state_dict` too.
+            group: the ranks that the parameters are sharded over; the model knows them, and refuses others.
+        """
+        return optimizer.optim_state_dict_to_load(
+            model,
+            optim,
+            optim_state_dict,
+            is_named=is_named_optimizer,
+            load_directly=load_directly,
+            group=group,
+        )
+
+    # FSDP1's older methods for optimizer state
+
+    full_optim_state_dict = staticmethod(older_functions.full_optim_state_dict)
+    """Use `optim_state_dict` instead. The full state by parameter name, in CPU memory."""
+    sharded_optim_state_dict = staticmethod(older_functions.sharded_optim_state_dict)
+    """Use `optim_state_dict` instead. The sharded state by parameter name."""
+    shard_full_optim_state_dict = staticmethod(older_functions.shard_full_optim_state_dict)
+    """Use `optim_state_dict_to_load` instead. This rank's part of a full state that every rank passes."""
+    scatter_full_optim_state_dict = staticmethod(older_functions.scatter_full_optim_state_dict)
+    """Use `optim_state_dict_to_load` instead. This rank's part of the first rank's full state."""
+    flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
+    """Use `optim_state_dict_to_load` instead. This rank's part of a sharded state."""
+    rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
+    """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names."""
+
+    # FSDP1's names with an underscore that programs in the wild reach for, with what they mean there
+
+    @property
+    def _unit(self) -> runtime.Unit:
+        return self._interior.unit
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.handles)
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handles[0] if self._unit.handles else None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._handle.flat_param if self._handle else None
+
+    @property
+    def _is_root(self) -> bool:
+        return runtime.tree_of(self._unit).root is self._unit
+
+    @property
+    def _exec_order_data(self) -> prefetching.PrefetchLimits:
+        return prefetching.PrefetchLimits(runtime.tree_of(self._unit).units)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The state of the wrapper."""
+        return reporting.state_of(self._interior)
+
+    @property
+    def _handle_training_state(self) -> HandleTrainingState:
+        return reporting.handle_state_of(self._interior)
+
+    def _assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise ValueError if the wrapper is doing something else; rank 0 logs it too."""
+        reporting.check_state(self, self._interior, state)
+
+    def _use_training_state(
+        self, training_state: TrainingState, handle_training_state: HandleTrainingState
+    ) -> AbstractContextManager[None]:
+        """Have `training_state` and `_assert_state` tell these inside; what a unit does follows from its own phase."""
+        return reporting.reporting(self._interior, training_state, handle_training_state)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start to gather this unit's full parameters; returns what to wait for, with `async_op`."""
+        handle = UnshardHandle.begin(self._unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Nothing to wait for: every gather is ordered before its use by the pending value that started it."""
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Refuse torch's functions for distributed state, which ask each module for this, and would save parts.
@@ -363,53 +562,5 @@ class FullyShardedDataParallel(WithState, WithLegacyOptim, WithSettings, WithPri
         Raises:
             FlatParamError: on every rank, naming the functions to call.
         """
-        raise FlatParamError(
-            f"rank {self.rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and would "
-            "take this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
-            "(get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, "
-            "set_optimizer_state_dict, set_state_dict), with the same arguments"
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast the shards as wholes; the original parameters follow as views of them."""
-        units = units_in(self)
-        for unit in units:
-            refuse_in_a_pass(unit)
-            unit.reshard()
-        handles = [handle for unit in units for handle in unit.handles]
-        with torch.no_grad():
-            for handle in handles:
-                handle.apply(fn)
-        with contextlib.ExitStack() as stack:
-            for unit in units:
-                stack.enter_context(
-                    shown(unit, [[None] * len(handle.layout.slots) for handle in unit.handles])
-                )
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-
-def _listed(parameter: nn.Parameter) -> nn.Parameter | None:
-    """What stands for `parameter` in a list of parameters; `None` where that is the flat parameter."""
-    owner = owner_of(parameter)
-    if owner is None:
-        return parameter
-    handle, index = owner
-    unit = holder_of(handle)
-    if unit is None or unit.is_needed or unit.phase is Phase.INSPECTING:
-        return parameter
-    held = handle.exposure.parameters()
-    return held[index] if held[0] is not handle.flat_param else None
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    """The module that is the unit, where `module` is its wrapper."""
-    if isinstance(module, FullyShardedDataParallel):
-        return module._modules[FSDP_WRAPPED_MODULE] or module
-    return module
-
-
-def _unit_of(module: nn.Module) -> Unit:
-    unit = unit_of(_inner(module))
-    if unit is None:
-        raise ValueError(f"expected a wrapped module, found a {type(module).__name__} that is not")
-    return unit
+        ranks.refuse_torchs_functions(self._unit)
+        return {}

@@ -1,4 +1,4 @@
-"""Loss scaling for sharded training: where one rank finds an infinite gradient, every rank skips the step."""
+"""Loss scaling for sharded training: if one rank finds an infinite gradient, every rank skips the step."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 scales[value.device] = self._scale.to(value.device, non_blocking=value.device.type != "cpu")
             return (value * scales[value.device]).to(value.dtype)
         if isinstance(value, Mapping):
-            scaled: Any = copy.copy(value)  # keeps the type, and what it is made with
+            # A copy keeps the type, and what the mapping was made with.
+            scaled: Any = copy.copy(value)
             for key, item in value.items():
                 scaled[key] = self._scaled(item, scales)
             return scaled
@@ -138,23 +139,26 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         _coalesce_fp16(optimizer)
         if any(gradient.device.type == "cpu" for gradient in _gradients_of(optimizer)):
-            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()  # torch copies them there without waiting
+            # Torch would copy them there without waiting.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16=True
         )
-        if not found:  # this rank may own no part of what is optimized; it is asked all the same
+        # This rank may own no part of what is optimized; it is asked all the same.
+        if not found:
             found = {found_inf.device: found_inf}
         self._agree(list(found.values()))
         return found
 
     def _agree(self, found: Sequence[Tensor]) -> None:
-        """Set all of `found` to 1 where any of them is, on any rank; one element each, whatever their devices.
+        """Set all of `found` to 1 if any of them is, on any rank; one element each, whatever their devices.
 
         One collective for each group, however many devices a rank has gradients on: that number may differ
         between ranks.
         """
         device = found[0].device
-        if device.type == "cpu":  # which the group of an accelerator may not reach
+        # The group of an accelerator may not reach the CPU.
+        if device.type == "cpu":
             device = torch.device(self._device)
         agreed = torch.stack([flag.to(device).reshape(()) for flag in found]).amax()
         for group in self._groups():
@@ -163,7 +167,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             flag.copy_(agreed)
 
     def _groups(self) -> list[Collectives]:
-        """The groups to agree in; none where this rank is alone."""
+        """The groups to agree in; none if this rank is alone."""
         given = self.process_group
         if given is None:
             here = current_collectives()

@@ -1,1 +1,1 @@
-"""Algorithms that a user can put in place of the default ones."""
+"""FSDP1's package of algorithms: nothing but the communication hooks."""

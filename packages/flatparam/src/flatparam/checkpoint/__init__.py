@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` has, for models that are sharded with flatparam.
+"""The functions of `torch.distributed.checkpoint`, for models that are sharded with flatparam.
 
 `save` and `load` are torch's own. `async_save` is too, with a stager that knows `ShardedTensor`s and a process group of
 its own. The functions of torch's `torch.distributed.checkpoint.state_dict` are in `flatparam.checkpoint.state_dict`.

@@ -42,7 +42,7 @@ def unflattened(
     """The state of what `optimizer` holds, from a flattened one.
 
     Raises:
-        FlatParamError: where the parameters of one group have other settings than the others.
+        FlatParamError: if the parameters of one group have different settings.
     """
     state: dict[str, Any] = {"state": {}, "param_groups": []}
     for _, items in Holding.of(model, optimizer).groups:

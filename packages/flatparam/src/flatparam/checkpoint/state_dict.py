@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatparam import state_dicts
 from flatparam.api import FullStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictType
 from flatparam.checkpoint.flattening import flattened, unflattened
-from flatparam.wrapper_state import WithState, wrappers_in
+from flatparam.state.settings import settings_shown
+from flatparam.state.streaming import streamed
+from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import clean_fqn
 from flatparam_state import (
     FormKind,
@@ -120,7 +121,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The two above."""
+    """The model's state and the optimizers' state; see the functions for each."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -143,7 +144,7 @@ def set_model_state_dict(
     options = _checked(options)
     state = _with_prefixes(model, model_state_dict)
     if options.broadcast_from_rank0:
-        state = state_dicts.streamed(model, state)
+        state = streamed(model, state)
     elif not state:
         return nn.modules.module._IncompatibleKeys([], [])
     with _form_of(model, options):
@@ -160,7 +161,7 @@ def set_optimizer_state_dict(
     """Load optimizer state of any form, flattened or not, into each of `optimizers`; every rank calls it.
 
     Raises:
-        RuntimeError: where a parameter has no state and the options are strict.
+        RuntimeError: if a parameter has no state and the options are strict.
     """
     if not wrappers_in(model):
         set_state = _torchs("set_optimizer_state_dict")
@@ -183,14 +184,14 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """The two above; returns what the first returns."""
+    """Load the model's state and the optimizers' state; returns what `set_model_state_dict` returns."""
     incompatible = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return incompatible
 
 
 def _torchs(name: str) -> Any:
-    """Torch's own function; its module also loads torch's FSDP, so it is imported only where it is needed."""
+    """Torch's own function; its module also loads torch's FSDP, so it is imported only if it is needed."""
     return getattr(importlib.import_module("torch.distributed.checkpoint.state_dict"), name)
 
 
@@ -220,7 +221,7 @@ def _form_of(model: nn.Module, options: StateDictOptions) -> Generator[None, Non
     if options.full_state_dict:
         config = FullStateDictConfig(options.cpu_offload, rank0_only=options.cpu_offload)
         kind = StateDictType.FULL_STATE_DICT
-    with warnings.catch_warnings(), WithState.state_dict_type(model, kind, config):
+    with warnings.catch_warnings(), settings_shown(model, kind, config):
         warnings.filterwarnings("ignore", message=".*shards nothing.*")
         yield
 

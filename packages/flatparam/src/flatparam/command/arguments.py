@@ -1,4 +1,4 @@
-"""What can be said on the command line. Nothing here imports torch, so that help comes at once."""
+"""The arguments of the command line. Nothing here imports torch, so that help comes at once."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _add_own(
     needs_world_size: bool,
 ) -> None:
     added = _command(commands, name, text, "converting", "write_own")
-    _add_paths(added, "the directory of a run; made where it is not there")
+    _add_paths(added, "the directory of a run; made if it is not there")
     added.add_argument(
         "--world-size",
         type=positive,
@@ -221,7 +221,7 @@ def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bo
         )
     if pair:
         added.add_argument(
-            "--model", metavar="PATH", help="the model's file, where there is one for the optimizer too"
+            "--model", metavar="PATH", help="the model's file, if the optimizer has one of its own"
         )
         added.add_argument("--optimizer", metavar="PATH", help="the optimizer's file beside that of --model")
 

@@ -18,8 +18,12 @@ from flatparam_state import Source, TensorInfo, open_source
 
 __all__ = ["run"]
 
-_AT_ONCE_NBYTES: Final = 1 << 21  # bytes of a tensor that are compared at once
-_WIDE_NUMEL: Final = 1 << 18  # elements that are compared in float64 at once
+_AT_ONCE_NBYTES: Final = 1 << 21
+"""Bytes of a tensor that are compared at once."""
+_WIDE_NUMEL: Final = 1 << 18
+"""Elements that are compared in float64 at once."""
+_SHOWN: Final = 20
+"""Differences that are shown without `--all`."""
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -43,9 +47,6 @@ def run(chosen: argparse.Namespace) -> int:
     return 1
 
 
-_SHOWN: Final = 20
-
-
 def _structure(first: Source, second: Source, chosen: argparse.Namespace) -> Iterator[str]:
     for name, here, there in ((chosen.first, first, second), (chosen.second, second, first)):
         for path in here.tensors:
@@ -60,7 +61,7 @@ def _structure(first: Source, second: Source, chosen: argparse.Namespace) -> Ite
 
 
 def _values(path: str, first: Any, second: Any) -> Iterator[str]:
-    """Where two trees of values differ; a tuple and a list of the same items do not."""
+    """A line for each difference of two trees of values; a tuple and a list of the same items are equal."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in {**first, **second}:
             where = f"{path}/{key}" if path else str(key)
@@ -77,7 +78,7 @@ def _values(path: str, first: Any, second: Any) -> Iterator[str]:
 
 
 def _is_bare(value: Any) -> bool:
-    """Whether a tree has no value in it: what is left where all that it had were tensors."""
+    """Whether a tree has no value in it: what is left if all that it had were tensors."""
     return value is None or (isinstance(value, Mapping) and all(map(_is_bare, value.values())))
 
 
@@ -125,7 +126,8 @@ class _Difference:
             one, other = map(_wide, parts)
             same = (one == other) | (one.isnan() & other.isnan())
             if first.dtype == second.dtype and not (first.is_floating_point() or first.is_complex()):
-                same = _are_same_bits(*parts)  # float64 does not tell large integers apart
+                # float64 does not tell large integers apart.
+                same = _are_same_bits(*parts)
             apart = (one - other).abs().nan_to_num(nan=torch.inf)
             differing = ~same & (apart > self.tolerance) if self.tolerance else ~same
             self.count += int(differing.sum())

@@ -107,7 +107,8 @@ def _lines(node: _Node, level: int, depth: int | None) -> Iterator[str]:
     if depth is not None and level >= depth:
         return
     for name, each in node.below.items():
-        while len(each.below) == 1 and not each.leaf:  # one line for a chain
+        # A chain gets one line.
+        while len(each.below) == 1 and not each.leaf:
             ((inner, each),) = each.below.items()
             name = f"{name}.{inner}"
         summary = each.leaf

@@ -17,8 +17,8 @@ def opened(chosen: argparse.Namespace) -> Source:
     """The checkpoint that the arguments name.
 
     Raises:
-        ArgumentsError: where they name none, or both a path and a pair of files.
-        CheckpointError: where it cannot be opened.
+        ArgumentsError: if they name none, or both a path and a pair of files.
+        CheckpointError: if it cannot be opened.
     """
     pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
     if bool(pair) == (chosen.source is not None):
@@ -30,7 +30,7 @@ def parts_of(source: Source, only: list[str] | None) -> Source:
     """The parts of a source that were asked for.
 
     Raises:
-        CheckpointError: where it has none of them.
+        CheckpointError: if it has none of them.
     """
     if not only:
         return source

@@ -1,4 +1,4 @@
-"""What the commands write for people."""
+"""The lines that the commands write for people."""
 
 from __future__ import annotations
 

@@ -24,12 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those after the name of the program; by default those of this process.
 
     Returns:
-        The exit status: 0 where all is well, 1 where checkpoints differ or one is damaged, 2 where the arguments or
+        The exit status: 0 if all is well, 1 if checkpoints differ or one is damaged, 2 if the arguments or
         an input cannot be used, 130 and 143 after an interrupt and a termination. Whatever it is, no output is left
         half written.
     """
     chosen = parser().parse_args(arguments)
-    from flatparam_state import CheckpointError  # imports torch, which takes seconds: not for help
+    # Imports torch, which takes seconds: not for help.
+    from flatparam_state import CheckpointError
 
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except (CheckpointError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # who reads our output has seen enough
+        # The reader of our output has seen enough.
+        if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         _say(str(error))

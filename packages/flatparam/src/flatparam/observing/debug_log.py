@@ -1,4 +1,4 @@
-"""What `TORCH_DISTRIBUTED_DEBUG=INFO` has a wrapper tell."""
+"""The warnings and log lines of a unit with `TORCH_DISTRIBUTED_DEBUG=INFO`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 import attrs
 from typing_extensions import final
 
-from flatparam._debug_utils import is_info_wanted
+from flatparam.observing.stopwatch import is_info_wanted
 from flatparam_runtime import Event, Unit
 
 __all__ = ["watch_for_debugging"]

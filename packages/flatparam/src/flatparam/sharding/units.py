@@ -1,29 +1,43 @@
-"""Making a module a unit, as the wrapper's arguments were resolved; or finding that it is one already."""
+"""Make a module a unit, as the arguments of the wrapper were resolved, or find that it is one already."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 from torch import nn
 
-from flatparam import placement
-from flatparam._fsdp_extensions import flatten_extended, needs_extensions
-from flatparam.compiling import mark_for_compiler
-from flatparam.debug_log import watch_for_debugging
-from flatparam.deferred_init import initialiser, is_deferred
-from flatparam.resolve import Resolved
+from flatparam.observing.debug_log import watch_for_debugging
+from flatparam.policies.choosing import wrap_chosen
+from flatparam.resolving.settings import Resolved
+from flatparam.resolving.tree import ResolvedTree
+from flatparam.sharding import placement
+from flatparam.sharding.compiling import mark_for_compiler
+from flatparam.sharding.deferred_init import initialiser, is_deferred
+from flatparam.sharding.extensions import flatten_extended, needs_extensions
 from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, shard_module, unit_of
 
-__all__ = ["unit_for"]
+__all__ = ["shard_tree"]
 
 
-def unit_for(module: nn.Module, resolved: Resolved) -> Unit:
-    """The unit of `module`, which is made one, unless it was wrapped before.
+def shard_tree(
+    module: nn.Module, tree: ResolvedTree, wrap: Callable[[nn.Module, Resolved], nn.Module]
+) -> Unit:
+    """The unit of `module`, after those inside have been wrapped as they were resolved, from the inside out.
+
+    Args:
+        wrap: makes the wrapper of a module inside.
 
     Raises:
-        FlatParamError: if it was wrapped before, and has got parameters since that no unit holds.
+        FlatParamError: if a module was wrapped before, and has got parameters since that no unit holds.
     """
+    wrap_chosen(module, tree.inside, lambda child: wrap(child, tree.inside[child]))
+    return _unit_for(module, tree.root)
+
+
+def _unit_for(module: nn.Module, resolved: Resolved) -> Unit:
+    """The unit of `module`, which is made one, unless it was wrapped before."""
     unit = unit_of(module)
     if unit is None:
         return _shard(module, resolved)
@@ -89,5 +103,5 @@ def _warn_of_other_plan(unit: Unit, resolved: Resolved) -> None:
         warnings.warn(
             f"unit {unit.name!r} was wrapped before, and its parameters stay as they were sharded then: "
             f"{', '.join(differing)} of this wrapping {'have' if len(differing) > 1 else 'has'} no effect on them",
-            stacklevel=4,
+            stacklevel=6,
         )

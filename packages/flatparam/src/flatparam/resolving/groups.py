@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from flatparam.api import ShardingStrategy
-from flatparam.environment import Environment
+from flatparam.resolving.environment import Environment
 from flatparam_comm import (
     COMPLETED,
     Collectives,
@@ -39,12 +39,13 @@ def resolve_groups(
     """The topology that the arguments ask for, and the strategy as it is then: `NO_SHARD` in a world of one.
 
     Raises:
-        ValueError: where both a group and a mesh are given, where they do not fit the strategy, or where there is no
-            group to be found.
+        ValueError: if both a group and a mesh are given, if they do not fit the strategy, or if there is no group to
+            be found.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
-    if isinstance(process_group, Topology):  # what a wrapper passes on to those that its policy makes
+    # A wrapper passes its topology on to those that its policy makes.
+    if isinstance(process_group, Topology):
         return _shared(process_group, strategy), strategy
     where = device_mesh if process_group is None else process_group
     if strategy in HYBRID:
@@ -89,7 +90,7 @@ def _hybrid(
     if where is None:
         if not has_policy:
             raise ValueError(
-                f"{strategy} needs to know its groups where modules are wrapped by hand: pass "
+                f"{strategy} needs to know its groups if modules are wrapped by hand: pass "
                 "process_group=(shard group, replicate group) or a device_mesh of two dimensions"
             )
         return _by_node(resolve_topology(None).shard, environment)
@@ -130,18 +131,19 @@ def _by_node(world: Collectives, environment: Environment) -> Topology:
 
 
 def _mine(world: Collectives, groups: Sequence[Sequence[int]]) -> Collectives:
-    made = [world.subgroup(ranks) for ranks in groups]  # every rank makes every group, in the same order
+    # Every rank makes every group, in the same order.
+    made = [world.subgroup(ranks) for ranks in groups]
     return next(group for group in made if group is not None)
 
 
 def _silenced(topology: Topology, environment: Environment) -> Topology:
     if not (environment.fake_all_gather or environment.fake_reduce):
         return topology
-    replicate = None if topology.replicate is None else _Fake(topology.replicate, environment)
-    return attrs.evolve(topology, shard=_Fake(topology.shard, environment), replicate=replicate)
+    replicate = None if topology.replicate is None else _FakeCollectives(topology.replicate, environment)
+    return attrs.evolve(topology, shard=_FakeCollectives(topology.shard, environment), replicate=replicate)
 
 
-class _Fake(ForwardingCollectives):
+class _FakeCollectives(ForwardingCollectives):
     """Collectives of which some move nothing, to see what they cost (`FSDP_USE_FAKE_...`)."""
 
     __slots__ = ("_environment",)
@@ -166,4 +168,4 @@ class _Fake(ForwardingCollectives):
         return self.inner.reduce_scatter(output, full, op=op, label=label)
 
     def _decorate(self, inner: Collectives) -> Collectives:
-        return _Fake(inner, self._environment)
+        return _FakeCollectives(inner, self._environment)

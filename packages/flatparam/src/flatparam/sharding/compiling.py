@@ -1,4 +1,4 @@
-"""What `torch.compile` wants to know of a wrapped module."""
+"""The marks of a wrapped module that `torch.compile` reads."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def mark_for_compiler(modules: Iterable[nn.Module]) -> None:
     parameters is an autograd leaf of its own, in both settings of `use_orig_params`; so all say that they do.
     """
     for module in modules:
-        if FSDP_WRAPPED_MODULE not in module._modules:  # a wrapper has no parameters of its own
+        # A wrapper has no parameters of its own.
+        if FSDP_WRAPPED_MODULE not in module._modules:
             module.__dict__["_is_fsdp_managed_module"] = True
             module.__dict__["_fsdp_use_orig_params"] = True

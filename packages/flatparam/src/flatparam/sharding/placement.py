@@ -1,4 +1,4 @@
-"""Where a module's tensors live and whose values they have, before they are sharded."""
+"""The devices and the values of a module's tensors, before they are sharded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatparam.resolve import Ignored
+from flatparam.resolving.ignored import Ignored
 from flatparam_comm import Topology, broadcast_tensors
 from flatparam_core import each_module, give_data
 from flatparam_runtime import unit_of
@@ -46,7 +46,8 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    inner = [getattr(tensor, name) for name in names]  # of a DTensor its mesh too
+    # A DTensor's mesh is among them.
+    inner = [getattr(tensor, name) for name in names]
     return [part for part in inner if isinstance(part, torch.Tensor)]
 
 

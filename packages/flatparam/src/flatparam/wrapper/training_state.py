@@ -14,7 +14,7 @@ __all__ = ["HandleTrainingState", "TrainingState", "UnshardHandle"]
 
 
 class TrainingState(enum.Enum):
-    """What a wrapper is doing; FSDP1's members."""
+    """The state of a wrapper; the members are FSDP1's."""
 
     IDLE = enum.auto()
     FORWARD_BACKWARD = enum.auto()
@@ -22,14 +22,14 @@ class TrainingState(enum.Enum):
 
     @classmethod
     def of(cls, unit: Unit) -> TrainingState:
-        """That of the wrapper of `unit`."""
+        """The state of the wrapper of `unit`."""
         if unit.summoned is not None or unit.phase is Phase.INSPECTING:
             return cls.SUMMON_FULL_PARAMS
         return cls.IDLE if unit.phase is Phase.IDLE else cls.FORWARD_BACKWARD
 
 
 class HandleTrainingState(enum.Enum):
-    """What a flat parameter is doing; FSDP1's members."""
+    """The state of a flat parameter; the members are FSDP1's."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -39,7 +39,7 @@ class HandleTrainingState(enum.Enum):
 
     @classmethod
     def of(cls, unit: Unit) -> HandleTrainingState:
-        """That of the flat parameters of `unit`."""
+        """The state of the flat parameters of `unit`."""
         if TrainingState.of(unit) is TrainingState.SUMMON_FULL_PARAMS:
             return cls.SUMMON_FULL_PARAMS
         if unit.phase is Phase.BACKWARD:
@@ -53,6 +53,12 @@ class UnshardHandle:
     """A gather that was started by hand."""
 
     _unit: Unit
+
+    @classmethod
+    def begin(cls, unit: Unit) -> UnshardHandle:
+        """Start to gather the full parameters of `unit`."""
+        unit.begin_unshard()
+        return cls(unit)
 
     def wait(self) -> None:
         """Have the module show its full parameters; calling it again costs nothing."""

@@ -22,7 +22,7 @@ _told: set[str] = set()
 @final
 @attrs.frozen
 class Environment:
-    """What the environment asks for, each by `"1"`; noted when a wrapper is made."""
+    """The switches of the environment, each on if it is `"1"`; read when a wrapper is made."""
 
     full_precision_in_eval: bool = False
     skip_writeback_check: bool = False
@@ -33,7 +33,7 @@ class Environment:
 
     @classmethod
     def read(cls) -> Self:
-        """What it asks for now; the first time that a switch is found on, a warning says what it does."""
+        """The switches now; the first time that a switch is found on, a warning says what the switch does."""
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         return cls(
             _is_on("FSDP_USE_FULL_PREC_IN_EVAL"),
@@ -48,5 +48,5 @@ def _is_on(name: str) -> bool:
     on = os.environ.get(name) == "1"
     if on and name in _EFFECTS and name not in _told:
         _told.add(name)
-        warnings.warn(f"{name}=1: {_EFFECTS[name]}", stacklevel=4)
+        warnings.warn(f"{name}=1: {_EFFECTS[name]}", stacklevel=5)
     return on

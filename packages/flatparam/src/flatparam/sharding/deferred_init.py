@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from flatparam.placement import broadcast_from_first
-from flatparam.resolve import Ignored, Resolved
+from flatparam.resolving.ignored import Ignored
+from flatparam.resolving.settings import Resolved
+from flatparam.sharding.placement import broadcast_from_first
 from flatparam_comm import Topology
 from flatparam_core import BoundParameter, discover
 from flatparam_runtime import Initialise, unit_of
@@ -36,7 +37,7 @@ def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
 
 
 def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
-    """What gives the unit's parameters their values, if some are on the meta device; see `is_deferred`.
+    """The function that gives the unit's parameters their values, if some are on the meta device; see `is_deferred`.
 
     Module by module, breadth first: `param_init_fn(module)` of those that have tensors on the meta device in them, or
     `to_empty()` and `reset_parameters()` of those that hold some themselves. Each module's parameters are packed and
@@ -91,7 +92,8 @@ class _Initialiser:
                 b = holders.get((child, name))
                 if b is None or parameter is None:
                     continue
-                for info in b.infos:  # a tie is not broken by a new object under one of its names
+                # A tie is not broken by a new object under one of its names.
+                for info in b.infos:
                     info.module._parameters[info.param_name] = parameter
                 pack(b.names[0], parameter.detach())
                 to_come[b] -= 1
@@ -112,7 +114,8 @@ class _Initialiser:
                     self.function(child)
                 else:
                     child.to_empty(device=self.device, recurse=False)
-                    child.reset_parameters()  # type: ignore[operator]  # by convention; an error is told below
+                    # Modules have the method by convention; an error is told below.
+                    child.reset_parameters()  # type: ignore[operator]
         except BaseException as error:
             how = "param_init_fn" if self.function is not None else "to_empty() and reset_parameters()"
             warnings.warn(

@@ -1,0 +1,1 @@
+"""Which submodules of a model become units of their own."""

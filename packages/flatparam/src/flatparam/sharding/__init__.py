@@ -1,0 +1,1 @@
+"""From a module and its settings to a unit."""

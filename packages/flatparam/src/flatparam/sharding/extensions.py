@@ -1,0 +1,184 @@
+"""Parameters of tensor classes that cannot be flattened: what is flattened instead, and what modules see of it.
+
+Above all `DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part
+of a `DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterable
+from typing import Any, Final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import final, override
+
+from flatparam.resolving.ignored import Ignored
+from flatparam_comm import ProcessGroupCollectives, process_group_of
+from flatparam_core import PRESENTER, discover, owner_of
+from flatparam_runtime import unit_of
+from flatparam_state import OWN_CHUNKER, Chunker, Place
+
+__all__ = [
+    "DTensorExtensions",
+    "FSDPExtensions",
+    "chunker",
+    "flatten_extended",
+    "needs_extensions",
+    "set_extensions",
+]
+
+
+class FSDPExtensions(abc.ABC):
+    """How parameters of some tensor class are flattened, and how their sharded state is made and taken apart.
+
+    FSDP1's extension point: see `set_extensions`. The first two methods have to be there.
+    """
+
+    @abc.abstractmethod
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
+        """The plain tensor to flatten in place of `tensor`, and what it takes to make the like of it again.
+
+        `(tensor, None)` leaves it as it is.
+        """
+
+    @abc.abstractmethod
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        """Make what modules see of `tensor`, a full parameter as flattened; differentiably."""
+
+    def chunk_tensor(
+        self,
+        tensor: Tensor,
+        rank: int,
+        world_size: int,
+        num_devices_per_node: int,
+        pg: Any,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """A `ShardedTensor` over `pg` of which this rank holds `tensor.chunk(world_size, dim=0)[rank]`."""
+        found: Tensor = _OWN.chunk_over(tensor, ProcessGroupCollectives(pg))
+        return found if device is None else found.to(device)
+
+    def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: Any) -> Tensor:
+        """A `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
+        found: Tensor = _OWN.chunk_over_mesh(tensor, device_mesh, rank)
+        return found
+
+    def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """The tensor to load in place of `tensor`, a `ShardedTensor`, and its local shards."""
+        sharded: Any = tensor
+        return tensor, sharded.local_shards()
+
+    def all_gather_dtensor(self, tensor: Tensor, parent_mesh: Any) -> Tensor:
+        """The tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
+        sharded: Any = tensor
+        return _OWN.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
+
+
+class DTensorExtensions(FSDPExtensions):
+    """For `DTensor` parameters over a mesh of other ranks than those that FSDP shards over."""
+
+    @override
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
+        """This rank's local part.
+
+        Raises:
+            ValueError: for a `DTensor` that is a sum still to be made.
+        """
+        # Imported late: torch may have been built without distributed.
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"a parameter cannot be a partial DTensor, found one with {tensor.placements}")
+        facts = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        return tensor.to_local(), facts
+
+    @override
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        """The `DTensor` of which `tensor` is the local part; gradients come back to that part."""
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = param_extension
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+_OWN: Final = OWN_CHUNKER
+_PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
+_extensions: FSDPExtensions | None = None
+
+
+def set_extensions(flattener: FSDPExtensions | None) -> None:
+    """Have `flattener` asked for every parameter that is wrapped from now on; `None` for none."""
+    global _extensions
+    _extensions = flattener
+
+
+def needs_extensions(tensors: Iterable[Tensor]) -> bool:
+    """Whether parameters among `tensors` may have to be replaced before they are flattened."""
+    return _extensions is not None or any(type(tensor) not in _PLAIN for tensor in tensors)
+
+
+def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
+    """Put plain parameters in the place of those that cannot be flattened; they carry how they are to be shown."""
+    bound = discover(
+        module,
+        ignored_parameters=ignored.parameters,
+        skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
+    )
+    for b in bound:
+        if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
+            continue
+        for extensions in (_extensions, DTensorExtensions() if dist.is_available() else None):
+            if extensions is None:
+                continue
+            plain, facts = extensions.pre_flatten_transform(b.parameter)
+            if plain is b.parameter:
+                continue
+            parameter = nn.Parameter(plain.detach(), requires_grad=b.parameter.requires_grad)
+            vars(parameter).update(vars(b.parameter))
+            present = functools.partial(extensions.post_unflatten_transform, param_extension=facts)
+            setattr(parameter, PRESENTER, present)
+            for info in b.infos:
+                setattr(info.module, info.param_name, parameter)
+            break
+
+
+def chunker() -> Chunker:
+    """The object that makes sharded tensors and takes them apart: the extensions, if there are any."""
+    return _OWN if _extensions is None else _Extended(_extensions)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Extended:
+    """The extensions, as the layer beneath asks for them."""
+
+    _extensions: FSDPExtensions
+
+    def chunk_tensor(self, place: Place, full: Tensor) -> Any:
+        """See `Chunker`."""
+        group = place.unit.plan.topology.shard
+        device = full.device
+        per_node = getattr(torch, device.type).device_count() if device.type != "cpu" else 1
+        return self._extensions.chunk_tensor(
+            full, group.rank, group.size, per_node, process_group_of(group), device
+        )
+
+    def chunk_dtensor(self, place: Place, full: Tensor, mesh: Any) -> Any:
+        """See `Chunker`."""
+        return self._extensions.chunk_dtensor(full, place.unit.plan.topology.shard.rank, mesh)
+
+    def local_shards(self, tensor: Any) -> dict[tuple[int, ...], Tensor]:
+        """See `Chunker`."""
+        _, shards = self._extensions.pre_load_state_dict_transform(tensor)
+        return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in shards}
+
+    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> Tensor:
+        """See `Chunker`."""
+        return self._extensions.all_gather_dtensor(tensor.to(device), tensor.device_mesh)

@@ -1,0 +1,1 @@
+"""The state of wrapped models and their optimizers, through torch's own interfaces."""

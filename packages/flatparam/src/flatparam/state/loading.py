@@ -1,0 +1,137 @@
+"""The hooks through which torch's own `load_state_dict` loads wrappers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from flatparam.observing.stopwatch import SimpleProfiler
+from flatparam.sharding.extensions import chunker
+from flatparam.state.own import own_modules
+from flatparam.state.streaming import streamed
+from flatparam.state.tree_load import TreeLoad
+from flatparam.wrapper.interior import Interior, interior_of
+from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
+from flatparam_state import ModelLoad, places_of
+
+__all__ = ["attach_loading", "load_state"]
+
+
+def attach_loading(wrapper: nn.Module) -> None:
+    """Have `wrapper` take part in torch's own loading."""
+    wrapper.register_load_state_dict_pre_hook(_before)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_post_hook(_after)  # type: ignore[no-untyped-call]
+
+
+def load_state(
+    wrapper: nn.Module, interior: Interior, state: Mapping[str, Any], strict: bool, load: Callable[..., Any]
+) -> Any:
+    """Load `state`, of any form, by `load`, which is torch's own `load_state_dict` of the wrapper."""
+    if getattr(interior.settings.state_dict_config, "rank0_only", False):
+        state = streamed(wrapper, state)
+    state = _with_inner_versions(wrapper, state)
+    with SimpleProfiler.profile(SimpleProfiler.Type.ALL), _being_strict(interior, strict):
+        loaded = load(state, strict=strict)
+    SimpleProfiler.dump_and_reset("FSDP load_state_dict() profiling:")
+    return loaded
+
+
+@contextlib.contextmanager
+def _being_strict(interior: Interior, strict: bool) -> Iterator[None]:
+    """Inside, a missing or unexpected name keeps everything from being loaded if `strict`; torch tells no hook."""
+    before, interior.is_strict = interior.is_strict, strict
+    try:
+        yield
+    finally:
+        interior.is_strict = before
+
+
+def _before(
+    wrapper: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Watch for the unit's parameters, and give the entries the names that torch expects inside the wrapper."""
+    interior = _interior(wrapper)
+    load = interior.load
+    if load is None or load.is_closed or load.errors is not errors:
+        load = _begun_by(wrapper, errors)
+    load.begin(
+        wrapper,
+        ModelLoad.begin(places_of(interior.unit), own_modules(wrapper, interior.unit), chunker()),
+    )
+    below = f"{prefix}{FSDP_WRAPPED_MODULE}."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(below)]:
+        state[below + key[len(prefix) :]] = state.pop(key)
+
+
+def _begun_by(outermost: nn.Module, errors: list[str]) -> TreeLoad:
+    """A new loading of the wrappers in `outermost`."""
+    load = TreeLoad(outermost, errors)
+    for wrapper, interior in _interiors(outermost):
+        # An exception may have ended the loading before.
+        if interior.load is not None:
+            interior.load.leave(wrapper)
+        interior.load = load
+    return load
+
+
+def _after(wrapper: nn.Module, incompatible: Any) -> None:
+    """Copy to the shards; the names in torch's report become the user's."""
+    interior = _interior(wrapper)
+    load = interior.load
+    own = None if load is None else load.end(wrapper)
+    if load is None or own is None:
+        return
+    missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
+    missing[:] = map(clean_fqn, own.really_missing(missing))
+    unexpected[:] = map(clean_fqn, unexpected)
+    load.errors[:] = [error.replace(f"{FSDP_WRAPPED_MODULE}.", "") for error in load.errors]
+    if load.outermost is not wrapper:
+        return
+    missing[:] = load.really_missing(missing)
+    if not load.errors and not (interior.is_strict and (missing or unexpected)):
+        load.commit()
+    load.close()
+    for _, inside in _interiors(wrapper):
+        inside.load = None
+
+
+def _interiors(module: nn.Module) -> Iterator[tuple[nn.Module, Interior]]:
+    """All wrappers that torch comes to when it loads `module`, with their interiors."""
+    for inside in module.modules():
+        interior = interior_of(inside)
+        if interior is not None:
+            yield inside, interior
+
+
+def _interior(wrapper: nn.Module) -> Interior:
+    interior = interior_of(wrapper)
+    assert interior is not None, "only wrappers have these hooks"
+    return interior
+
+
+def _with_inner_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A copy of `state` that tells the modules inside `wrapper` their saved versions.
+
+    Torch looks a module's version up under the module's name, which inside the wrapper is different from the state's.
+    """
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None:
+        return state
+    copied: Any = OrderedDict(state)
+    copied._metadata = OrderedDict(metadata)
+    for name, _ in wrapper.named_modules(remove_duplicate=False):
+        if clean_fqn(name) in metadata:
+            copied._metadata[name] = metadata[clean_fqn(name)]
+    result: Mapping[str, Any] = copied
+    return result

@@ -1,0 +1,91 @@
+"""Collecting a wrapper's state, in the form of its settings."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from flatparam.api import StateDictType
+from flatparam.state.own import own_buffers
+from flatparam.state.settings import form_of
+from flatparam.wrapper.interior import Interior
+from flatparam_runtime import Unit
+from flatparam_state import clean_keys, is_sharded_tensor, state_shown
+
+__all__ = ["save_state"]
+
+
+def save_state(
+    wrapper: nn.Module,
+    interior: Interior,
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+    collect: Callable[..., Any],
+) -> Any:
+    """The state of `wrapper`, in the form of its settings, by `collect`, which is torch's own `state_dict`.
+
+    Args:
+        arguments: those by position, which torch's `state_dict` still takes: destination, prefix, whether variables
+            are kept.
+        named: the same by name; those by position go before.
+    """
+    destination, prefix, keep_vars = (*arguments, *list(named.values())[len(arguments) :])
+    state = destination
+    if state is None:
+        state = cast(Any, OrderedDict())
+        # Torch notes versions there.
+        state._metadata = OrderedDict()
+    with _saving(wrapper, interior, state, prefix):
+        collect(destination=state, prefix=prefix, keep_vars=keep_vars)
+    return state
+
+
+@contextlib.contextmanager
+def _saving(wrapper: nn.Module, interior: Interior, state: dict[str, Any], prefix: str) -> Iterator[None]:
+    """While torch collects `wrapper`'s state in `state`, show its form of the parameters; then clean the names."""
+    unit, settings = interior.unit, interior.settings
+    config = settings.state_dict_config
+    _check_form(unit, settings.state_dict_type)
+    with state_shown(wrapper, form_of(settings.state_dict_type, config)) as stand_ins:
+        yield
+    clean_keys(state, prefix)
+    stand_ins.resolve(state, prefix)
+    if getattr(config, "rank0_only", False) and unit.plan.topology.group.rank > 0:
+        for name in own_buffers(wrapper, unit):
+            state.pop(prefix + name, None)
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    for name, dtype in unit.held.buffers.original_dtypes.items():
+        if prefix + name in state and not is_local:
+            state[prefix + name] = state[prefix + name].to(dtype)
+    if config.offload_to_cpu:
+        for key in [key for key in state if key.startswith(prefix)]:
+            value = state[key]
+            # A tensor on the meta device stands in for what an outer wrapper puts there.
+            if isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and not value.is_meta:
+                state[key] = value.cpu()
+
+
+def _check_form(unit: Unit, kind: StateDictType) -> None:
+    """Make sure that the form is possible for the unit, by FSDP1's rules.
+
+    Raises:
+        RuntimeError: for a local state of what was sharded over a mesh.
+    """
+    if kind is StateDictType.FULL_STATE_DICT:
+        return
+    if unit.plan.topology.shard.size == 1:
+        warnings.warn(
+            f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
+            stacklevel=5,
+        )
+    elif kind is StateDictType.LOCAL_STATE_DICT and unit.plan.topology.mesh is not None:
+        raise RuntimeError(
+            f"unit {unit.name!r} was sharded over a DeviceMesh, which is not compatible with LOCAL_STATE_DICT; use "
+            "SHARDED_STATE_DICT, which then has DTensors"
+        )

@@ -1,0 +1,150 @@
+"""Which form the state of wrappers has: the settings of `state_dict_type`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch import nn
+
+from flatparam.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from flatparam.compat import as_config, as_enum
+from flatparam.sharding.extensions import chunker
+from flatparam.wrapper.interior import wrappers_in
+from flatparam_state import OWN_CHUNKER, FormKind, StateForm
+
+__all__ = ["default_settings", "form_of", "set_settings", "settings_of", "settings_shown"]
+
+_CONFIGS: Final = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+_KINDS: Final = {
+    StateDictType.FULL_STATE_DICT: FormKind.FULL,
+    StateDictType.LOCAL_STATE_DICT: FormKind.LOCAL,
+    StateDictType.SHARDED_STATE_DICT: FormKind.SHARDED,
+}
+
+
+def default_settings() -> StateDictSettings:
+    """The settings of a new wrapper: full tensors on every rank, on the device that they are on."""
+    return resolve_settings(StateDictType.FULL_STATE_DICT)
+
+
+def no_settings() -> StateDictSettings:
+    """The settings that FSDP1 tells of a module without wrappers."""
+    nothing: Any = None
+    return StateDictSettings(nothing, nothing, nothing)
+
+
+def _kinds_of(settings: StateDictSettings) -> tuple[StateDictType, type, type]:
+    """The settings without the fields of their configurations, in which wrappers of one form may differ."""
+    return (
+        settings.state_dict_type,
+        type(settings.state_dict_config),
+        type(settings.optim_state_dict_config),
+    )
+
+
+def resolve_settings(
+    state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+) -> StateDictSettings:
+    """The settings asked for.
+
+    Raises:
+        RuntimeError: if a configuration is not one of the form's.
+    """
+    kind = as_enum(StateDictType, state_dict_type, "state_dict_type")
+    of_model, of_optimizer = _CONFIGS[kind]
+    try:
+        return StateDictSettings(
+            kind,
+            of_model()
+            if state_dict_config is None
+            else as_config(of_model, state_dict_config, "state_dict_config"),
+            of_optimizer()
+            if optim_state_dict_config is None
+            else as_config(of_optimizer, optim_state_dict_config, "optim_state_dict_config"),
+        )
+    except TypeError as error:
+        raise RuntimeError(f"{kind.name} does not take this configuration: {error}") from error
+
+
+def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> StateForm:
+    """The form of model or optimizer state that the settings ask for; extensions cut sharded tensors as FSDP1's do."""
+    cutting = chunker()
+    return StateForm(
+        _KINDS[kind],
+        offload_to_cpu=config.offload_to_cpu,
+        rank0_only=bool(getattr(config, "rank0_only", False)),
+        dim_0_chunks=bool(getattr(config, "dim_0_chunks", False)) or cutting is not OWN_CHUNKER,
+        use_dtensor=bool(getattr(config, "_use_dtensor", False)),
+        chunker=cutting,
+    )
+
+
+def set_settings(
+    module: nn.Module,
+    state_dict_type: Any,
+    state_dict_config: Any = None,
+    optim_state_dict_config: Any = None,
+) -> StateDictSettings:
+    """Choose the form of the state of every wrapper in `module`; see `set_state_dict_type` of the wrapper.
+
+    Raises:
+        RuntimeError: if a configuration is not one of the form's.
+        AssertionError: if the forms before differ, so that one call could not set them again.
+    """
+    settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+    interiors = wrappers_in(module).values()
+    before = [interior.settings for interior in interiors]
+    assert len({_kinds_of(each) for each in before}) <= 1, (
+        "the wrappers in this module have different state dict types"
+    )
+    for interior in interiors:
+        interior.settings = settings
+    return before[0] if before else no_settings()
+
+
+def settings_of(module: nn.Module) -> StateDictSettings | None:
+    """The settings of the wrappers in `module`, which must agree; `None` if there are none.
+
+    Raises:
+        AssertionError: if they differ.
+    """
+    settings = [interior.settings for interior in wrappers_in(module).values()]
+    assert all(s == settings[0] for s in settings), (
+        "the wrappers in this module have different state dict types"
+    )
+    return settings[0] if settings else None
+
+
+@contextlib.contextmanager
+def settings_shown(
+    module: nn.Module,
+    state_dict_type: Any,
+    state_dict_config: Any = None,
+    optim_state_dict_config: Any = None,
+) -> Iterator[None]:
+    """Choose the form of the state inside the context; also an exception restores the settings before."""
+    interiors = wrappers_in(module).values()
+    before = [interior.settings for interior in interiors]
+    set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for interior, settings in zip(interiors, before, strict=True):
+            interior.settings = settings

@@ -1,0 +1,58 @@
+"""A state that only the first rank has: its tensors are sent to the others, one after the other."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, cast
+
+import attrs
+from torch import nn
+
+from flatparam_comm import Topology
+from flatparam_state import Streamed, as_tensor, from_first, is_tensor_like, places_in, shape_of
+
+__all__ = ["streamed"]
+
+
+def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state for every rank to load, if only the first rank has one and the others pass an empty one; else `state`.
+
+    The parameters of units are sent when they are loaded, one after the other; everything else is sent here.
+    Every rank calls it.
+    """
+    places = list(places_in(model))
+    if not places or not _is_only_on_first(places[0].unit.plan.topology, bool(state)):
+        return state
+    topology, device = places[0].unit.plan.topology, places[0].handle.device
+    sharded = {name for place in places for names in place.names for name in names}
+    skeleton = from_first(
+        topology,
+        {
+            key: Streamed(shape_of(value), as_tensor(value).dtype) if is_tensor_like(value) else value
+            for key, value in state.items()
+        },
+        label="state dict",
+    )
+    whole: Any = OrderedDict()
+    for key, value in skeleton.items():
+        if isinstance(value, Streamed):
+            value = attrs.evolve(value, topology=topology, device=device, tensor=state.get(key))
+            whole[key] = value if key in sharded else value.arrive()
+        else:
+            whole[key] = value
+    whole._metadata = from_first(topology, getattr(state, "_metadata", None), label="state dict")
+    return cast("Mapping[str, Any]", whole)
+
+
+def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
+    found: Any = is_here
+    for group in (topology.shard, topology.replicate):
+        if group is not None:
+            found = tuple(group.exchange(found, label="who has the state"))
+    first, *others = _flat(found)
+    return first and bool(others) and not any(others)
+
+
+def _flat(nested: Any) -> list[bool]:
+    return [nested] if isinstance(nested, bool) else [each for item in nested for each in _flat(item)]

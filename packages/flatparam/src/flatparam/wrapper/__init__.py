@@ -1,0 +1,1 @@
+"""The functions behind the methods of the wrapper, beside saving and loading: a module for each noun."""

@@ -1,0 +1,89 @@
+"""The things that a wrapper holds beside the wrapped module; and which modules are wrappers."""
+
+from __future__ import annotations
+
+import attrs
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from typing_extensions import final
+
+from flatparam.api import StateDictSettings
+from flatparam.state.tree_load import TreeLoad
+from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
+from flatparam_core import FSDP_WRAPPED_MODULE
+from flatparam_runtime import Unit, unit_of
+
+__all__ = ["Interior", "inner_module", "interior_of", "unit_inside", "wrappers_in"]
+
+_INTERIOR = "_interior"
+"""The attribute of a wrapper that holds it."""
+
+
+@final
+@attrs.define(eq=False)
+class Interior:
+    """The things that a wrapper holds beside the wrapped module: no parameter, no buffer, and no module."""
+
+    unit: Unit
+    settings: StateDictSettings
+    """The form of the wrapper's state."""
+    clean_names: bool = False
+    """Whether parameters and buffers always have the names of the unwrapped module."""
+    is_strict: bool = False
+    """Whether the wrapper's own `load_state_dict`, if it is under way, refuses missing and unexpected names."""
+    load: TreeLoad | None = None
+    """The loading that the wrapper takes part in, or took part in last if that one failed."""
+    reported: tuple[TrainingState, HandleTrainingState] | None = None
+    """The states that a program has the wrapper tell, instead of its own."""
+
+
+def interior_of(module: nn.Module) -> Interior | None:
+    """The interior of a wrapper; `None` of any other module."""
+    interior: Interior | None = vars(module).get(_INTERIOR)
+    return interior
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """The wrapped module if `module` is a wrapper, otherwise `module` itself."""
+    inner = module._modules.get(FSDP_WRAPPED_MODULE) if interior_of(module) is not None else None
+    return module if inner is None else inner
+
+
+def unit_inside(module: nn.Module) -> Unit:
+    """The unit of a wrapped module, which may be given with or without its wrapper.
+
+    Raises:
+        ValueError: if the module is not wrapped.
+    """
+    unit = unit_of(inner_module(module))
+    if unit is None:
+        raise ValueError(f"expected a wrapped module, found a {type(module).__name__} that is not")
+    return unit
+
+
+def wrappers_in(module: nn.Module, *, root_only: bool = False) -> dict[nn.Module, Interior]:
+    """The wrappers in `module`, itself included, depth first, each once with its interior.
+
+    Args:
+        root_only: leave out wrappers that are inside others.
+    """
+    found: dict[nn.Module, Interior] = {}
+    seen: set[nn.Module] = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        interior = interior_of(current)
+        if interior is not None:
+            found[current] = interior
+            if root_only:
+                continue
+        stack.extend(child for child in reversed(list(current.children())) if not _is_replicated(child))
+    return found
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` has `module`: then it is not FSDP's."""
+    return "replicate" in (_get_registry(module) or ())

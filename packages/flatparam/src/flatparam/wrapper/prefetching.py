@@ -1,0 +1,88 @@
+"""When the next unit is gathered: a wrapper's settings, which count from the next pass on if they are set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+from torch import nn
+from typing_extensions import final
+
+from flatparam.api import BackwardPrefetch
+from flatparam.resolving.settings import backward_prefetch_of, resolve_prefetch
+from flatparam.wrapper.interior import unit_inside
+from flatparam_runtime import Unit
+
+__all__ = [
+    "PrefetchLimits",
+    "backward_prefetch",
+    "forward_prefetch",
+    "set_backward_prefetch",
+    "set_forward_prefetch",
+    "set_units_to_backward_prefetch",
+    "set_units_to_forward_prefetch",
+]
+
+
+def backward_prefetch(unit: Unit) -> BackwardPrefetch | None:
+    """When the next unit of the backward pass is gathered."""
+    return backward_prefetch_of(unit.plan.prefetch)
+
+
+def set_backward_prefetch(unit: Unit, when: Any) -> None:
+    """Choose when the next unit of the backward pass is gathered; `None` is when it is needed."""
+    _change(unit, backward=resolve_prefetch(False, when).backward)
+
+
+def forward_prefetch(unit: Unit) -> int:
+    """Whether the next unit is gathered in the forward pass, by every device; how many, if more than one."""
+    units = unit.plan.prefetch.forward or 0
+    return units if units > 1 else bool(units)
+
+
+def set_forward_prefetch(unit: Unit, units: int) -> None:
+    """Choose how many units are gathered ahead in the forward pass; without any, the device chooses."""
+    _change(unit, forward=int(units) or None)
+
+
+def set_units_to_forward_prefetch(unit: Unit, modules: Iterable[nn.Module] | None) -> None:
+    """Gather the units of `modules` when the forward of `unit` begins; `None`: what the last pass suggests."""
+    unit.prefetch_in_forward(None if modules is None else [unit_inside(module) for module in modules])
+
+
+def set_units_to_backward_prefetch(unit: Unit, modules: Iterable[nn.Module] | None) -> None:
+    """Gather the units of `modules` when the backward of `unit` begins; `None`: what the forward suggests."""
+    unit.prefetch_in_backward(None if modules is None else [unit_inside(module) for module in modules])
+
+
+def _change(unit: Unit, **changes: Any) -> None:
+    unit.change_prefetch(**changes)
+
+
+@final
+@attrs.define(eq=False)
+class PrefetchLimits:
+    """How far ahead the units of one tree are gathered; programs set the two limits, which have FSDP1's names."""
+
+    _units: Sequence[Unit]
+
+    @property
+    def _forward_prefetch_limit(self) -> int:
+        return max(self._units[0].plan.prefetch.forward or 0, 1)
+
+    @_forward_prefetch_limit.setter
+    def _forward_prefetch_limit(self, limit: int) -> None:
+        for unit in self._units:
+            # Units whose wrapper did not ask for `forward_prefetch` stay as they are.
+            if unit.plan.prefetch.forward:
+                _change(unit, forward=limit)
+
+    @property
+    def _backward_prefetch_limit(self) -> int:
+        return self._units[0].plan.prefetch.backward_depth
+
+    @_backward_prefetch_limit.setter
+    def _backward_prefetch_limit(self, limit: int) -> None:
+        for unit in self._units:
+            _change(unit, backward_depth=limit)

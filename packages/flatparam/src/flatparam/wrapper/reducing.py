@@ -1,0 +1,47 @@
+"""How gradients are reduced: hooks in the place of collectives, divisors, and passes without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flatparam_runtime import HookStage, Unit
+
+__all__ = ["register_comm_hook", "set_divide_factor", "set_requires_all_reduce"]
+
+
+def register_comm_hook(
+    units: Sequence[Unit], state: object, hook: Callable[..., Any] | None, stage: HookStage
+) -> None:
+    """Have `hook` called instead of a collective of each of `units`; see `FullyShardedDataParallel`.
+
+    Raises:
+        ValueError: if it cannot be called.
+        AssertionError: if a unit has a hook for this stage already. In either case none is registered.
+    """
+    if hook is not None and not callable(hook):
+        raise ValueError(f"expected a communication hook that can be called, found {type(hook).__name__}")
+    if hook is not None:
+        for unit in units:
+            unit.reducer.hooks.check_free(stage, unit.name)
+    for unit in units:
+        whole = stage == "reduce" and unit.plan.topology.shard.size == 1
+        unit.reducer.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
+
+
+def set_requires_all_reduce(units: Iterable[Unit], requires_all_reduce: bool) -> None:
+    """Whether the backward passes of `units` sum gradients over the copies of a shard."""
+    for unit in units:
+        unit.sum_copies(requires_all_reduce)
+
+
+def set_divide_factor(units: Iterable[Unit], factor: float | None) -> None:
+    """Divide the sum of the gradients of `units` by `factor`; `None`: by the number of ranks.
+
+    Raises:
+        ValueError: for a factor that is not above zero.
+    """
+    if factor is not None and not factor > 0:
+        raise ValueError(f"expected a divide factor above zero, found {factor!r}")
+    for unit in units:
+        unit.divide_by(factor)
