@@ -10,8 +10,7 @@ import safetensors.torch
 import torch
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.source import TensorInfo, join_path, split_path
-from flatparam_state.tensor_file import (
+from flatparam_state.files.safetensors.stream import (
     DTYPES,
     Staging,
     TensorFileWriter,
@@ -19,6 +18,7 @@ from flatparam_state.tensor_file import (
     encode_header,
     read_header,
 )
+from flatparam_state.source import TensorInfo, join_path, split_path
 
 from .examples import example
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.archive import TORCH_NAMES
-from flatparam_state.formats.dcp import open_dcp
-from flatparam_state.formats.pickle_writer import pickle_of
-from flatparam_state.formats.pickled import Names, read_pickle
-from flatparam_state.formats.torch_file import open_torch_file
+from flatparam_state.formats.dcp.reader import open_dcp
+from flatparam_state.formats.pickles.reader import Names, read_pickle
+from flatparam_state.formats.pickles.writer import pickle_of
+from flatparam_state.formats.torch_save.reader import TORCH_NAMES
+from flatparam_state.formats.torch_save.state_files import open_torch_file
 
 
 class Canary:

@@ -8,9 +8,8 @@ import torch
 import xxhash
 
 from flatparam_core import Span
-from flatparam_state.checkpoint.commit import Committer
 from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.manifest import (
+from flatparam_state.checkpoint.manifest.records import (
     BLOCK_NBYTES,
     FileRecord,
     Piece,
@@ -18,10 +17,11 @@ from flatparam_state.checkpoint.manifest import (
     block_count,
     rank_file,
 )
-from flatparam_state.checkpoint.parts import Report
-from flatparam_state.checkpoint.values import encode
+from flatparam_state.checkpoint.manifest.values import encode
+from flatparam_state.checkpoint.save.commit import Committer
+from flatparam_state.checkpoint.save.contribution import Report
+from flatparam_state.files.safetensors.stream import encode_header
 from flatparam_state.source import TensorInfo
-from flatparam_state.tensor_file import encode_header
 
 
 def infos(count: int, shape: tuple[int, ...]) -> dict[str, TensorInfo]:

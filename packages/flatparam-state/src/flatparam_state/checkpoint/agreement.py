@@ -11,7 +11,7 @@ import attrs
 from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives
-from flatparam_state.checkpoint.commit import free_nbytes
+from flatparam_state.checkpoint.save.commit import free_nbytes
 from flatparam_state.errors import CheckpointError
 
 __all__ = ["Failure", "agree", "attempt"]

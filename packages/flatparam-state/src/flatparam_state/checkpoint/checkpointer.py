@@ -19,20 +19,20 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives, resolve_topology
 from flatparam_state.checkpoint.agreement import Failure, agree, attempt
-from flatparam_state.checkpoint.background import Background
-from flatparam_state.checkpoint.commit import Committer, free_nbytes, write_part
 from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.loading import Loaded, load_checkpoint
-from flatparam_state.checkpoint.model_pieces import add_model, add_values, check_at_rest
+from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
 from flatparam_state.checkpoint.moments import OnMoment, nothing
-from flatparam_state.checkpoint.optimizer_pieces import add_optimizer, optimizers_by_name
-from flatparam_state.checkpoint.parts import Contribution, Ticket, report_path
+from flatparam_state.checkpoint.save.background import Background
+from flatparam_state.checkpoint.save.commit import Committer, free_nbytes, write_part
+from flatparam_state.checkpoint.save.contribution import Contribution, Ticket, report_path
+from flatparam_state.checkpoint.save.model_pieces import add_model, add_values, check_at_rest
+from flatparam_state.checkpoint.save.optimizer_pieces import add_optimizer, optimizers_by_name
 from flatparam_state.errors import CheckpointError
-from flatparam_state.optim_agreement import Holds, first_hole, group_numbers
-from flatparam_state.optim_save import complete_groups
+from flatparam_state.files.safetensors.stream import Staging
+from flatparam_state.optimizer.collect import complete_groups
+from flatparam_state.optimizer.inventory import Holds, first_hole, group_numbers
 from flatparam_state.places import places_in
 from flatparam_state.source import join_path
-from flatparam_state.tensor_file import Staging
 
 __all__ = ["Checkpointer", "Optimizers"]
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.commit import Committer, free_nbytes
 from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.dtypes import dtype_name
-from flatparam_state.checkpoint.manifest import TensorRecord, rank_file
-from flatparam_state.checkpoint.parts import Report, Ticket, graft
-from flatparam_state.checkpoint.values import encode, reference
-from flatparam_state.checkpoint.writing import RankFileWriter, header_metadata
+from flatparam_state.checkpoint.manifest.dtypes import dtype_name
+from flatparam_state.checkpoint.manifest.records import TensorRecord, rank_file
+from flatparam_state.checkpoint.manifest.values import encode, reference
+from flatparam_state.checkpoint.save.commit import Committer, free_nbytes
+from flatparam_state.checkpoint.save.contribution import Report, Ticket, graft
+from flatparam_state.checkpoint.save.rank_file import RankFileWriter, header_metadata
 from flatparam_state.errors import CheckpointError
+from flatparam_state.files.safetensors.stream import Staging
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo, split_path
-from flatparam_state.tensor_file import Staging
 
 __all__ = ["CheckpointWriter"]
 

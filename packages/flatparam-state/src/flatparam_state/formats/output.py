@@ -13,7 +13,7 @@ import torch
 from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.tensor_file import bytes_view
+from flatparam_state.files.safetensors.stream import bytes_view
 
 __all__ = ["SparseFile", "appearing", "buffer_of", "check_new", "refuse_existing"]
 

@@ -1,0 +1,176 @@
+"""Loading on all ranks: choose, read and verify, agree, and only then change anything."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import final
+
+from flatparam_runtime import Collectives
+from flatparam_state.checkpoint.agreement import agree, attempt
+from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
+from flatparam_state.checkpoint.load.prepared_model import (
+    StagedModel,
+    StagedOptimizer,
+    stage_model,
+    stage_optimizer,
+)
+from flatparam_state.checkpoint.manifest.records import Manifest
+from flatparam_state.checkpoint.reader import CheckpointReader, what_it_says
+from flatparam_state.checkpoint.save.model_pieces import check_at_rest
+from flatparam_state.errors import CheckpointError
+
+__all__ = ["Loaded", "load_checkpoint"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Loaded:
+    """What was loaded beside the model and the optimizer."""
+
+    step: int
+    extra: Any
+    """What was given to `save` as `extra`; tensors are on the CPU."""
+    rank_extra: Any
+    """This rank's own, or None where the checkpoint is of another world size."""
+    world_size: int
+    """That of the save."""
+    save_id: str
+    nbytes_read: int
+    """The bytes that this rank has read of the ranks' files: a header for each file, and the blocks that it needs."""
+    missing: tuple[str, ...]
+    """Names in the model that the checkpoint lacks (with `strict=False`)."""
+    unexpected: tuple[str, ...]
+    """Names in the checkpoint that the model lacks (with `strict=False`)."""
+    _path: Path
+
+    def of_rank(self, rank: int) -> Any:
+        """The `rank_extra` of any rank of the save; None where it gave none.
+
+        Raises:
+            CheckpointError: where it cannot be read any more, or there was no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise CheckpointError(
+                f"{self._path} is of {self.world_size} ranks: there was no rank {rank}", path=self._path
+            )
+        with CheckpointReader(self._path, read_manifest(self._path)) as reader:
+            return _rank_extra(reader, reader.manifest, rank)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Staged:
+    """Everything that a load will change, ready."""
+
+    model: StagedModel | None
+    optimizers: list[StagedOptimizer]
+    loaded: Loaded
+
+
+def load_checkpoint(
+    directory: CheckpointDirectory,
+    ranks: Collectives,
+    model: nn.Module | None,
+    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
+    *,
+    step: int | None,
+    strict: bool,
+    convert_dtype: bool,
+) -> Loaded | None:
+    """See `Checkpointer.load`."""
+    place = _agree_on_place(directory, ranks, step)
+    if place is None:
+        return None
+
+    def stage() -> _Staged:
+        path, save_id = place
+        manifest = read_manifest(path)
+        if manifest.save_id != save_id:
+            raise CheckpointError(
+                f"{path}: rank 0 finds save {save_id} here, this rank {manifest.save_id}", path=path
+            )
+        for rank, file in enumerate(manifest.files):
+            _check_presence(directory, path / file.name, file.nbytes, rank)
+        with CheckpointReader(path, manifest) as reader:
+            return _stage(reader, ranks, model, optimizers, strict, convert_dtype)
+
+    staged, failure, cause = attempt(stage, ranks.rank)
+    agree(ranks, failure, label="load a checkpoint", cause=cause)
+    assert staged is not None, "nobody has failed"
+    for optimizer in staged.optimizers:
+        optimizer.install()
+    if staged.model is not None:
+        staged.model.install()
+    return staged.loaded
+
+
+def _agree_on_place(
+    directory: CheckpointDirectory, ranks: Collectives, step: int | None
+) -> tuple[Path, str] | None:
+    """The directory that rank 0 has chosen, and its save id."""
+
+    def choose() -> tuple[Path, str] | None:
+        chosen = directory.choose(step) if ranks.rank == 0 else None
+        if chosen is not None and chosen.warning:
+            warnings.warn(chosen.warning, stacklevel=7)
+        return None if chosen is None else (chosen.path, chosen.manifest.save_id)
+
+    place, failure, cause = attempt(choose, ranks.rank)
+    chosen: tuple[Path, str] | None = agree(ranks, failure, place, label="choose a checkpoint", cause=cause)[
+        0
+    ]
+    return chosen
+
+
+def _stage(
+    reader: CheckpointReader,
+    ranks: Collectives,
+    model: nn.Module | None,
+    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
+    strict: bool,
+    convert_dtype: bool,
+) -> _Staged:
+    staged_model, staged_optimizers = None, []
+    if model is not None:
+        check_at_rest(model)
+        staged_model = stage_model(reader, model, strict=strict, convert_dtype=convert_dtype)
+        staged_optimizers = [stage_optimizer(reader, model, each, at) for at, each in optimizers.items()]
+    manifest = reader.manifest
+    extra = reader.decode(manifest.values.get("extra"))
+    mine = _rank_extra(reader, manifest, ranks.rank) if manifest.world_size == ranks.size else None
+    loaded = Loaded(
+        manifest.step,
+        extra,
+        mine,
+        manifest.world_size,
+        manifest.save_id,
+        reader.nbytes_read,
+        staged_model.missing if staged_model else (),
+        staged_model.unexpected if staged_model else (),
+        reader.path,
+    )
+    return _Staged(staged_model, staged_optimizers, loaded)
+
+
+def _rank_extra(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:
+    return reader.decode(manifest.values.get("rank_extra", {}).get(str(rank)))
+
+
+def _check_presence(directory: CheckpointDirectory, path: Path, nbytes: int, rank: int) -> None:
+    """A file that this rank does not read must be there too: it belongs to the checkpoint."""
+    found = path.stat().st_size if path.exists() else None
+    if found != nbytes:
+        said = "no file" if found is None else f"{found:,}{what_it_says(path)}"
+        raise CheckpointError(
+            f"{path}: expected the {nbytes:,} bytes that rank {rank} wrote, found {said}",
+            path=path,
+            rank=rank,
+            hint=f"restore the file from a copy, or use another checkpoint of those of steps {directory.steps()}",
+        )

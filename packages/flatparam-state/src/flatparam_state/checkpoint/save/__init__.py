@@ -1,0 +1,1 @@
+"""Saving: what each rank contributes and writes, and the commit that makes a checkpoint of it."""

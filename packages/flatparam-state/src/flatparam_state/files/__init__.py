@@ -1,0 +1,1 @@
+"""The files of checkpoints as bytes: ranges that are read, writes that last, JSON, and safetensors."""

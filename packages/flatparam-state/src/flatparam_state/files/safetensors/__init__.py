@@ -1,0 +1,1 @@
+"""The safetensors format: the header, and the stream of the tensors behind it."""

@@ -1,0 +1,1 @@
+"""Files that `torch.save` writes: a zip archive of a pickle and of storages."""
