@@ -10,14 +10,9 @@ import safetensors.torch
 import torch
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.safetensors.stream import (
-    DTYPES,
-    Staging,
-    TensorFileWriter,
-    bytes_view,
-    encode_header,
-    read_header,
-)
+from flatparam_state.files.safetensors.header import DTYPES, encode_header, read_header
+from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter
+from flatparam_state.files.tensor_bytes import bytes_view
 from flatparam_state.source import TensorInfo, join_path, split_path
 
 from .examples import example

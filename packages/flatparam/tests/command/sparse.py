@@ -19,8 +19,8 @@ from flatparam_state.checkpoint.manifest.records import (
 )
 from flatparam_state.checkpoint.manifest.values import encode
 from flatparam_state.checkpoint.save.commit import Committer
-from flatparam_state.checkpoint.save.contribution import Report
-from flatparam_state.files.safetensors.stream import encode_header
+from flatparam_state.checkpoint.save.report import RankReport
+from flatparam_state.files.safetensors.header import encode_header
 from flatparam_state.source import TensorInfo
 
 
@@ -50,7 +50,7 @@ def sparse_run(path: Path, tensors: dict[str, TensorInfo], world_size: int) -> N
 
 def _rank(
     directory: Path, save_id: str, tensors: dict[str, TensorInfo], rank: int, world_size: int
-) -> Report:
+) -> RankReport:
     spans = {
         name: Span(info.numel * rank // world_size, info.numel * (rank + 1) // world_size)
         for name, info in tensors.items()
@@ -65,7 +65,7 @@ def _rank(
         at += parts[name].nbytes
     file = FileRecord(rank_file(rank), at, len(header), xxhash.xxh3_128_hexdigest(header))
     values = {"model": encode({}, ("model",), {})} if rank == 0 else {}
-    return Report(save_id, rank, file, records, {}, {}, values)
+    return RankReport(save_id, rank, file, records, {}, {}, values)
 
 
 def _hashes(nbytes: int) -> tuple[str, ...]:

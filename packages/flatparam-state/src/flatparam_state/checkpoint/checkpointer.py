@@ -21,16 +21,18 @@ from flatparam_runtime import Collectives, resolve_topology
 from flatparam_state.checkpoint.agreement import Failure, agree, attempt
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
+from flatparam_state.checkpoint.model_tensors import check_at_rest
 from flatparam_state.checkpoint.moments import OnMoment, nothing
 from flatparam_state.checkpoint.save.background import Background
 from flatparam_state.checkpoint.save.commit import Committer, free_nbytes, write_part
-from flatparam_state.checkpoint.save.contribution import Contribution, Ticket, report_path
-from flatparam_state.checkpoint.save.model_pieces import add_model, add_values, check_at_rest
+from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
+from flatparam_state.checkpoint.save.model_pieces import add_model, add_values
 from flatparam_state.checkpoint.save.optimizer_pieces import add_optimizer, optimizers_by_name
+from flatparam_state.checkpoint.save.report import report_path
 from flatparam_state.errors import CheckpointError
 from flatparam_state.files.safetensors.stream import Staging
-from flatparam_state.optimizer.collect import complete_groups
-from flatparam_state.optimizer.inventory import Holds, first_hole, group_numbers
+from flatparam_state.optimizer.groups import complete_groups
+from flatparam_state.optimizer.inventory import Inventory, first_hole, group_numbers
 from flatparam_state.places import places_in
 from flatparam_state.source import join_path
 
@@ -159,7 +161,7 @@ class Checkpointer:
     def _begin(self, step: int, extra: Any, rank_extra: Any) -> tuple[Contribution, Ticket]:
         """Agree that the save can begin: every rank has what it writes, there is room, and rank 0 has the lock."""
         contribution = Contribution()
-        holds: dict[tuple[str, ...], Holds] = {}
+        holds: dict[tuple[str, ...], Inventory] = {}
 
         def prepare() -> Ticket | None:
             holds.update(self._contribute(contribution, extra, rank_extra))
@@ -180,10 +182,10 @@ class Checkpointer:
 
     def _contribute(
         self, contribution: Contribution, extra: Any, rank_extra: Any
-    ) -> dict[tuple[str, ...], Holds]:
+    ) -> dict[tuple[str, ...], Inventory]:
         """Add all that this rank saves; returns what each of its optimizers holds."""
         rank = self._ranks.rank
-        holds: dict[tuple[str, ...], Holds] = {}
+        holds: dict[tuple[str, ...], Inventory] = {}
         if self._model is not None:
             check_at_rest(self._model)
             add_model(self._model, rank, contribution)
@@ -196,11 +198,11 @@ class Checkpointer:
         return holds
 
     def _check_optimizers(
-        self, contribution: Contribution, told: Sequence[Mapping[tuple[str, ...], Holds]]
+        self, contribution: Contribution, told: Sequence[Mapping[tuple[str, ...], Inventory]]
     ) -> None:
         """Refuse to save if a rank's optimizer lacks what another's has, of the ranks that share a model."""
         own = [] if self._model is None else [fqn for place in places_in(self._model) for fqn in place.fqns]
-        alike: dict[tuple[tuple[str, ...], bytes], dict[int, Holds]] = {}
+        alike: dict[tuple[tuple[str, ...], bytes], dict[int, Inventory]] = {}
         for rank, held in enumerate(told):
             for at, holds in held.items():
                 alike.setdefault((at, holds.model), {})[rank] = holds

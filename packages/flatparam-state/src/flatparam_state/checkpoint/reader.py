@@ -16,19 +16,13 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
-from flatparam_state.checkpoint.manifest.records import (
-    BLOCK_NBYTES,
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Piece,
-    TensorRecord,
-)
+from flatparam_state.checkpoint.manifest.records import BLOCK_NBYTES, FileRecord, Piece, TensorRecord
 from flatparam_state.checkpoint.manifest.values import OMIT, decode
-from flatparam_state.checkpoint.save.contribution import PER_RANK
+from flatparam_state.checkpoint.manifest.whole import MANIFEST, OF_RANKS, Manifest
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import ByteFile, tensor_of
-from flatparam_state.files.safetensors.stream import read_header
+from flatparam_state.files.byte_file import ByteFile
+from flatparam_state.files.safetensors.header import read_header
+from flatparam_state.files.tensor_bytes import tensor_of
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo, chunk_spans
 
 __all__ = ["CheckpointReader", "open_checkpoint", "what_it_says"]
@@ -93,7 +87,7 @@ class CheckpointReader:
         return {
             path: record.info
             for path, record in self.manifest.tensors.items()
-            if not path.startswith(f"{PER_RANK}/")
+            if not path.startswith(f"{OF_RANKS}/")
         }
 
     @cached_property

@@ -1,23 +1,25 @@
-"""Whether a checkpoint is still what was written."""
+"""Whether a checkpoint directory is still what was written."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
 
 import attrs
 from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint
-from flatparam_state.errors import CheckpointError
+from flatparam_state.soundness import BytesRead, Check, examine
 
-__all__ = ["Verification", "verify_checkpoint"]
+__all__ = ["Verification", "checks_of_directory", "verify_checkpoint"]
 
 
 @final
 @attrs.frozen
 class Verification:
-    """What was looked at, and what is wrong with it: nothing, where `problems` is empty."""
+    """The bytes of a checkpoint that were read, and what is wrong with them: nothing, if `problems` is empty."""
 
     path: str
     step: int
@@ -41,19 +43,10 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Verification:
         path: a run's directory (then its latest checkpoint), or one checkpoint in it.
 
     Raises:
-        CheckpointError: where there is no manifest that can be trusted; what is wrong beyond that is in the result.
+        CheckpointError: if there is no manifest that can be trusted; what is wrong beyond that is in the result.
     """
     with open_checkpoint(path) as reader:
-        problems: dict[str, None] = {}
-        for number in range(reader.manifest.world_size):
-            _note(problems, reader, number)
-        for at, record in reader.manifest.tensors.items():
-            if not any(piece.file not in reader._files for piece in record.pieces):
-                try:
-                    for _ in reader.read_stored(at, Span(0, record.info.numel)):
-                        pass
-                except CheckpointError as error:
-                    problems[str(error)] = None
+        found = examine(checks_of_directory(reader))
         manifest = reader.manifest
         return Verification(
             str(reader.path),
@@ -62,12 +55,26 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Verification:
             manifest.world_size,
             len(reader.tensors),
             reader.nbytes_read,
-            tuple(problems),
+            found.problems,
         )
 
 
-def _note(problems: dict[str, None], reader: CheckpointReader, number: int) -> None:
-    try:
-        reader.file(number)
-    except CheckpointError as error:
-        problems[str(error)] = None
+def checks_of_directory(reader: CheckpointReader) -> Iterator[Check]:
+    """Check the headers of all files, and then the blocks of all tensors in files that have passed."""
+    sound: set[int] = set()
+    for number in range(reader.manifest.world_size):
+        yield functools.partial(_check_header, reader, number, sound)
+    for path, record in reader.manifest.tensors.items():
+        if sound.issuperset(piece.file for piece in record.pieces):
+            yield functools.partial(_check_blocks, reader, path, Span(0, record.info.numel))
+
+
+def _check_header(reader: CheckpointReader, number: int, sound: set[int]) -> Iterator[BytesRead]:
+    reader.file(number)
+    sound.add(number)
+    yield from ()
+
+
+def _check_blocks(reader: CheckpointReader, path: str, span: Span) -> Iterator[BytesRead]:
+    for chunk in reader.read_stored(path, span):
+        yield BytesRead(chunk.nbytes)

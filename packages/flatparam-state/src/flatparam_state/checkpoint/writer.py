@@ -17,10 +17,11 @@ from flatparam_runtime import Span
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name
 from flatparam_state.checkpoint.manifest.records import TensorRecord, rank_file
-from flatparam_state.checkpoint.manifest.values import encode, reference
+from flatparam_state.checkpoint.manifest.values import encode, graft, reference
 from flatparam_state.checkpoint.save.commit import Committer, free_nbytes
-from flatparam_state.checkpoint.save.contribution import Report, Ticket, graft
+from flatparam_state.checkpoint.save.contribution import Ticket
 from flatparam_state.checkpoint.save.rank_file import RankFileWriter, header_metadata
+from flatparam_state.checkpoint.save.report import RankReport
 from flatparam_state.errors import CheckpointError
 from flatparam_state.files.safetensors.stream import Staging
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo, split_path
@@ -156,7 +157,7 @@ class CheckpointWriter:
         for rank, writer in enumerate(self._writers):
             file = writer.finish()
             aliases, values = (self._aliases, self._values) if rank == 0 else ({}, {})
-            report = Report(ticket.save_id, rank, file, writer.records, {}, aliases, values)
+            report = RankReport(ticket.save_id, rank, file, writer.records, {}, aliases, values)
             report.write(ticket.temporary)
         path = self._committer.commit(ticket, self._world_size)
         self.close()

@@ -6,13 +6,11 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-import torch
-from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_state.errors import CheckpointError
 
-__all__ = ["ByteFile", "tensor_of"]
+__all__ = ["ByteFile"]
 
 
 @final
@@ -81,8 +79,3 @@ class ByteFile:
             done += count
         self.nbytes_read += nbytes
         return data
-
-
-def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
-    """The 1-D tensor whose memory `data` is."""
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")

@@ -8,7 +8,8 @@ from flatparam_state.formats.hugging_face.model_files import open_hugging_face, 
 from flatparam_state.formats.own import write_checkpoint
 from flatparam_state.formats.stored_source import cast_model, select, watch
 from flatparam_state.formats.torch_save.state_files import open_torch_file, write_torch_file
-from flatparam_state.formats.verify import Soundness, verify_source
+from flatparam_state.formats.verify import verify_source
+from flatparam_state.soundness import Soundness
 
 __all__ = [
     "FORMATS",

@@ -13,9 +13,8 @@ import torch
 from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.safetensors.stream import bytes_view
 
-__all__ = ["SparseFile", "appearing", "buffer_of", "check_new", "refuse_existing"]
+__all__ = ["SparseFile", "appearing", "check_new", "refuse_existing"]
 
 _HOLE: Final = 1 << 16
 
@@ -101,11 +100,3 @@ def _is_a_hole(data: bytes | bytearray | memoryview) -> bool:
     """Whether they are many bytes, all zero. Only writable buffers are looked at: those of tensors."""
     large = len(data) >= _HOLE and not memoryview(data).readonly
     return large and not torch.frombuffer(data, dtype=torch.uint8).any()
-
-
-def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order, in memory of their own."""
-    data = bytearray(tensor.numel() * tensor.element_size())
-    if data:
-        torch.frombuffer(data, dtype=torch.uint8).copy_(bytes_view(tensor))
-    return memoryview(data)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint import CheckpointReader
+from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.tensors import Storage, Stored, read_boxes
 from flatparam_state.source import Source, TensorInfo, chunk_spans, split_path
@@ -55,7 +55,7 @@ class StoredSource:
 
 @final
 @attrs.frozen(eq=False)
-class _Part(Stored):
+class _TensorOfSource(Stored):
     """A tensor of another source."""
 
     source: Source
@@ -98,7 +98,9 @@ def stored_source(source: Source) -> StoredSource:
     """Any source as one over stored tensors; a checkpoint of ours has its tied tensors under all their names."""
     if isinstance(source, StoredSource):
         return source
-    stored: dict[str, Stored] = {path: _Part(info, source, path) for path, info in source.tensors.items()}
+    stored: dict[str, Stored] = {
+        path: _TensorOfSource(info, source, path) for path, info in source.tensors.items()
+    }
     reader = source if isinstance(source, CheckpointReader) else None
     if reader is not None:
         for path in stored:

@@ -16,7 +16,8 @@ from typing_extensions import final
 
 from flatparam_runtime import Span, Threshold
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import ByteFile, tensor_of
+from flatparam_state.files.byte_file import ByteFile
+from flatparam_state.files.tensor_bytes import tensor_of
 from flatparam_state.forms.boxes import Box, row_major_boxes
 from flatparam_state.source import TensorInfo, chunk_spans
 

@@ -1,36 +1,21 @@
-"""Whether the bytes of a checkpoint are what its format says that they are."""
+"""Whether the bytes of a checkpoint of any format are what its format says that they are."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import attrs
-from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint import CheckpointReader
-from flatparam_state.errors import CheckpointError
+from flatparam_state.checkpoint.reader import CheckpointReader
+from flatparam_state.checkpoint.verify import checks_of_directory
 from flatparam_state.files.byte_file import ByteFile
 from flatparam_state.formats.stored_source import StoredSource, stored_source
-from flatparam_state.formats.tensors import Storage
+from flatparam_state.formats.tensors import Storage, Stored
+from flatparam_state.soundness import BytesRead, Check, Soundness, examine
 from flatparam_state.source import Source, chunk_spans
 
-__all__ = ["Soundness", "verify_source"]
-
-
-@final
-@attrs.frozen
-class Soundness:
-    """What was read of a checkpoint, and what is wrong with it: nothing, where `problems` is empty.
-
-    `unproven_nbytes` of the `nbytes` that were read have no checksum in their format: they are there, and that is all
-    that can be said.
-    """
-
-    nbytes: int
-    unproven_nbytes: int
-    problems: tuple[str, ...]
+__all__ = ["verify_source"]
 
 
 def verify_source(source: Source, observe: Callable[[int], object] = lambda nbytes: None) -> Soundness:
@@ -42,61 +27,41 @@ def verify_source(source: Source, observe: Callable[[int], object] = lambda nbyt
     """
     if not isinstance(source, (StoredSource, CheckpointReader)):
         raise TypeError(f"expected what open_source returns, found {type(source).__name__}")
-    opened, work = stored_source(source), _Work(observe)
-    if opened.reader is not None:
-        work.own(opened.reader)
-    else:
-        work.foreign(opened)
-    return Soundness(work.nbytes, work.unproven_nbytes, tuple(work.problems))
+    opened = stored_source(source)
+    checks = _checks_of_tensors(opened) if opened.reader is None else checks_of_directory(opened.reader)
+    return examine(checks, observe)
 
 
-@final
-class _Work:
-    def __init__(self, observe: Callable[[int], object]) -> None:
-        self.nbytes = 0
-        self.unproven_nbytes = 0
-        self.problems: dict[str, None] = {}
-        self._observe = observe
+def _checks_of_tensors(source: StoredSource) -> Iterator[Check]:
+    """Check the parts of files that tensors lie in, each part once."""
+    seen: set[Storage] = set()
+    for stored in source.stored.values():
+        yield from _checks_of_storages(stored, seen)
 
-    def own(self, reader: CheckpointReader) -> None:
-        """Compare the headers of all files, and then the blocks of all tensors in files that have passed."""
-        sound: set[int] = set()
-        for number in range(reader.manifest.world_size):
-            with self._noting():
-                reader.file(number)
-                sound.add(number)
-        for path, record in reader.manifest.tensors.items():
-            if sound.issuperset(piece.file for piece in record.pieces):
-                with self._noting():
-                    for chunk in reader.read_stored(path, Span(0, record.info.numel)):
-                        self._saw(chunk.nbytes)
 
-    def foreign(self, source: StoredSource) -> None:
-        """Compare the checksums of the parts of files that tensors lie in; read those that have none."""
-        seen: set[Storage] = set()
-        for stored in source.stored.values():
-            with self._noting():
-                for storage in stored.storages():
-                    if storage not in seen:
-                        seen.add(storage)
-                        self._storage(storage)
+def _checks_of_storages(stored: Stored, seen: set[Storage]) -> Iterator[Check]:
+    """Check one storage after the other. To find the next one is a check, too: a file may be read for it."""
+    storages = stored.storages()
+    while True:
+        found: list[Storage] = []
+        yield functools.partial(_find_next, storages, found)
+        if not found:
+            return
+        if found[0] not in seen:
+            seen.add(found[0])
+            yield functools.partial(_check_storage, found[0])
 
-    def _storage(self, storage: Storage) -> None:
-        with self._noting(), ByteFile(storage.file) as file:
-            storage.check(file)
-            if not storage.crc:
-                for span in chunk_spans(Span(storage.start, storage.start + storage.nbytes), 1):
-                    file.read(span.start, span.numel)
-                self.unproven_nbytes += storage.nbytes
-            self._saw(storage.nbytes)
 
-    def _saw(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._observe(nbytes)
+def _find_next(storages: Iterator[Storage], found: list[Storage]) -> Iterator[BytesRead]:
+    found.extend(itertools.islice(storages, 1))
+    yield from ()
 
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            self.problems[str(error)] = None
+
+def _check_storage(storage: Storage) -> Iterator[BytesRead]:
+    """Compare the checksum of a storage; read it if it has none."""
+    with ByteFile(storage.file) as file:
+        storage.check(file)
+        if not storage.crc:
+            for span in chunk_spans(Span(storage.start, storage.start + storage.nbytes), 1):
+                file.read(span.start, span.numel)
+    yield BytesRead(storage.nbytes, is_proven=storage.crc != 0)

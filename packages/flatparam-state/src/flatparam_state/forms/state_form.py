@@ -10,7 +10,7 @@ import attrs
 import torch
 from typing_extensions import Self, final
 
-from flatparam_runtime import FlatParamError, memory_view, process_group_of
+from flatparam_runtime import FlatParamError, process_group_of
 from flatparam_state.codec import gather
 from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
@@ -20,7 +20,7 @@ from flatparam_state.places import Place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FormKind", "StateForm", "own_part"]
+__all__ = ["FormKind", "StateForm"]
 
 
 class FormKind(enum.Enum):
@@ -142,14 +142,3 @@ class StateForm:
         ]
         group = place.unit.plan.topology.shard
         return tiling.sharded_tensor(parts, elements.dtype, group, is_always_local=is_always_local)
-
-
-def own_part(place: Place, index: int) -> torch.Tensor:
-    """This rank's elements of parameter `index`: of the shard, or of the full parameter where that is summoned."""
-    handle = place.handle
-    fragment = handle.layout.fragment(index, handle.rank)
-    if place.unit.pins:
-        return memory_view(handle.leaves[index].detach(), handle.layout.slots[index].spec)[
-            fragment.in_param.as_slice()
-        ]
-    return handle.flat_param.detach()[fragment.in_shard.as_slice()]

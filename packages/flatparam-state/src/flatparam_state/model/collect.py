@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
 from typing_extensions import final
 
-from flatparam_runtime import FLAT_PARAM, Phase, clean_fqn, inspecting, shown, units_in
+from flatparam_runtime import (
+    FLAT_PARAM,
+    Phase,
+    clean_fqn,
+    inspecting,
+    memory_view,
+    shown,
+    units_in,
+)
 from flatparam_state.codec import gather, shard_of
-from flatparam_state.forms.state_form import FormKind, StateForm, own_part
+from flatparam_state.forms.state_form import FormKind, StateForm
 from flatparam_state.forms.wanted import Wanted
 from flatparam_state.places import Place, places_in, places_of
 
-__all__ = ["StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown"]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
 
 
 @final
@@ -152,3 +163,14 @@ def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
     if metadata is not None:
         for key in list(metadata):
             metadata[clean_fqn(key)] = metadata.pop(key)
+
+
+def own_part(place: Place, index: int) -> torch.Tensor:
+    """This rank's elements of parameter `index`: of the shard, or of the full parameter where that is summoned."""
+    handle = place.handle
+    fragment = handle.layout.fragment(index, handle.rank)
+    if place.unit.pins:
+        return memory_view(handle.leaves[index].detach(), handle.layout.slots[index].spec)[
+            fragment.in_param.as_slice()
+        ]
+    return handle.flat_param.detach()[fragment.in_shard.as_slice()]

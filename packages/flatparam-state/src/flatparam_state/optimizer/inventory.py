@@ -1,4 +1,4 @@
-"""What ranks tell each other of their optimizers, so that no rank's part of a state goes missing in silence."""
+"""The inventories of all ranks' optimizers, compared so that no rank's part of a state goes missing in silence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatparam_runtime import FlatParamError, Topology
 from flatparam_state.optimizer.held import Held
 from flatparam_state.places import Place
 
-__all__ = ["Hole", "Holds", "agree_on_holdings", "first_hole", "group_numbers"]
+__all__ = ["Hole", "Inventory", "agree_on_holdings", "first_hole", "group_numbers"]
 
 _OTHER, _SHAPED = 1, 2
 """Of one state of one parameter: one that is not shaped like the parameter, or one that is; zero if there is none."""
@@ -26,8 +26,8 @@ _ONLY_SHAPED: Final = bytes(int(kind == _SHAPED) for kind in range(256))
 
 @final
 @attrs.frozen
-class Holds:
-    """What one rank's optimizer holds of some flat parameters: one byte for each of their parameters, in order."""
+class Inventory:
+    """The parameters that one rank's optimizer holds, of some flat parameters: one byte for each, in order."""
 
     model: bytes
     """A digest of the parameters' names: only ranks of one model are compared."""
@@ -45,7 +45,7 @@ class Holds:
         groups: Iterable[Sequence[Held]],
         states: Mapping[Held, Mapping[Any, Any]] | None = None,
     ) -> Self:
-        """What `groups` and their `states` are of the parameters of `places`; `states` may be left out."""
+        """The inventory of `groups` and their `states`, of the parameters of `places`; `states` may be left out."""
         starts: dict[int, int] = {}
         names: list[str] = []
         owned = bytearray()
@@ -77,7 +77,7 @@ def _is_shaped_like(value: Any, item: Held) -> bool:
 @final
 @attrs.frozen
 class Hole:
-    """What the optimizer of one rank lacks."""
+    """Something that the optimizer of one rank lacks."""
 
     rank: int
     fqn: str
@@ -96,8 +96,8 @@ class Hole:
         return f"{self.message}; {self.hint}"
 
 
-def first_hole(ranks: Mapping[int, Holds], fqns: Sequence[str]) -> Hole | None:
-    """What some rank lacks of the parameters `fqns`, which the facts of all `ranks` are about; `None`: nothing.
+def first_hole(ranks: Mapping[int, Inventory], fqns: Sequence[str]) -> Hole | None:
+    """The first thing that some rank lacks of the parameters `fqns`, which all inventories are about; `None`: nothing.
 
     A rank that has no element of a parameter need not hold it, nor have a state of it. A state that no rank has in the
     shape of the parameter may be one rank's own, as optimizers of 8 bits have it, if the others have any state.
@@ -140,10 +140,19 @@ def _first(flags: int, fqns: Sequence[str]) -> str:
     return fqns[number] if number < len(fqns) else f"parameter {number}"
 
 
-def group_numbers(ranks: Iterable[Holds], fqns: Sequence[str]) -> dict[str, int]:
+def group_numbers(ranks: Iterable[Inventory], fqns: Sequence[str]) -> dict[str, int]:
     """Of the parameters `fqns`, those that the optimizer of some rank holds, and in which of its groups."""
     held = [max(numbers) for numbers in zip(*(each.held for each in ranks), strict=True)]
     return {fqn: number - 1 for fqn, number in zip(fqns, held, strict=True) if number}
+
+
+@final
+@attrs.frozen
+class _Answer:
+    """The inventory of one rank, or why the rank cannot go on."""
+
+    inventory: Inventory | None
+    refusal: str
 
 
 def agree_on_holdings(
@@ -167,10 +176,14 @@ def agree_on_holdings(
     """
     held: dict[str, int] = {}
     for topology, batch in _by_topology(places):
-        ranks = _from_all(topology, Holds.of(batch, groups, states) if error is None else str(error))
-        for rank, told in enumerate(ranks):
-            if isinstance(told, str):
-                raise FlatParamError(told if error is not None else f"rank {rank}: {told}") from error
+        mine = Inventory.of(batch, groups, states) if error is None else None
+        answers = _from_all(topology, _Answer(mine, "" if error is None else str(error)))
+        for rank, answer in enumerate(answers):
+            if answer.inventory is None:
+                raise FlatParamError(
+                    answer.refusal if error is not None else f"rank {rank}: {answer.refusal}"
+                ) from error
+        ranks = [answer.inventory for answer in answers if answer.inventory is not None]
         for rank, told in enumerate(ranks):
             if told.model != ranks[0].model:
                 raise FlatParamError(
@@ -182,7 +195,8 @@ def agree_on_holdings(
         if hole is not None:
             raise FlatParamError(str(hole))
         held |= group_numbers(ranks, fqns)
-    if error is not None:  # a model without units
+    # A model without units has no ranks to tell.
+    if error is not None:
         raise error
     return held
 

@@ -15,15 +15,11 @@ from typing_extensions import final
 from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.agreement import agree, attempt
 from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
-from flatparam_state.checkpoint.load.prepared_model import (
-    StagedModel,
-    StagedOptimizer,
-    stage_model,
-    stage_optimizer,
-)
-from flatparam_state.checkpoint.manifest.records import Manifest
+from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model
+from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
+from flatparam_state.checkpoint.manifest.whole import Manifest
+from flatparam_state.checkpoint.model_tensors import check_at_rest
 from flatparam_state.checkpoint.reader import CheckpointReader, what_it_says
-from flatparam_state.checkpoint.save.model_pieces import check_at_rest
 from flatparam_state.errors import CheckpointError
 
 __all__ = ["Loaded", "load_checkpoint"]
@@ -66,11 +62,11 @@ class Loaded:
 
 @final
 @attrs.frozen(eq=False)
-class _Staged:
+class _Prepared:
     """Everything that a load will change, ready."""
 
-    model: StagedModel | None
-    optimizers: list[StagedOptimizer]
+    model: PreparedModel | None
+    optimizers: list[PreparedOptimizer]
     loaded: Loaded
 
 
@@ -89,7 +85,7 @@ def load_checkpoint(
     if place is None:
         return None
 
-    def stage() -> _Staged:
+    def stage() -> _Prepared:
         path, save_id = place
         manifest = read_manifest(path)
         if manifest.save_id != save_id:
@@ -136,12 +132,12 @@ def _stage(
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     strict: bool,
     convert_dtype: bool,
-) -> _Staged:
+) -> _Prepared:
     staged_model, staged_optimizers = None, []
     if model is not None:
         check_at_rest(model)
-        staged_model = stage_model(reader, model, strict=strict, convert_dtype=convert_dtype)
-        staged_optimizers = [stage_optimizer(reader, model, each, at) for at, each in optimizers.items()]
+        staged_model = prepare_model(reader, model, strict=strict, convert_dtype=convert_dtype)
+        staged_optimizers = [prepare_optimizer(reader, model, each, at) for at, each in optimizers.items()]
     manifest = reader.manifest
     extra = reader.decode(manifest.values.get("extra"))
     mine = _rank_extra(reader, manifest, ranks.rank) if manifest.world_size == ranks.size else None
@@ -156,7 +152,7 @@ def _stage(
         staged_model.unexpected if staged_model else (),
         reader.path,
     )
-    return _Staged(staged_model, staged_optimizers, loaded)
+    return _Prepared(staged_model, staged_optimizers, loaded)
 
 
 def _rank_extra(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:

@@ -9,7 +9,7 @@ import base64
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, dtype_named
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import tensor_of
-from flatparam_state.files.safetensors.stream import bytes_view
+from flatparam_state.files.tensor_bytes import bytes_view, tensor_of
 from flatparam_state.source import join_path
 
-__all__ = ["OMIT", "decode", "encode", "inline", "reference"]
+__all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
 
 _DEPTH: Final = 100
 _TENSORS: Final = (Tensor, nn.Parameter, nn.Buffer)
@@ -148,6 +147,19 @@ def _refused(at: tuple[str, ...], what: str) -> CheckpointError:
         fqn=path,
         hint="save what it consists of (its state_dict(), its numbers, its name) instead",
     )
+
+
+def graft(tree: Any, parts: Sequence[str], value: Any) -> None:
+    """Put `value` under the keys `parts` of an encoded tree, where dicts and lists on the way allow it."""
+    for part in parts[:-1]:
+        if isinstance(tree, list):
+            tree = tree[int(part)]
+        else:
+            tree = tree.setdefault(part, {})
+    if isinstance(tree, list):
+        tree[int(parts[-1])] = value
+    else:
+        tree[parts[-1]] = value
 
 
 def decode(tree: Any, resolve: Callable[[str], Any]) -> Any:

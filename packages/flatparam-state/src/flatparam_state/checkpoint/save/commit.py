@@ -12,14 +12,18 @@ from typing_extensions import final
 
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.lock import DirectoryLock
-from flatparam_state.checkpoint.manifest.records import MANIFEST, rank_file
+from flatparam_state.checkpoint.manifest.records import rank_file
 from flatparam_state.checkpoint.manifest.sealed import write_sealed
+from flatparam_state.checkpoint.manifest.whole import MANIFEST
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_state.checkpoint.save.contribution import Contribution, Report, Ticket, merge, report_path
+from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
+from flatparam_state.checkpoint.save.merge import merge
 from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
+from flatparam_state.checkpoint.save.report import RankReport, report_path
 from flatparam_state.errors import CheckpointError
 from flatparam_state.files.durable import sync_directory
 from flatparam_state.files.safetensors.stream import Staging
+from flatparam_state.version import __version__
 
 __all__ = ["Committer", "free_nbytes", "write_part"]
 
@@ -51,16 +55,16 @@ def write_part(
         staging=staging,
         on_moment=on_moment,
     )
-    report = Report(
-        ticket.save_id, rank, file, tensors, contribution.copies, contribution.aliases, contribution.values
+    report = RankReport(
+        ticket.save_id,
+        rank,
+        file,
+        tensors,
+        contribution.rank_values,
+        contribution.aliases,
+        contribution.values,
     )
     report.write(ticket.temporary, on_moment)
-
-
-def _version() -> str:
-    from flatparam_state import __version__  # it is being imported while this module is
-
-    return __version__
 
 
 @final
@@ -128,8 +132,8 @@ class Committer:
             CheckpointError: where they do not fit together.
         """
         directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
-        reports = [Report.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
-        manifest = merge(ticket, reports, _version())
+        reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
+        manifest = merge(ticket, reports, __version__)
         write_sealed(temporary / MANIFEST, manifest.to_json())
         moment(Moment.MANIFEST_WRITTEN)
         for rank in range(world_size):

@@ -9,21 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import Span, Threshold
-from flatparam_state.checkpoint.manifest.records import Copy, TensorRecord
+from flatparam_state.checkpoint.manifest.records import RankValue, TensorRecord
 from flatparam_state.checkpoint.manifest.values import encode, inline, reference
-from flatparam_state.checkpoint.save.contribution import PER_RANK, Contribution
-from flatparam_state.checkpoint.save.model_pieces import (
-    ModelTensor,
-    add_values,
-    model_tensors,
-    record_of,
-    share_of,
-)
-from flatparam_state.checkpoint.save.rank_file import OwnedPiece, row_major_chunks
+from flatparam_state.checkpoint.manifest.whole import OF_RANKS
+from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
+from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
+from flatparam_state.checkpoint.save.model_pieces import add_values, record_of, share_of
 from flatparam_state.errors import CheckpointError
-from flatparam_state.optimizer.collect import COUNTERS
+from flatparam_state.optimizer.entry import COUNTERS
 from flatparam_state.optimizer.held import Held, held_by, held_parameters
-from flatparam_state.optimizer.inventory import Holds
+from flatparam_state.optimizer.inventory import Inventory
 from flatparam_state.places import places_in
 from flatparam_state.source import TensorInfo, join_path
 
@@ -57,7 +52,7 @@ def add_optimizer(
     at: tuple[str, ...],
     rank: int,
     contribution: Contribution,
-) -> Holds:
+) -> Inventory:
     """Add what `rank` saves of `optimizer`, under the keys `at`; returns what to compare with the other ranks.
 
     Raises:
@@ -76,7 +71,7 @@ def add_optimizer(
     if rank == 0:
         add_values(contribution, (*at, "param_groups"), groups)
     states = {item: optimizer.state.get(item.parameter, {}) for found in by_group for item in found}
-    return Holds.of(list(places_in(model)), by_group, states)
+    return Inventory.of(list(places_in(model)), by_group, states)
 
 
 class _Adding:
@@ -103,7 +98,7 @@ class _Adding:
             if _is_shaped_like(value, item, name):
                 self._add_shaped(item, name, value.detach())
             elif item.place is None or _is_first_replica(item):
-                self._add_copy(item, name, value)
+                self._add_rank_value(item, name, value)
 
     def _add_shaped(self, item: Held, name: str, value: Tensor) -> None:
         if item.place is None:
@@ -127,15 +122,16 @@ class _Adding:
 
         self._contribution.pieces.append(OwnedPiece(path, record, span, chunks))
 
-    def _add_copy(self, item: Held, name: str, value: Any) -> None:
+    def _add_rank_value(self, item: Held, name: str, value: Any) -> None:
         """Add a state that belongs to the parameter as a whole."""
-        tree = self._copy_value(item.fqns[0], name, value)
+        tree = self._encoded(item.fqns[0], name, value)
         for fqn in item.fqns:
             span = self._tensors[fqn].span
-            self._contribution.copies[join_path((*self._at, fqn, name))] = Copy(self._rank, span, tree)
+            path = join_path((*self._at, fqn, name))
+            self._contribution.rank_values[path] = RankValue(self._rank, span, tree)
 
-    def _copy_value(self, fqn: str, name: str, value: Any) -> Any:
-        path = join_path((PER_RANK, str(self._rank), *self._at, fqn, name))
+    def _encoded(self, fqn: str, name: str, value: Any) -> Any:
+        path = join_path((OF_RANKS, str(self._rank), *self._at, fqn, name))
         if type(value) is Tensor and value.nbytes > INLINE_NBYTES.value:
             record = TensorRecord(TensorInfo(value.shape, value.dtype), whole=True)
             self._piece(path, record, Span(0, value.numel()), value.detach())

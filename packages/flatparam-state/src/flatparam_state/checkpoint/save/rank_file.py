@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
-import torch
 import xxhash
 from torch import Tensor
-from typing_extensions import Self, final
+from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest.dtypes import file_dtype
 from flatparam_state.checkpoint.manifest.records import BLOCK_NBYTES, FileRecord, Piece, TensorRecord
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter, bytes_view
-from flatparam_state.source import CHUNK_NBYTES, TensorInfo
+from flatparam_state.checkpoint.save.contribution import OwnedPiece
+from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter
+from flatparam_state.files.tensor_bytes import bytes_view
+from flatparam_state.source import TensorInfo
 
-__all__ = ["OwnedPiece", "RankFileWriter", "header_metadata", "row_major_chunks", "write_rank_file"]
-
-
-@final
-@attrs.frozen(eq=False)
-class OwnedPiece:
-    """Elements `span` (in memory order) of the tensor `path`, which this rank writes; `chunks` gives them in order."""
-
-    path: str
-    record: TensorRecord
-    span: Span
-    chunks: Callable[[], Iterable[Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.span.numel * self.record.info.dtype.itemsize
-
-    def staged(self) -> Self:
-        """The same piece with its elements copied to host memory."""
-        copy = torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu")
-        done = 0
-        for chunk in self.chunks():
-            copy[done : done + chunk.numel()].copy_(chunk.detach().reshape(-1))
-            done += chunk.numel()
-        return attrs.evolve(self, chunks=lambda: (copy,))
-
-
-def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of `tensor` in row-major order; where it is not contiguous, at most a chunk is copied at once."""
-    if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
-        yield tensor.detach().reshape(-1)
-    else:
-        for row in tensor.detach().unbind(0):
-            yield from row_major_chunks(row)
+__all__ = ["RankFileWriter", "header_metadata", "write_rank_file"]
 
 
 def header_metadata(save_id: str, rank: int, world_size: int) -> dict[str, str]:

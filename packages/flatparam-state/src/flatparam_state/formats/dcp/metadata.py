@@ -13,8 +13,8 @@ from typing_extensions import final
 
 from flatparam_state.files.byte_file import ByteFile
 from flatparam_state.formats.damage import damage_named
-from flatparam_state.formats.pickles.reader import Names, Record, read_pickle
-from flatparam_state.formats.torch_save.reader import dtype_names
+from flatparam_state.formats.pickles.reader import AdmittedNames, InertObject, read_pickle
+from flatparam_state.formats.torch_save.names import dtype_names
 from flatparam_state.forms.boxes import Box
 from flatparam_state.source import TensorInfo
 
@@ -30,7 +30,7 @@ def _path(*parts: str) -> str:
     return str(PurePosixPath(*parts))
 
 
-_NAMES: Final = Names(
+_NAMES: Final = AdmittedNames(
     values=dtype_names(),
     functions={
         "collections.OrderedDict": lambda items=(): dict(items),
@@ -41,7 +41,7 @@ _NAMES: Final = Names(
         "pathlib._local.PosixPath": _path,
         "pathlib._local.PurePosixPath": _path,
     },
-    records=frozenset(
+    inert=frozenset(
         {
             _TENSOR,
             _BYTES,
@@ -105,7 +105,7 @@ def read_dcp_metadata(directory: Path) -> DcpMetadata:
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Record) or value.name != name:
+    if not isinstance(value, InertObject) or value.name != name:
         raise ValueError(f"expected a {name}, found a {getattr(value, 'name', type(value).__name__)}")
     state = value.state if value.state is not None else {}
     if not isinstance(state, Mapping):
@@ -124,7 +124,7 @@ def _facts(metadata: Mapping[str, Any], directory: Path) -> DcpMetadata:
     for key, entry in metadata["state_dict_metadata"].items():
         if not isinstance(key, str):
             raise ValueError(f"the key {key!r} is no string")
-        if isinstance(entry, Record) and entry.name == _BYTES:
+        if isinstance(entry, InertObject) and entry.name == _BYTES:
             values[key] = places[key, None]
         else:
             tensors[key] = _tensor(key, _fields(entry, _TENSOR), places)
@@ -174,7 +174,7 @@ def _tensor(
     key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...] | None], Item]
 ) -> tuple[TensorInfo, tuple[Chunk, ...]]:
     properties = fields["properties"]
-    if not isinstance(properties, Record):
+    if not isinstance(properties, InertObject):
         raise ValueError(f"{key!r} has no properties")
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]

@@ -17,7 +17,7 @@ from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.dcp.metadata import METADATA_FILE
 from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.pickles.reader import Global
-from flatparam_state.formats.pickles.writer import Call, pickle_of
+from flatparam_state.formats.pickles.writer import PickledCall, pickle_of
 from flatparam_state.formats.stored_source import tree_of
 from flatparam_state.formats.tensors import Storage, Stored
 from flatparam_state.formats.torch_save.writer import write_archive
@@ -63,7 +63,7 @@ def write_dcp(
         return files
     with appearing(Path(path)) as temporary:
         temporary.mkdir()
-        writer = _Writer(keys)
+        writer = _EntryWriter(keys)
         for rank, name in enumerate(files):
             with SparseFile(temporary / name) as file:
                 for key, parts in keys.items():
@@ -114,7 +114,7 @@ def _box_of(shape: tuple[int, ...], rank: int, world_size: int) -> Box | None:
 
 
 @final
-class _Writer:
+class _EntryWriter:
     """Appends entries to files, and keeps account of where each is."""
 
     def __init__(self, paths: Mapping[str, _Path]) -> None:
@@ -142,9 +142,9 @@ class _Writer:
             return
         self._places.append((key, offset, name, begin, file.tell() - begin))
 
-    def metadata(self) -> Call:
+    def metadata(self) -> PickledCall:
         """What goes to `.metadata`."""
-        entries: dict[str, Call] = {}
+        entries: dict[str, PickledCall] = {}
         for key in self.paths:
             if key in self._chunks:
                 entries[key] = _tensor(*self._chunks[key])
@@ -185,18 +185,18 @@ class _Rows(Stored):
         return self.whole.storages()
 
 
-def _new(name: str, fields: Mapping[str, Any]) -> Call:
-    return Call(Global(name), (), dict(fields), new=True)
+def _new(name: str, fields: Mapping[str, Any]) -> PickledCall:
+    return PickledCall(Global(name), (), dict(fields), new=True)
 
 
-def _size(sizes: tuple[int, ...] | None) -> Call | None:
-    return None if sizes is None else Call(Global("torch.Size"), (sizes,))
+def _size(sizes: tuple[int, ...] | None) -> PickledCall | None:
+    return None if sizes is None else PickledCall(Global("torch.Size"), (sizes,))
 
 
-def _tensor(info: TensorInfo, boxes: list[Box]) -> Call:
-    layout = Call(Global("torch.serialization._get_layout"), ("torch.strided",))
-    memory_format = Call(Global(f"{_HOME}._MEM_FORMAT_ENCODING"), (0,))
-    properties = Call(
+def _tensor(info: TensorInfo, boxes: list[Box]) -> PickledCall:
+    layout = PickledCall(Global("torch.serialization._get_layout"), ("torch.strided",))
+    memory_format = PickledCall(Global(f"{_HOME}._MEM_FORMAT_ENCODING"), (0,))
+    properties = PickledCall(
         Global(f"{_HOME}.TensorProperties"), (), (info.dtype, layout, False, memory_format, False), new=True
     )
     chunks = [

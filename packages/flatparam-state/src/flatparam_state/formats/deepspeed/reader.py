@@ -17,17 +17,15 @@ Where things lie (`engine.save_checkpoint` of DeepSpeed 0.19.8 writes it, its ze
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import torch
-from torch import Tensor
 from typing_extensions import final
 
-from flatparam_runtime import Span
 from flatparam_state.formats.arrange import arranged
+from flatparam_state.formats.deepspeed.cut import CutTensor
 from flatparam_state.formats.deepspeed.step_files import (
     Files,
     RankPart,
@@ -36,9 +34,9 @@ from flatparam_state.formats.deepspeed.step_files import (
     read_model_parts,
     step_directory,
 )
-from flatparam_state.formats.pickles.reader import Global, Record
+from flatparam_state.formats.pickles.reader import Global, InertObject
 from flatparam_state.formats.stored_source import StoredSource
-from flatparam_state.formats.tensors import Storage, Stored, StridedTensor
+from flatparam_state.formats.tensors import StridedTensor
 from flatparam_state.source import TensorInfo
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
@@ -75,50 +73,6 @@ def open_deepspeed(path: str | Path) -> StoredSource:
     with plausible(files.model[0]):
         check_complete(files, ranks, models)
         return _Reading(files, ranks, models).source()
-
-
-@final
-@attrs.frozen(eq=False)  # two names are of one tensor where they share the object
-class _Cut(Stored):
-    """A tensor that lies in parts: its element `i` is number `origin + i` of a row, the row is cut every `each`
-    elements, and piece `k` of it begins at element `at` of `parts[k]`.
-    """
-
-    parts: tuple[StridedTensor, ...]
-    each: int
-    origin: int = 0
-    at: int = 0
-
-    @classmethod
-    def whole(cls, stored: StridedTensor) -> _Cut:
-        """A tensor that lies in one piece."""
-        return cls(stored.info, (stored,), max(1, stored.info.numel))
-
-    def pieces(self, span: Span) -> Iterator[tuple[int, Span]]:
-        """The parts that the elements `span` of the tensor lie in, by number, and where in them."""
-        row = span.shifted(self.origin)
-        for k in range(row.start // self.each, -(-row.stop // self.each)):
-            inside = row.overlap(Span(k * self.each, (k + 1) * self.each))
-            if inside:
-                yield k, inside.relative_to(k * self.each).shifted(self.at)
-
-    def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
-        for k, inside in self.pieces(span):
-            yield from self.parts[k].read(inside)
-
-    def storages(self) -> Iterator[Storage]:
-        """See `Stored.storages`."""
-        return (part.storage for part in self.parts)
-
-    def check(self) -> _Cut:
-        """The same, when all its elements are there, in one dtype."""
-        for k, inside in self.pieces(Span(0, self.info.numel)):
-            if k >= len(self.parts) or inside.stop > self.parts[k].info.numel:
-                raise ValueError("the flat groups are too small for the parameters that they should hold")
-            if self.parts[k].info.dtype != self.info.dtype:
-                raise ValueError("the ranks hold a parameter in different dtypes")
-        return self
 
 
 def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
@@ -187,9 +141,9 @@ class _Reading:
 
     # The weights
 
-    def _model(self) -> dict[str, _Cut]:
+    def _model(self) -> dict[str, CutTensor]:
         main = self._models[0]
-        weights: dict[str, _Cut] = {}
+        weights: dict[str, CutTensor] = {}
         for index, group in enumerate(main["param_shapes"]):
             weights.update(self._cuts(index, group, tuple(rank.weights[index] for rank in self._ranks)))
         weights.update(self._frozen())
@@ -197,7 +151,7 @@ class _Reading:
             {alias: weights[name] for alias, name in main["shared_params"].items() if name in weights}
         )
         stored = {
-            name: _Cut.whole(tensor)
+            name: CutTensor.whole(tensor)
             for name, tensor in main["module"].items()
             if name not in weights and isinstance(tensor, StridedTensor)
         }
@@ -206,18 +160,18 @@ class _Reading:
         order = [*(name for name in main["module"] if name in found), *weights]
         return {name: found[name] for name in order}
 
-    def _frozen(self) -> dict[str, _Cut]:
+    def _frozen(self) -> dict[str, CutTensor]:
         shapes = self._models[0].get("frozen_param_shapes") or {}
         found = {}
         for name, shape in shapes.items():
             parts = tuple(model["frozen_param_fragments"][name] for model in self._models)
             each = -(-math.prod(shape) // len(parts))
-            found[name] = _Cut(_info(shape, parts[0].info.dtype), parts, max(1, each)).check()
+            found[name] = CutTensor(_info(shape, parts[0].info.dtype), parts, max(1, each)).check()
         return found
 
     def _cuts(
         self, index: int, shapes: Mapping[str, tuple[int, ...]], parts: tuple[StridedTensor, ...]
-    ) -> dict[str, _Cut]:
+    ) -> dict[str, CutTensor]:
         """The tensors of a flat group, whose parts on the ranks are given."""
         found = {}
         offset, dtype = 0, parts[0].info.dtype
@@ -225,10 +179,10 @@ class _Reading:
             info, numel = _info(shape, dtype), math.prod(shape)
             if self._stage == 3:
                 each = -(-numel // len(parts))
-                found[name] = _Cut(info, parts, max(1, each), at=offset).check()
+                found[name] = CutTensor(info, parts, max(1, each), at=offset).check()
                 offset += each
             else:
-                found[name] = _Cut(info, parts, max(1, parts[0].info.numel), origin=offset).check()
+                found[name] = CutTensor(info, parts, max(1, parts[0].info.numel), origin=offset).check()
                 offset += numel + padding
         self._check_used_up(index, offset, [part.info.numel for part in parts])
         return found
@@ -310,7 +264,7 @@ class _Reading:
         main, state = self._models[0], self._ranks[0].state
         extra = {key: main[key] for key in _TRAINING if main.get(key) is not None}
         scaler = state.get("loss_scaler")
-        if isinstance(scaler, Record) and isinstance(scaler.state, dict):
+        if isinstance(scaler, InertObject) and isinstance(scaler.state, dict):
             extra["loss_scaler"] = scaler.state
         client = {key: main[key] for key in main if key not in (*_DESCRIBING, *_TRAINING)}
         if client:
@@ -321,8 +275,8 @@ class _Reading:
     def _plain(self, tree: Any, parts: tuple[str, ...]) -> Any:
         """A tree with its tensors to be read whole; what is neither a tensor nor a plain value becomes None."""
         if isinstance(tree, StridedTensor):
-            return _Cut.whole(tree)
-        if isinstance(tree, (Record, Global)):
+            return CutTensor.whole(tree)
+        if isinstance(tree, (InertObject, Global)):
             self._left_out.append(f"{'/'.join(parts)}, of the class {tree.name}")
             return None
         if isinstance(tree, Mapping):

@@ -13,9 +13,10 @@ from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.damage import damage_named
-from flatparam_state.formats.pickles.reader import Names, Record
+from flatparam_state.formats.pickles.reader import AdmittedNames, InertObject
 from flatparam_state.formats.tensors import StridedTensor
-from flatparam_state.formats.torch_save.reader import TORCH_NAMES, open_archive
+from flatparam_state.formats.torch_save.names import TORCH_NAMES
+from flatparam_state.formats.torch_save.reader import open_archive
 
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 
@@ -186,7 +187,7 @@ _NEEDED: Final = ("param_alignment_paddings", "loss_scaler", "ds_zero_partition_
 def _stage(file: Path, state: Mapping[str, Any]) -> int:
     # The optimizer for bf16 with gradients accumulated in fp32, which is stage 1, does not say so.
     found = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
-    stage = found.arguments[0] if isinstance(found, Record) else found
+    stage = found.arguments[0] if isinstance(found, InertObject) else found
     if stage not in (1, 2, 3):
         raise CheckpointError(
             f"{file} is of ZeRO stage {stage!r}, and stages 1, 2 and 3 are read",
@@ -251,10 +252,10 @@ def _of_another_save(file: Path, rank: int) -> CheckpointError:
 
 
 _NUMPY: Final = ("numpy.core.multiarray", "numpy._core.multiarray")
-_NAMES: Final[Names] = attrs.evolve(
+_NAMES: Final[AdmittedNames] = attrs.evolve(
     TORCH_NAMES,
     # Their objects become inert records: nothing of these classes is imported.
-    records=frozenset(
+    inert=frozenset(
         {
             "deepspeed.runtime.zero.config.ZeroStageEnum",
             "deepspeed.runtime.zero.constants.ZeroStageEnum",

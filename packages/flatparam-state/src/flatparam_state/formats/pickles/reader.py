@@ -1,7 +1,7 @@
 """Reading pickles without running them: a machine for the few opcodes that checkpoints need.
 
 Nothing that a pickle names is imported or called. Of the names that the caller admits, some stand for values, some for
-functions of ours, and the rest become inert records; a name that is not admitted is refused. So a file can say what it
+functions of ours, and the rest become inert objects; a name that is not admitted is refused. So a file can say what it
 likes and no code of its choosing runs, and the large buffers that Python's unpickler would reserve at a file's word
 are never reserved.
 """
@@ -18,7 +18,7 @@ from typing_extensions import final
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.damage import damage_named
 
-__all__ = ["Global", "Names", "Record", "read_pickle"]
+__all__ = ["Global", "AdmittedNames", "InertObject", "read_pickle"]
 
 # Modules that had other names when Python 2 was spoken, as pickles of protocol 2 still say.
 _OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -34,7 +34,7 @@ class Global:
 
 @final
 @attrs.define(eq=False)
-class Record:
+class InertObject:
     """An object of an admitted class, by its parts: the arguments it is made of and the state it is given."""
 
     name: str
@@ -44,28 +44,24 @@ class Record:
 
 @final
 @attrs.frozen
-class Names:
+class AdmittedNames:
     """What a pickle may mention.
 
     Attributes:
         values: names that stand for a value, such as `torch.float32`.
         functions: names that may be called, and what is called in their place.
-        records: classes whose objects become a `Record`.
+        inert: classes whose objects become an `InertObject`.
         hint: what the error about any other name tells the reader to do.
     """
 
     values: Mapping[str, Any]
     functions: Mapping[str, Callable[..., Any]]
-    records: frozenset[str] = frozenset()
+    inert: frozenset[str] = frozenset()
     hint: str = ""
-
-    def also_records(self, names: frozenset[str]) -> Names:
-        """The same with more classes admitted as inert records."""
-        return attrs.evolve(self, records=self.records | names)
 
 
 def read_pickle(
-    data: bytes, names: Names, *, what: str, persistent: Callable[[Any], Any] | None = None
+    data: bytes, names: AdmittedNames, *, what: str, persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     """The object that a pickle describes.
 
@@ -97,14 +93,14 @@ _LITERALS: Final = _NUMBERS | _TEXTS | _BYTES
 _TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 _GETS: Final = frozenset({"GET", "BINGET", "LONG_BINGET"})
-_KEYS: Final = (str, int, float, bool, bytes, type(None), Record)
+_KEYS: Final = (str, int, float, bool, bytes, type(None), InertObject)
 
 
 @final
 class _Machine:
     """The stack and the memo of a pickle."""
 
-    def __init__(self, names: Names, what: str, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, names: AdmittedNames, what: str, persistent: Callable[[Any], Any] | None) -> None:
         self._names = names
         self._what = what
         self._persistent = persistent
@@ -204,7 +200,7 @@ class _Machine:
         dotted = f"{_OLD_MODULES.get(module, module)}.{name}"
         if dotted in self._names.values:
             return self._names.values[dotted]
-        if dotted in self._names.functions or dotted in self._names.records:
+        if dotted in self._names.functions or dotted in self._names.inert:
             return Global(dotted)
         self._refuse(repr(dotted))
 
@@ -213,11 +209,11 @@ class _Machine:
             raise TypeError("something is called that is no function")
         if function.name in self._names.functions:
             return self._names.functions[function.name](*arguments)
-        return Record(function.name, arguments)
+        return InertObject(function.name, arguments)
 
     def _set_state(self, state: Any) -> None:
         target = self._stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, InertObject):
             target.state = state
         elif not isinstance(target, dict):  # of an OrderedDict it is the attributes, such as `_metadata`
             raise TypeError(f"a {type(target).__name__} is given a state")

@@ -19,12 +19,12 @@ from typing_extensions import final
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.pickles.reader import Global
 
-__all__ = ["Call", "Persistent", "pickle_of"]
+__all__ = ["PickledCall", "Persistent", "pickle_of"]
 
 
 @final
 @attrs.frozen(eq=False)
-class Call:
+class PickledCall:
     """What `function(*arguments)` returns; where `new`, an object of the class `function`, which is given `state`."""
 
     function: Global
@@ -42,14 +42,14 @@ class Persistent:
 
 
 def pickle_of(root: Any) -> bytes:
-    """The pickle of a tree of dictionaries, lists, tuples, plain values, `Global`, `Call` and `Persistent`.
+    """The pickle of a tree of dictionaries, lists, tuples, plain values, `Global`, `PickledCall` and `Persistent`.
 
     Raises:
         CheckpointError: for a value of another type.
     """
     out = io.BytesIO()
     out.write(pickle.PROTO + b"\x02")
-    _Writer(out).write(root)
+    _PickleWriter(out).write(root)
     out.write(pickle.STOP)
     return out.getvalue()
 
@@ -58,7 +58,7 @@ _INT32: Final = range(-(2**31), 2**31)
 
 
 @final
-class _Writer:
+class _PickleWriter:
     def __init__(self, out: io.BytesIO) -> None:
         self._out = out.write
 
@@ -75,9 +75,9 @@ class _Writer:
                 data = value.encode("utf-8", "surrogatepass")
                 self._out(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
             case bytes() | bytearray():
-                self.write(Call(Global("_codecs.encode"), (value.decode("latin1"), "latin1")))
+                self.write(PickledCall(Global("_codecs.encode"), (value.decode("latin1"), "latin1")))
             case complex():
-                self.write(Call(Global("builtins.complex"), (value.real, value.imag)))
+                self.write(PickledCall(Global("builtins.complex"), (value.real, value.imag)))
             case torch.dtype():
                 self.write(Global(str(value)))
             case tuple():
@@ -89,9 +89,9 @@ class _Writer:
                 self._each(value)
                 self._out(pickle.APPENDS)
             case set() | frozenset():
-                self.write(Call(Global("builtins.set"), (sorted(value, key=repr),)))
+                self.write(PickledCall(Global("builtins.set"), (sorted(value, key=repr),)))
             case Counter():
-                self.write(Call(Global("collections.Counter"), (dict(value),)))
+                self.write(PickledCall(Global("collections.Counter"), (dict(value),)))
             case Mapping():
                 self._out(pickle.EMPTY_DICT + pickle.MARK)
                 for item in value.items():
@@ -100,7 +100,7 @@ class _Writer:
             case Global():
                 module, _, name = value.name.rpartition(".")
                 self._out(pickle.GLOBAL + f"{module}\n{name}\n".encode())
-            case Call():
+            case PickledCall():
                 self._call(value)
             case Persistent():
                 self.write(value.identity)
@@ -123,7 +123,7 @@ class _Writer:
             data = pickle.encode_long(value)
             self._out(pickle.LONG1 + struct.pack("<B", len(data)) + data)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: PickledCall) -> None:
         self.write(call.function)
         self.write(call.arguments)
         self._out(pickle.NEWOBJ if call.new else pickle.REDUCE)

@@ -5,138 +5,24 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
-import torch
 from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
 from flatparam_state.files.byte_file import ByteFile
 from flatparam_state.formats.damage import damage_named
-from flatparam_state.formats.pickles.reader import Global, Names, read_pickle
-from flatparam_state.formats.tensors import Storage, StridedTensor
-from flatparam_state.source import TensorInfo
+from flatparam_state.formats.pickles.reader import AdmittedNames, read_pickle
+from flatparam_state.formats.tensors import Storage
+from flatparam_state.formats.torch_save.names import TORCH_NAMES, TypedStorage
 
-__all__ = ["STORAGE_NAMES", "TORCH_NAMES", "Archive", "dtype_names", "is_archive", "open_archive"]
+__all__ = ["Archive", "is_archive", "open_archive"]
 
-# The dtypes of the storage classes that torch pickles a tensor with. The others go as an `UntypedStorage` and a dtype.
-STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex128: "ComplexDoubleStorage",
-    torch.complex64: "ComplexFloatStorage",
-}
 _MAGIC: Final = b"PK\x03\x04"
 _LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
-
-
-def dtype_names() -> dict[str, torch.dtype]:
-    """Every dtype of this torch by its dotted name."""
-    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
-
-def _tensor(
-    storage: _TypedStorage, offset: int, size: Any, strides: tuple[int, ...], _: Any, hooks: Any, *rest: Any
-) -> StridedTensor:
-    """`_rebuild_tensor_v2`; in `_v3` the dtype follows the hooks, and in both the metadata may be last."""
-    dtype = storage.dtype if storage.dtype is not None or not rest else rest[0]
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError("a tensor has no dtype")
-    flags = rest[-1] if rest and isinstance(rest[-1], Mapping) else {}
-    conjugated, negated = bool(flags.get("conj")), bool(flags.get("neg"))
-    return StridedTensor(
-        TensorInfo(size, dtype), storage.storage, offset, tuple(strides), conjugated, negated
-    )
-
-
-def _parameter(data: StridedTensor, *_: Any) -> StridedTensor:
-    if not isinstance(data, StridedTensor):
-        raise TypeError("a parameter is made of something that is no tensor")
-    return data
-
-
-def _with_attributes(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
-    """A tensor or parameter that somebody has set attributes on, as FSDP1 does: without them."""
-    if not isinstance(function, Global) or not function.name.startswith("torch._utils._rebuild_"):
-        raise TypeError("a tensor is made by something else than torch's functions")
-    return TORCH_NAMES.functions[function.name](*arguments)
-
-
-def _encoded(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise ValueError(f"bytes are encoded as {encoding!r}")
-    return text.encode("latin1")
-
-
-def _bytes(data: bytes = b"") -> bytes:
-    if not isinstance(data, bytes):  # of a number it would be that many zeros
-        raise TypeError("bytes are made of something else")
-    return data
-
-
-def _size(sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
-    if not all(type(size) is int for size in sizes):
-        raise TypeError("a size is not an integer")
-    return tuple(sizes)
-
-
-def _set(items: list[Any]) -> set[Any]:
-    if not all(isinstance(item, (str, int, float, bytes, type(None))) for item in items):
-        raise TypeError("a set holds containers")
-    return set(items)
-
-
-TORCH_NAMES: Final = Names(
-    values={
-        **dtype_names(),
-        "torch.storage.UntypedStorage": None,
-        "torch.Tensor": None,
-        "torch.nn.parameter.Parameter": None,
-        **{f"torch.{name}": dtype for dtype, name in STORAGE_NAMES.items()},
-        "torch.strided": "strided",
-    },
-    functions={
-        "collections.OrderedDict": lambda items=(): dict(items),
-        "collections.Counter": lambda counts: Counter(dict(counts)),  # of PyTorch's MultiStepLR
-        "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _tensor,
-        "torch._utils._rebuild_parameter": _parameter,
-        "torch._utils._rebuild_parameter_with_state": _parameter,
-        "torch._tensor._rebuild_from_type_v2": _with_attributes,
-        "torch.Size": _size,
-        "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
-        "_codecs.encode": _encoded,
-        "builtins.bytearray": _bytes,
-        "builtins.bytes": _bytes,  # without arguments: how protocol 2 has it empty
-        "builtins.set": _set,
-        "builtins.complex": lambda real, imaginary: complex(real, imaginary),
-    },
-    hint=(
-        "Where you trust whoever wrote it, load it with torch.load(..., weights_only=False) and save again only "
-        "tensors and plain values"
-    ),
-)
-
-
-@final
-@attrs.frozen
-class _TypedStorage:
-    """A storage as a pickle names it; `dtype` is None for one of bytes."""
-
-    storage: Storage
-    dtype: torch.dtype | None
 
 
 @final
@@ -166,7 +52,7 @@ def open_archive(
     *,
     start: int = 0,
     nbytes: int | None = None,
-    names: Names = TORCH_NAMES,
+    names: AdmittedNames = TORCH_NAMES,
     what: str | None = None,
 ) -> Archive:
     """Read the structure of what `torch.save` wrote, and none of the tensors' bytes.
@@ -199,7 +85,7 @@ def open_archive(
         raise CheckpointError(f"{what} cannot be read: {error}", path=path) from error
 
 
-def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
+def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archive:
     with zipfile.ZipFile(window) as archive:
         records: dict[str, zipfile.ZipInfo] = {}
         for info in archive.infolist():
@@ -218,7 +104,7 @@ def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
     if order != b"little":
         raise ValueError(f"its byte order is {order!r}, and only little-endian files can be read")
 
-    def persistent(identity: Any) -> _TypedStorage:
+    def persistent(identity: Any) -> TypedStorage:
         kind, dtype, key, _, numel = identity
         key = f"data/{key}"
         if kind != "storage" or key not in storages:
@@ -228,7 +114,7 @@ def _read(window: _Window, path: Path, names: Names, what: str) -> Archive:
             raise ValueError(
                 f"the storage {key!r} has {storages[key].nbytes} bytes, and should have {numel} elements"
             )
-        return _TypedStorage(storages[key], dtype)
+        return TypedStorage(storages[key], dtype)
 
     root = read_pickle(_record(storages["data.pkl"]), names, what=what, persistent=persistent)
     return Archive(root, {name: storage for name, storage in storages.items() if name.startswith("data/")})

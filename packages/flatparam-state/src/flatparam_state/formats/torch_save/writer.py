@@ -12,11 +12,12 @@ from typing import Any, Final
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.formats.output import SparseFile, buffer_of
+from flatparam_state.files.tensor_bytes import buffer_of
+from flatparam_state.formats.output import SparseFile
 from flatparam_state.formats.pickles.reader import Global
-from flatparam_state.formats.pickles.writer import Call, Persistent, pickle_of
+from flatparam_state.formats.pickles.writer import Persistent, PickledCall, pickle_of
 from flatparam_state.formats.tensors import Stored, row_major
-from flatparam_state.formats.torch_save.reader import STORAGE_NAMES
+from flatparam_state.formats.torch_save.names import STORAGE_NAMES
 
 __all__ = ["write_archive"]
 
@@ -63,11 +64,11 @@ def _named(tree: Any, tensors: dict[Stored, int]) -> Any:
     count = info.nbytes if storage is None else info.numel
     kind = Global("torch.storage.UntypedStorage" if storage is None else f"torch.{storage}")
     identity = Persistent(("storage", kind, str(number), "cpu", count))
-    no_hooks = Call(Global("collections.OrderedDict"))
+    no_hooks = PickledCall(Global("collections.OrderedDict"))
     arguments = (identity, 0, info.shape, row_major(info.shape), False, no_hooks)
     if storage is None:
-        return Call(Global("torch._utils._rebuild_tensor_v3"), (*arguments, info.dtype))
-    return Call(Global("torch._utils._rebuild_tensor_v2"), arguments)
+        return PickledCall(Global("torch._utils._rebuild_tensor_v3"), (*arguments, info.dtype))
+    return PickledCall(Global("torch._utils._rebuild_tensor_v2"), arguments)
 
 
 def _put(
