@@ -1,11 +1,11 @@
-"""One verdict on all ranks: where one has failed, every one raises the same error."""
+"""One verdict on all ranks: if one has failed, every one raises the same error."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 from typing_extensions import Self, final
@@ -14,7 +14,7 @@ from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.save.commit import free_nbytes
 from flatparam_state.errors import CheckpointError
 
-__all__ = ["Failure", "agree", "attempt"]
+__all__ = ["Attempt", "Failure", "agree", "attempt"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Failure:
     fqn: str | None = None
     hint: str = ""
     about: int | None = None
-    """The rank whose file or value it is, where that is another one."""
+    """The rank whose file or value it is, if that is a different rank."""
 
     @classmethod
     def of(cls, error: Exception, rank: int, *, directory: Path | None = None, need: int = 0) -> Self:
@@ -55,31 +55,34 @@ class Failure:
         )
 
 
+@final
+@attrs.frozen(eq=False)
+class Attempt(Generic[T]):
+    """Something that a rank has tried: its value, or how it failed and the exception that was the cause."""
+
+    value: T | None = None
+    failure: Failure | None = None
+    cause: Exception | None = None
+
+
 def attempt(
     action: Callable[[], T], rank: int, *, directory: Path | None = None, need: int = 0
-) -> tuple[T | None, Failure | None, Exception | None]:
-    """What `action` returns, or how it failed on `rank`; see `Failure.of`."""
+) -> Attempt[T]:
+    """Try `action` on `rank`; see `Failure.of`."""
     try:
-        return action(), None, None
+        return Attempt(action())
     except Exception as error:
-        return None, Failure.of(error, rank, directory=directory, need=need), error
+        return Attempt(failure=Failure.of(error, rank, directory=directory, need=need), cause=error)
 
 
-def agree(
-    ranks: Collectives,
-    failure: Failure | None,
-    fact: Any = None,
-    *,
-    label: str,
-    cause: Exception | None = None,
-) -> list[Any]:
-    """The `fact` of every rank, where none has failed.
+def agree(ranks: Collectives, attempted: Attempt[Any], fact: Any = None, *, label: str) -> list[Any]:
+    """The `fact` of every rank, if none has failed in what it has `attempted`.
 
     Raises:
-        CheckpointError: on every rank, that of the lowest rank that has failed by itself; `cause` is its cause there.
+        CheckpointError: on every rank, that of the lowest rank that has failed by itself; its cause is known there.
     """
-    answers = ranks.exchange((failure, fact), label=label)
+    answers = ranks.exchange((attempted.failure, fact), label=label)
     failures = [failed for failed, _ in answers if failed is not None]
     for failed in sorted(failures, key=lambda each: each.about not in (None, each.rank)):
-        raise failed.error() from (cause if failed.rank == ranks.rank else None)
+        raise failed.error() from (attempted.cause if failed.rank == ranks.rank else None)
     return [fact for _, fact in answers]

@@ -14,7 +14,7 @@ from flatparam_state.forms.chunker import is_dtensor
 from flatparam_state.places import Place, places_in
 from flatparam_state.source import TensorInfo
 
-__all__ = ["EXTRA_STATE", "ModelTensor", "check_at_rest", "extra_state_modules", "model_tensors"]
+__all__ = ["EXTRA_STATE", "ModelTensor", "bring_to_rest", "extra_state_modules", "model_tensors"]
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the entry of `get_extra_state`."""
@@ -47,8 +47,8 @@ class ModelTensor:
             self.local.copy_(staged.view(self.local.shape))
 
 
-def check_at_rest(model: nn.Module) -> None:
-    """Check that no unit of `model` is in use, and free full parameters.
+def bring_to_rest(model: nn.Module) -> None:
+    """Free the full parameters of `model`, none of whose units may be in use.
 
     Raises:
         FlatParamError: inside a forward or backward pass, or inside `summon_full_params`.

@@ -18,7 +18,7 @@ from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manif
 from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model
 from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
 from flatparam_state.checkpoint.manifest.whole import Manifest
-from flatparam_state.checkpoint.model_tensors import check_at_rest
+from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.reader import CheckpointReader, what_it_says
 from flatparam_state.errors import CheckpointError
 
@@ -85,7 +85,7 @@ def load_checkpoint(
     if place is None:
         return None
 
-    def stage() -> _Prepared:
+    def prepare() -> _Prepared:
         path, save_id = place
         manifest = read_manifest(path)
         if manifest.save_id != save_id:
@@ -95,16 +95,17 @@ def load_checkpoint(
         for rank, file in enumerate(manifest.files):
             _check_presence(directory, path / file.name, file.nbytes, rank)
         with CheckpointReader(path, manifest) as reader:
-            return _stage(reader, ranks, model, optimizers, strict, convert_dtype)
+            return _prepare(reader, ranks, model, optimizers, strict, convert_dtype)
 
-    staged, failure, cause = attempt(stage, ranks.rank)
-    agree(ranks, failure, label="load a checkpoint", cause=cause)
-    assert staged is not None, "nobody has failed"
-    for optimizer in staged.optimizers:
+    attempted = attempt(prepare, ranks.rank)
+    agree(ranks, attempted, label="load a checkpoint")
+    prepared = attempted.value
+    assert prepared is not None, "nobody has failed"
+    for optimizer in prepared.optimizers:
         optimizer.install()
-    if staged.model is not None:
-        staged.model.install()
-    return staged.loaded
+    if prepared.model is not None:
+        prepared.model.install()
+    return prepared.loaded
 
 
 def _agree_on_place(
@@ -118,14 +119,14 @@ def _agree_on_place(
             warnings.warn(chosen.warning, stacklevel=7)
         return None if chosen is None else (chosen.path, chosen.manifest.save_id)
 
-    place, failure, cause = attempt(choose, ranks.rank)
-    chosen: tuple[Path, str] | None = agree(ranks, failure, place, label="choose a checkpoint", cause=cause)[
-        0
-    ]
-    return chosen
+    attempted = attempt(choose, ranks.rank)
+    answers: list[tuple[Path, str] | None] = agree(
+        ranks, attempted, attempted.value, label="choose a checkpoint"
+    )
+    return answers[0]
 
 
-def _stage(
+def _prepare(
     reader: CheckpointReader,
     ranks: Collectives,
     model: nn.Module | None,
@@ -133,11 +134,11 @@ def _stage(
     strict: bool,
     convert_dtype: bool,
 ) -> _Prepared:
-    staged_model, staged_optimizers = None, []
+    prepared_model, prepared_optimizers = None, []
     if model is not None:
-        check_at_rest(model)
-        staged_model = prepare_model(reader, model, strict=strict, convert_dtype=convert_dtype)
-        staged_optimizers = [prepare_optimizer(reader, model, each, at) for at, each in optimizers.items()]
+        bring_to_rest(model)
+        prepared_model = prepare_model(reader, model, strict=strict, convert_dtype=convert_dtype)
+        prepared_optimizers = [prepare_optimizer(reader, model, each, at) for at, each in optimizers.items()]
     manifest = reader.manifest
     extra = reader.decode(manifest.values.get("extra"))
     mine = _rank_extra(reader, manifest, ranks.rank) if manifest.world_size == ranks.size else None
@@ -148,11 +149,11 @@ def _stage(
         manifest.world_size,
         manifest.save_id,
         reader.nbytes_read,
-        staged_model.missing if staged_model else (),
-        staged_model.unexpected if staged_model else (),
+        prepared_model.missing if prepared_model else (),
+        prepared_model.unexpected if prepared_model else (),
         reader.path,
     )
-    return _Prepared(staged_model, staged_optimizers, loaded)
+    return _Prepared(prepared_model, prepared_optimizers, loaded)
 
 
 def _rank_extra(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest.records import TensorRecord
-from flatparam_state.checkpoint.manifest.values import encode
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
-from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
+from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_on_demand
 from flatparam_state.places import Place
 from flatparam_state.source import TensorInfo, join_path
 
-__all__ = ["add_model", "add_values", "record_of", "share_of"]
+__all__ = ["add_model", "record_of", "share_of"]
 
 
 def share_of(span: Span, place: Place) -> Span:
@@ -44,32 +42,14 @@ def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
             part = tensor.local[share.relative_to(tensor.span.start).as_slice()]
             contribution.pieces.append(OwnedPiece(path, record_of(tensor), share, _give(part)))
         elif rank == 0:
-            chunks = _give_row_major(tensor.local)
+            chunks = row_major_on_demand(tensor.local)
             contribution.pieces.append(OwnedPiece(path, record_of(tensor), tensor.span, chunks))
         for alias in tensor.names[1:]:
             contribution.aliases[join_path(("model", alias))] = path
     if rank == 0:
         for name, module in extra_state_modules(model):
-            add_values(contribution, ("model", name), module.get_extra_state())
+            contribution.add_values(("model", name), module.get_extra_state())
 
 
 def _give(part: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: (part,)
-
-
-def _give_row_major(tensor: Tensor) -> Callable[[], Iterator[Tensor]]:
-    return lambda: row_major_chunks(tensor)
-
-
-def add_values(contribution: Contribution, at: tuple[str, ...], value: Any) -> None:
-    """Add a tree of the user's, with its tensors, under the keys `at`."""
-    tensors: dict[str, Tensor] = {}
-    tree = encode(value, at, tensors)
-    where = contribution.values
-    for key in at[:-1]:
-        where = where.setdefault(key, {})
-    where[at[-1]] = tree
-    for path, tensor in tensors.items():
-        record = TensorRecord(TensorInfo(tensor.shape, tensor.dtype))
-        piece = OwnedPiece(path, record, Span(0, tensor.numel()), _give_row_major(tensor))
-        contribution.pieces.append(piece)

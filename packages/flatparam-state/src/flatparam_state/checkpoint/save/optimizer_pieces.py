@@ -14,7 +14,7 @@ from flatparam_state.checkpoint.manifest.values import encode, inline, reference
 from flatparam_state.checkpoint.manifest.whole import OF_RANKS
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
-from flatparam_state.checkpoint.save.model_pieces import add_values, record_of, share_of
+from flatparam_state.checkpoint.save.model_pieces import record_of, share_of
 from flatparam_state.errors import CheckpointError
 from flatparam_state.optimizer.entry import COUNTERS
 from flatparam_state.optimizer.held import Held, held_by, held_parameters
@@ -69,7 +69,7 @@ def add_optimizer(
             adding.add(item, optimizer.state.get(item.parameter, {}))
         by_group.append(found)
     if rank == 0:
-        add_values(contribution, (*at, "param_groups"), groups)
+        contribution.add_values((*at, "param_groups"), groups)
     states = {item: optimizer.state.get(item.parameter, {}) for found in by_group for item in found}
     return Inventory.of(list(places_in(model)), by_group, states)
 
