@@ -14,8 +14,14 @@ from flatparam_state.checkpoint import (
 )
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.safetensors.header import DTYPES, SafetensorsHeader, StoredTensor, read_header
-from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter
+from flatparam_state.files import (
+    DTYPES,
+    SafetensorsHeader,
+    Staging,
+    StoredTensor,
+    TensorFileWriter,
+    read_header,
+)
 from flatparam_state.formats import (
     FORMATS,
     Soundness,
@@ -30,16 +36,35 @@ from flatparam_state.formats import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
-from flatparam_state.forms.deferred import Streamed, as_tensor, from_first, is_tensor_like, shape_of
-from flatparam_state.forms.state_form import FormKind, StateForm
-from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
-from flatparam_state.forms.wanted import Wanted
-from flatparam_state.model.collect import StandIns, clean_keys, model_state_dict, state_shown
-from flatparam_state.model.load import ModelLoad, load_model_state
-from flatparam_state.optimizer.collect import optimizer_state_dict
-from flatparam_state.optimizer.held import Held, Holding, held_parameters
-from flatparam_state.optimizer.load import load_optimizer_state
+from flatparam_state.forms import (
+    OWN_CHUNKER,
+    Chunker,
+    FormKind,
+    StateForm,
+    Streamed,
+    Tiling,
+    Wanted,
+    as_tensor,
+    from_first,
+    is_sharded_tensor,
+    is_tensor_like,
+    shape_of,
+)
+from flatparam_state.model import (
+    ModelLoad,
+    StandIns,
+    clean_keys,
+    load_model_state,
+    model_state_dict,
+    state_shown,
+)
+from flatparam_state.optimizer import (
+    Held,
+    Holding,
+    held_parameters,
+    load_optimizer_state,
+    optimizer_state_dict,
+)
 from flatparam_state.places import Place, places_in, places_of
 from flatparam_state.source import CHUNK_NBYTES, Source, TensorInfo, chunk_spans, join_path, split_path
 from flatparam_state.version import __version__ as __version__

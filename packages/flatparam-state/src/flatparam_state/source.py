@@ -9,7 +9,6 @@ from urllib.parse import unquote
 
 import attrs
 import torch
-from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
@@ -71,7 +70,7 @@ class Source(Protocol):
         """What is known of who wrote it: versions, world size, save id."""
         ...
 
-    def read(self, path: str, span: Span) -> Iterator[Tensor]:
+    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
         """The row-major elements `[span.start, span.stop)` of tensor `path`, in order.
 
         Yields:

@@ -10,17 +10,13 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives, resolve_topology
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
 from flatparam_state.checkpoint.moments import OnMoment, nothing
-from flatparam_state.checkpoint.save.commit import Committer
-from flatparam_state.checkpoint.save.optimizer_pieces import optimizers_by_name
-from flatparam_state.checkpoint.save.readiness import Subject
-from flatparam_state.checkpoint.save.session import Saver
+from flatparam_state.checkpoint.save import Committer, Saver, Subject, optimizers_by_name
 from flatparam_state.errors import CheckpointError
 
 __all__ = ["Checkpointer", "Optimizers"]
@@ -42,7 +38,7 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        model: nn.Module | None = None,
+        model: torch.nn.Module | None = None,
         optimizer: Optimizers = None,
         *,
         ranks: Collectives | None = None,

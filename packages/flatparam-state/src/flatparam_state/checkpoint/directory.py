@@ -13,11 +13,10 @@ from typing import Final
 import attrs
 from typing_extensions import final
 
-from flatparam_state.checkpoint.manifest.sealed import read_sealed, write_sealed
-from flatparam_state.checkpoint.manifest.whole import MANIFEST, Manifest
+from flatparam_state.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.durable import replace_durably, sync_directory
+from flatparam_state.files import replace_durably, sync_directory
 
 __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
 

@@ -11,18 +11,23 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
-from flatparam_state.checkpoint.manifest.records import BLOCK_NBYTES, FileRecord, Piece, TensorRecord
-from flatparam_state.checkpoint.manifest.values import OMIT, decode
-from flatparam_state.checkpoint.manifest.whole import MANIFEST, OF_RANKS, Manifest
+from flatparam_state.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    MANIFEST,
+    OF_RANKS,
+    OMIT,
+    FileRecord,
+    Manifest,
+    Piece,
+    TensorRecord,
+    decode,
+)
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import ByteFile
-from flatparam_state.files.safetensors.header import read_header
-from flatparam_state.files.tensor_bytes import tensor_of
+from flatparam_state.files import ByteFile, read_header, tensor_of
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo, chunk_spans
 
 __all__ = ["CheckpointReader", "open_checkpoint", "what_it_says"]
@@ -122,7 +127,7 @@ class CheckpointReader:
         """The bytes that were read of the ranks' files so far."""
         return sum(file.nbytes_read for file in self._files.values())
 
-    def read(self, path: str, span: Span) -> Iterator[Tensor]:
+    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
         """See `Source.read`. Memory: a chunk; a tensor that is not stored in row-major order takes itself, twice."""
         record = self.record(path)
         if record.stride is None:
@@ -133,7 +138,7 @@ class CheckpointReader:
         for part in chunk_spans(span, record.info.dtype.itemsize):
             yield flat[part.as_slice()]
 
-    def read_stored(self, path: str, span: Span) -> Iterator[Tensor]:
+    def read_stored(self, path: str, span: Span) -> Iterator[torch.Tensor]:
         """Like `read`, with elements counted in the memory order in which the tensor is stored."""
         record = self.record(path)
         if not Span(0, record.info.numel).contains(span):
@@ -157,7 +162,7 @@ class CheckpointReader:
         manifest = self.manifest
         return manifest.tensors[manifest.aliases.get(path, path)]
 
-    def load(self, path: str) -> Tensor:
+    def load(self, path: str) -> torch.Tensor:
         """The whole tensor `path`, in its shape, row-major, in memory of its own."""
         record = self.record(path)
         info = record.info
@@ -182,7 +187,9 @@ class CheckpointReader:
             path = self.path / MANIFEST
             raise CheckpointError(f"{path}: its values are not sound: {error}", path=path) from error
 
-    def _read_piece(self, path: str, record: TensorRecord, piece: Piece, wanted: Span) -> Iterator[Tensor]:
+    def _read_piece(
+        self, path: str, record: TensorRecord, piece: Piece, wanted: Span
+    ) -> Iterator[torch.Tensor]:
         """Elements `wanted` of a piece, block by block, up to a chunk at once."""
         itemsize = record.info.dtype.itemsize
         nbytes, start, stop = piece.span.numel * itemsize, wanted.start * itemsize, wanted.stop * itemsize
@@ -258,6 +265,6 @@ def what_it_says(path: Path) -> str:
     return f"; it says that it is of rank {said.get('rank')} of {said.get('world_size')} in save {said['save_id']}"
 
 
-def _zeros(span: Span, dtype: torch.dtype) -> Iterator[Tensor]:
+def _zeros(span: Span, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for part in chunk_spans(span, dtype.itemsize):
         yield torch.zeros(part.numel, dtype=dtype, device="cpu")

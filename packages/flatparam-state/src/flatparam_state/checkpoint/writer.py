@@ -10,20 +10,20 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.manifest.dtypes import dtype_name
-from flatparam_state.checkpoint.manifest.records import TensorRecord, rank_file
-from flatparam_state.checkpoint.manifest.values import encode, graft, reference
-from flatparam_state.checkpoint.save.commit import Committer, free_nbytes
-from flatparam_state.checkpoint.save.contribution import Ticket
-from flatparam_state.checkpoint.save.rank_file import RankFileWriter, header_metadata
-from flatparam_state.checkpoint.save.report import RankReport
+from flatparam_state.checkpoint.manifest import TensorRecord, dtype_name, encode, graft, rank_file, reference
+from flatparam_state.checkpoint.save import (
+    Committer,
+    RankFileWriter,
+    RankReport,
+    Ticket,
+    header_metadata,
+)
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.safetensors.stream import Staging
+from flatparam_state.files import Staging, free_nbytes
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo, split_path
 
 __all__ = ["CheckpointWriter"]
@@ -117,7 +117,7 @@ class CheckpointWriter:
     ) -> None:
         self.close()
 
-    def write(self, path: str, chunks: Iterable[Tensor]) -> None:
+    def write(self, path: str, chunks: Iterable[torch.Tensor]) -> None:
         """Write the next tensor.
 
         Args:
@@ -176,7 +176,7 @@ class CheckpointWriter:
 
 def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """The encoded tree, with a reference wherever the user's own tree has a tensor."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     tree = {key: encode(value, (key,), found) for key, value in values.items()}
     if found:
         raise ValueError(f"expected values without tensors, found {next(iter(found))!r}")
@@ -196,11 +196,11 @@ def _share(numel: int, index: int, count: int) -> Span:
 class _Elements:
     """A stream of chunks, taken by number of elements."""
 
-    def __init__(self, chunks: Iterable[Tensor]) -> None:
+    def __init__(self, chunks: Iterable[torch.Tensor]) -> None:
         self._chunks = iter(chunks)
         self._rest = torch.empty(0, device="cpu")
 
-    def take(self, numel: int) -> Iterator[Tensor]:
+    def take(self, numel: int) -> Iterator[torch.Tensor]:
         while numel:
             if not self._rest.numel():
                 chunk = next(self._chunks, None)

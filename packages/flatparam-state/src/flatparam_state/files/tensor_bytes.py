@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 __all__ = ["buffer_of", "bytes_view", "tensor_of"]
 
 
-def bytes_view(tensor: Tensor) -> Tensor:
+def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in row-major order as 1-D bytes; a view where it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # one element of a larger tensor counts as contiguous, whatever its stride
@@ -16,7 +15,7 @@ def bytes_view(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
+def tensor_of(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
     """The 1-D tensor whose memory `data` is."""
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.manifest.whole import MANIFEST
+from flatparam_state.checkpoint.manifest import MANIFEST
 from flatparam_state.checkpoint.reader import open_checkpoint
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp

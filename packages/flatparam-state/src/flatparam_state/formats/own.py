@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.manifest.records import rank_file
+from flatparam_state.checkpoint.manifest import rank_file
 from flatparam_state.checkpoint.writer import CheckpointWriter
 from flatparam_state.formats.output import refuse_existing
 from flatparam_state.formats.stored_source import stored_source

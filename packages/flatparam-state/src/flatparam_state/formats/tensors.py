@@ -11,14 +11,12 @@ from typing import Final
 
 import attrs
 import torch
-from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span, Threshold
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import ByteFile
-from flatparam_state.files.tensor_bytes import tensor_of
-from flatparam_state.forms.boxes import Box, row_major_boxes
+from flatparam_state.files import ByteFile, tensor_of
+from flatparam_state.forms import Box, row_major_boxes
 from flatparam_state.source import TensorInfo, chunk_spans
 
 __all__ = ["Storage", "Stored", "StridedTensor", "read_boxes", "row_major"]
@@ -40,7 +38,7 @@ class Stored(ABC):
     info: TensorInfo
 
     @abstractmethod
-    def read(self, span: Span) -> Iterator[Tensor]:
+    def read(self, span: Span) -> Iterator[torch.Tensor]:
         """The row-major elements `span`, in pieces; see `Source.read`."""
 
     @abstractmethod
@@ -89,7 +87,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], object]) -> Iterator[Tensor]:
+def read_boxes(
+    info: TensorInfo, span: Span, fill: Callable[[Box, torch.Tensor], object]
+) -> Iterator[torch.Tensor]:
     """The row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
     for piece in chunk_spans(span, info.dtype.itemsize):
         chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
@@ -126,7 +126,7 @@ class StridedTensor(Stored):
         if self.info.numel and end > self.storage.nbytes:
             raise ValueError(f"a tensor ends at byte {end} of a storage of {self.storage.nbytes} bytes")
 
-    def read(self, span: Span) -> Iterator[Tensor]:
+    def read(self, span: Span) -> Iterator[torch.Tensor]:
         """See `Stored.read`."""
         with ByteFile(self.storage.file) as file:
             self.storage.check(file)
@@ -137,7 +137,7 @@ class StridedTensor(Stored):
                 for chunk in read_boxes(self.info, span, lambda box, out: self._read_box(file, box, out)):
                     yield self._resolved(chunk)
 
-    def read_box(self, box: Box, out: Tensor) -> None:
+    def read_box(self, box: Box, out: torch.Tensor) -> None:
         """Read the elements of a box into `out`, of the sizes of the box, without the flags.
 
         Extra memory: about twice `out`, or 64 KiB: what lies scattered is read in smaller boxes.
@@ -154,7 +154,7 @@ class StridedTensor(Stored):
         dims = zip(self.info.shape, self.strides, row_major(self.info.shape), strict=True)
         return all(size == 1 or stride == expected for size, stride, expected in dims)
 
-    def _read_box(self, file: ByteFile, box: Box, out: Tensor) -> None:
+    def _read_box(self, file: ByteFile, box: Box, out: torch.Tensor) -> None:
         extent = _extent(box.sizes, self.strides)
         if extent * out.itemsize > max(WORTH_A_READ.value, _WASTE * out.nbytes) and out.numel() > 1:
             _, dim = max((stride, dim) for dim, stride in enumerate(self.strides) if box.sizes[dim] > 1)
@@ -165,11 +165,11 @@ class StridedTensor(Stored):
         start = self.offset + sum(i * s for i, s in zip(box.offsets, self.strides, strict=True))
         out.copy_(self._elements(file, start, extent).as_strided(box.sizes, self.strides))
 
-    def _elements(self, file: ByteFile, start: int, numel: int) -> Tensor:
+    def _elements(self, file: ByteFile, start: int, numel: int) -> torch.Tensor:
         itemsize = self.info.dtype.itemsize
         return tensor_of(file.read(self.storage.start + start * itemsize, numel * itemsize), self.info.dtype)
 
-    def _resolved(self, elements: Tensor) -> Tensor:
+    def _resolved(self, elements: torch.Tensor) -> torch.Tensor:
         if self.conjugated:
             elements = elements.conj().resolve_conj()
         return -elements if self.negated else elements

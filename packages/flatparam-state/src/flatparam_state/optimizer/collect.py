@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.forms.state_form import StateForm
+from flatparam_state.forms import StateForm
 from flatparam_state.optimizer.entry import copy_value
 from flatparam_state.optimizer.exchange import sharded_states
 from flatparam_state.optimizer.groups import complete_groups, named_group
@@ -23,7 +22,7 @@ __all__ = ["optimizer_state_dict"]
 
 
 def optimizer_state_dict(
-    model: nn.Module,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     offload_to_cpu: bool = True,
@@ -96,5 +95,5 @@ def _by_parameter(
     return {item: state[key] for key, item in meant.items()}, others
 
 
-def _is_first(model: nn.Module) -> bool:
+def _is_first(model: torch.nn.Module) -> bool:
     return all(place.unit.plan.topology.group.rank == 0 for place in itertools.islice(places_in(model), 1))

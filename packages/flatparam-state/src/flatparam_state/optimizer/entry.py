@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from flatparam_state.forms.tiling import is_sharded_tensor
+from flatparam_state.forms import is_sharded_tensor
 
 __all__ = ["COUNTERS", "copy_value", "is_equal"]
 

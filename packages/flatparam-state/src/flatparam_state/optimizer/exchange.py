@@ -12,7 +12,7 @@ from typing_extensions import final
 
 from flatparam_runtime import Collectives
 from flatparam_state.codec import gather, shard_of
-from flatparam_state.forms.state_form import FormKind, StateForm
+from flatparam_state.forms import FormKind, StateForm
 from flatparam_state.optimizer.entry import copy_value, is_equal
 from flatparam_state.optimizer.held import Held
 from flatparam_state.optimizer.per_rank import PerRank

@@ -8,13 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from flatparam_state.forms.deferred import (
-    Streamed,
-    as_tensor,
-    from_first,
-    is_tensor_like,
-    shape_of,
-)
+from flatparam_state.forms import Streamed, as_tensor, from_first, is_tensor_like, shape_of
 from flatparam_state.optimizer.saved_states import concrete
 from flatparam_state.places import places_in
 

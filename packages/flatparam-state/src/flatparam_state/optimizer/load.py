@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms import OWN_CHUNKER, Chunker
 from flatparam_state.optimizer.first_rank import arrived, streamed
 from flatparam_state.optimizer.groups import settings_of, with_settings
 from flatparam_state.optimizer.held import Held, Holding, held_parameters, numbered
@@ -21,7 +20,7 @@ __all__ = ["load_optimizer_state"]
 
 
 def load_optimizer_state(
-    model: nn.Module,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     *,
@@ -80,7 +79,11 @@ def load_optimizer_state(
 
 
 def _loaded(
-    model: nn.Module, places: Sequence[Place], holding: Holding, held: Collection[str], states: SavedStates
+    model: torch.nn.Module,
+    places: Sequence[Place],
+    holding: Holding,
+    held: Collection[str],
+    states: SavedStates,
 ) -> dict[Held, dict[str, Any]]:
     """The state of each parameter that the optimizer holds, made in the order of the model, the same on every rank.
 

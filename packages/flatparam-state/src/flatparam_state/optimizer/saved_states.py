@@ -11,15 +11,16 @@ import torch
 from typing_extensions import final
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.forms.chunker import Chunker, is_dtensor
-from flatparam_state.forms.deferred import (
+from flatparam_state.forms import (
+    Chunker,
     LazyValue,
     Streamed,
+    Wanted,
     as_tensor,
+    is_dtensor,
+    is_sharded_tensor,
     is_tensor_like,
 )
-from flatparam_state.forms.tiling import is_sharded_tensor
-from flatparam_state.forms.wanted import Wanted
 from flatparam_state.optimizer.entry import COUNTERS, copy_value, is_equal
 from flatparam_state.optimizer.held import Held, Holding
 from flatparam_state.optimizer.per_rank import PerRank, is_per_rank

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from flatparam_state.checkpoint.load.elements import read_part
-from flatparam_state.checkpoint.manifest.records import TensorRecord
+from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.errors import CheckpointError

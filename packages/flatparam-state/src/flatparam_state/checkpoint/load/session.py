@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
 from typing_extensions import final
 
 from flatparam_runtime import Collectives
@@ -17,7 +16,7 @@ from flatparam_state.checkpoint.agreement import agree, attempt
 from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model
 from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
-from flatparam_state.checkpoint.manifest.whole import Manifest
+from flatparam_state.checkpoint.manifest import Manifest
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.reader import CheckpointReader, what_it_says
 from flatparam_state.errors import CheckpointError
@@ -73,7 +72,7 @@ class _Prepared:
 def load_checkpoint(
     directory: CheckpointDirectory,
     ranks: Collectives,
-    model: nn.Module | None,
+    model: torch.nn.Module | None,
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     *,
     step: int | None,
@@ -129,7 +128,7 @@ def _agree_on_place(
 def _prepare(
     reader: CheckpointReader,
     ranks: Collectives,
-    model: nn.Module | None,
+    model: torch.nn.Module | None,
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     strict: bool,
     convert_dtype: bool,

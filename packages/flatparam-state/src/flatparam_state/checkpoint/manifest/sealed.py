@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import ByteFile
-from flatparam_state.files.durable import write_durably
-from flatparam_state.files.limited_json import parse_json
+from flatparam_state.files import ByteFile, parse_json, write_durably
 
 __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
 

@@ -13,17 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
 
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, dtype_named
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.tensor_bytes import bytes_view, tensor_of
+from flatparam_state.files import bytes_view, tensor_of
 from flatparam_state.source import join_path
 
 __all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
 
 _DEPTH: Final = 100
-_TENSORS: Final = (Tensor, nn.Parameter, nn.Buffer)
+_TENSORS: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMPY_SCALARS: Final = frozenset(
     f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items()
     for bits in sizes
@@ -38,19 +37,19 @@ def reference(path: str) -> dict[str, str]:
     return {"$tensor": path}
 
 
-def inline(tensor: Tensor) -> dict[str, Any]:
+def inline(tensor: torch.Tensor) -> dict[str, Any]:
     """A small tensor as a value of its own."""
     data = base64.b64encode(bytes(bytes_view(tensor.cpu()).tolist())).decode()
     return {"$inline": [dtype_name(tensor.dtype), list(tensor.shape), data]}
 
 
-def _inlined(content: Any) -> Tensor:
+def _inlined(content: Any) -> torch.Tensor:
     name, shape, data = content
     dtype = dtype_named(name)
     return tensor_of(bytearray(base64.b64decode(data, validate=True)), dtype).reshape(shape)
 
 
-def encode(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+def encode(value: Any, at: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
     """The JSON tree of `value`.
 
     Args:
@@ -66,7 +65,7 @@ def encode(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
 
 
 class _Encoder:
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
     def encode(self, value: Any, at: tuple[str, ...]) -> Any:
@@ -108,7 +107,7 @@ class _Encoder:
         ]
         return {_MAPPINGS[kind]: pairs}
 
-    def _tensor(self, tag: str, tensor: Tensor, at: tuple[str, ...]) -> Any:
+    def _tensor(self, tag: str, tensor: torch.Tensor, at: tuple[str, ...]) -> Any:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _refused(at, f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
         dtype_name(tensor.dtype, at)

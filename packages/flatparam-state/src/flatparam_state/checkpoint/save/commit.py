@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -12,28 +11,17 @@ from typing_extensions import final
 
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.lock import DirectoryLock
-from flatparam_state.checkpoint.manifest.records import rank_file
-from flatparam_state.checkpoint.manifest.sealed import write_sealed
-from flatparam_state.checkpoint.manifest.whole import MANIFEST
+from flatparam_state.checkpoint.manifest import MANIFEST, rank_file, write_sealed
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 from flatparam_state.checkpoint.save.merge import merge
 from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
 from flatparam_state.checkpoint.save.report import RankReport, report_path
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.durable import sync_directory
-from flatparam_state.files.safetensors.stream import Staging
+from flatparam_state.files import Staging, sync_directory
 from flatparam_state.version import __version__
 
-__all__ = ["Committer", "free_nbytes", "write_part"]
-
-
-def free_nbytes(path: Path) -> int:
-    """The bytes that an ordinary user can still write to the file system of `path`, or of what will contain it."""
-    while not path.exists():
-        path = path.parent
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+__all__ = ["Committer", "write_part"]
 
 
 def write_part(

@@ -9,12 +9,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.manifest.records import RankValue, TensorRecord
-from flatparam_state.checkpoint.manifest.values import encode
+from flatparam_state.checkpoint.manifest import RankValue, TensorRecord, encode
 from flatparam_state.source import CHUNK_NBYTES, TensorInfo
 
 __all__ = ["Contribution", "OwnedPiece", "Ticket", "row_major_chunks"]
@@ -28,7 +26,7 @@ class OwnedPiece:
     path: str
     record: TensorRecord
     span: Span
-    chunks: Callable[[], Iterable[Tensor]]
+    chunks: Callable[[], Iterable[torch.Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +43,7 @@ class OwnedPiece:
         return attrs.evolve(self, chunks=lambda: (copy,))
 
 
-def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
+def row_major_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements of `tensor` in row-major order; where it is not contiguous, at most a chunk is copied at once."""
     if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
         yield tensor.detach().reshape(-1)
@@ -54,7 +52,7 @@ def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
             yield from row_major_chunks(row)
 
 
-def row_major_on_demand(tensor: Tensor) -> Callable[[], Iterator[Tensor]]:
+def row_major_on_demand(tensor: torch.Tensor) -> Callable[[], Iterator[torch.Tensor]]:
     """Gives `row_major_chunks` of `tensor` when it is called."""
     return lambda: row_major_chunks(tensor)
 
@@ -95,7 +93,7 @@ class Contribution:
 
     def add_values(self, at: tuple[str, ...], value: Any) -> None:
         """Add a tree of the user's, with its tensors, under the keys `at`."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         tree = encode(value, at, tensors)
         parent = self.values
         for key in at[:-1]:

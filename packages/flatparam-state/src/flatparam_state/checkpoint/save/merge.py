@@ -10,13 +10,11 @@ from typing import Any
 import attrs
 import torch
 
-from flatparam_state.checkpoint.manifest.records import Piece, RankValue, TensorRecord
-from flatparam_state.checkpoint.manifest.values import decode, graft
-from flatparam_state.checkpoint.manifest.whole import Manifest
+from flatparam_state.checkpoint.manifest import Manifest, Piece, RankValue, TensorRecord, decode, graft
 from flatparam_state.checkpoint.save.contribution import Ticket
 from flatparam_state.checkpoint.save.report import RankReport
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.tensor_bytes import bytes_view
+from flatparam_state.files import bytes_view
 from flatparam_state.source import TensorInfo, split_path
 
 __all__ = ["merge", "merged_tensors"]

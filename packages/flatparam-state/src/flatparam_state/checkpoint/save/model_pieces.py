@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.manifest.records import TensorRecord
+from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_on_demand
 from flatparam_state.places import Place
@@ -33,7 +32,7 @@ def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRe
     return TensorRecord(TensorInfo(tensor.info.shape, dtype or tensor.info.dtype), stride=tensor.stride)
 
 
-def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
+def add_model(model: torch.nn.Module, rank: int, contribution: Contribution) -> None:
     """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
     for tensor in model_tensors(model):
         path = join_path(("model", tensor.name))
@@ -51,5 +50,5 @@ def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
             contribution.add_values(("model", name), module.get_extra_state())
 
 
-def _give(part: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def _give(part: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
     return lambda: (part,)

@@ -6,19 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
 
 from flatparam_runtime import Span, Threshold
-from flatparam_state.checkpoint.manifest.records import RankValue, TensorRecord
-from flatparam_state.checkpoint.manifest.values import encode, inline, reference
-from flatparam_state.checkpoint.manifest.whole import OF_RANKS
+from flatparam_state.checkpoint.manifest import OF_RANKS, RankValue, TensorRecord, encode, inline, reference
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
 from flatparam_state.checkpoint.save.model_pieces import record_of, share_of
 from flatparam_state.errors import CheckpointError
-from flatparam_state.optimizer.entry import COUNTERS
-from flatparam_state.optimizer.held import Held, held_by, held_parameters
-from flatparam_state.optimizer.inventory import Inventory
+from flatparam_state.optimizer import COUNTERS, Held, Inventory, held_by, held_parameters
 from flatparam_state.places import places_in
 from flatparam_state.source import TensorInfo, join_path
 
@@ -47,7 +42,7 @@ def optimizers_by_name(
 
 
 def add_optimizer(
-    model: nn.Module,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     at: tuple[str, ...],
     rank: int,
@@ -100,7 +95,7 @@ class _Adding:
             elif item.place is None or _is_first_replica(item):
                 self._add_rank_value(item, name, value)
 
-    def _add_shaped(self, item: Held, name: str, value: Tensor) -> None:
+    def _add_shaped(self, item: Held, name: str, value: torch.Tensor) -> None:
         if item.place is None:
             tensor = self._tensors[item.fqns[0]]
             path = join_path((*self._at, item.fqns[0], name))
@@ -116,8 +111,8 @@ class _Adding:
             record = record_of(self._tensors[fqn], value.dtype)
             self._piece(join_path((*self._at, fqn, name)), record, share, part)
 
-    def _piece(self, path: str, record: TensorRecord, span: Span, value: Tensor) -> None:
-        def chunks() -> Iterator[Tensor]:
+    def _piece(self, path: str, record: TensorRecord, span: Span, value: torch.Tensor) -> None:
+        def chunks() -> Iterator[torch.Tensor]:
             return row_major_chunks(value)
 
         self._contribution.pieces.append(OwnedPiece(path, record, span, chunks))
@@ -132,13 +127,13 @@ class _Adding:
 
     def _encoded(self, fqn: str, name: str, value: Any) -> Any:
         path = join_path((OF_RANKS, str(self._rank), *self._at, fqn, name))
-        if type(value) is Tensor and value.nbytes > INLINE_NBYTES.value:
+        if type(value) is torch.Tensor and value.nbytes > INLINE_NBYTES.value:
             record = TensorRecord(TensorInfo(value.shape, value.dtype), whole=True)
             self._piece(path, record, Span(0, value.numel()), value.detach())
             return reference(path)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         tree = encode(value, (*self._at, fqn, name), tensors)
-        if isinstance(value, Tensor) and tensors:
+        if isinstance(value, torch.Tensor) and tensors:
             return inline(value.detach())
         if tensors:
             raise CheckpointError(
@@ -150,7 +145,7 @@ class _Adding:
 
 
 def _is_shaped_like(value: Any, item: Held, name: str) -> bool:
-    if not isinstance(value, Tensor) or value.shape != item.parameter.shape:
+    if not isinstance(value, torch.Tensor) or value.shape != item.parameter.shape:
         return False
     return value.dim() > 0 or name not in COUNTERS
 

@@ -12,12 +12,10 @@ from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.manifest.dtypes import file_dtype
-from flatparam_state.checkpoint.manifest.records import BLOCK_NBYTES, FileRecord, Piece, TensorRecord
+from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FileRecord, Piece, TensorRecord, file_dtype
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import OwnedPiece
-from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter
-from flatparam_state.files.tensor_bytes import bytes_view
+from flatparam_state.files import Staging, TensorFileWriter, bytes_view
 from flatparam_state.source import TensorInfo
 
 __all__ = ["RankFileWriter", "header_metadata", "write_rank_file"]

@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 from typing_extensions import Self, final
 
-from flatparam_state.checkpoint.manifest.records import FileRecord, RankValue, TensorRecord
-from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal
+from flatparam_state.checkpoint.manifest import FileRecord, RankValue, TensorRecord, read_sealed, seal
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_state.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from flatparam_state.formats.dcp.metadata import METADATA_FILE, Chunk, DcpMetada
 from flatparam_state.formats.stored_source import StoredSource
 from flatparam_state.formats.tensors import Storage, Stored, StridedTensor, read_boxes
 from flatparam_state.formats.torch_save.reader import open_archive
-from flatparam_state.forms.boxes import Box
+from flatparam_state.forms import Box
 from flatparam_state.source import TensorInfo
 
 __all__ = ["ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]

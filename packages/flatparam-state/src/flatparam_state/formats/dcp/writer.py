@@ -16,12 +16,11 @@ from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.dcp.metadata import METADATA_FILE
 from flatparam_state.formats.output import SparseFile, appearing, check_new
-from flatparam_state.formats.pickles.reader import Global
-from flatparam_state.formats.pickles.writer import PickledCall, pickle_of
+from flatparam_state.formats.pickles import Global, PickledCall, pickle_of
 from flatparam_state.formats.stored_source import tree_of
 from flatparam_state.formats.tensors import Storage, Stored
 from flatparam_state.formats.torch_save.writer import write_archive
-from flatparam_state.forms.boxes import Box
+from flatparam_state.forms import Box
 from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_dcp"]

@@ -34,7 +34,7 @@ from flatparam_state.formats.deepspeed.step_files import (
     read_model_parts,
     step_directory,
 )
-from flatparam_state.formats.pickles.reader import Global, InertObject
+from flatparam_state.formats.pickles import Global, InertObject
 from flatparam_state.formats.stored_source import StoredSource
 from flatparam_state.formats.tensors import StridedTensor
 from flatparam_state.source import TensorInfo

@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from flatparam_state.errors import CheckpointError
 from flatparam_state.formats.damage import damage_named
-from flatparam_state.formats.pickles.reader import AdmittedNames, InertObject
+from flatparam_state.formats.pickles import AdmittedNames, InertObject
 from flatparam_state.formats.tensors import StridedTensor
 from flatparam_state.formats.torch_save.names import TORCH_NAMES
 from flatparam_state.formats.torch_save.reader import open_archive

@@ -9,8 +9,7 @@ from typing import BinaryIO, Final, cast
 
 from flatparam_runtime import Span
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.safetensors.header import SafetensorsHeader, read_header
-from flatparam_state.files.safetensors.stream import TensorFileWriter
+from flatparam_state.files import SafetensorsHeader, TensorFileWriter, read_header
 from flatparam_state.formats.hugging_face.shard_index import encode_index, read_shards
 from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.stored_source import StoredSource, select

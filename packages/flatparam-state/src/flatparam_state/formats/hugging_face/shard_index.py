@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flatparam_state.errors import CheckpointError
-from flatparam_state.files.byte_file import ByteFile
-from flatparam_state.files.limited_json import parse_json
+from flatparam_state.files import ByteFile, parse_json
 from flatparam_state.formats.tensors import Stored
 
 __all__ = ["encode_index", "read_shards"]

@@ -10,7 +10,7 @@ import attrs
 import torch
 from typing_extensions import final
 
-from flatparam_state.formats.pickles.reader import AdmittedNames, Global
+from flatparam_state.formats.pickles import AdmittedNames, Global
 from flatparam_state.formats.tensors import Storage, StridedTensor
 from flatparam_state.source import TensorInfo
 

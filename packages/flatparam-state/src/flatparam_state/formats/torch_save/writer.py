@@ -12,10 +12,9 @@ from typing import Any, Final
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.files.tensor_bytes import buffer_of
+from flatparam_state.files import buffer_of
 from flatparam_state.formats.output import SparseFile
-from flatparam_state.formats.pickles.reader import Global
-from flatparam_state.formats.pickles.writer import Persistent, PickledCall, pickle_of
+from flatparam_state.formats.pickles import Global, Persistent, PickledCall, pickle_of
 from flatparam_state.formats.tensors import Stored, row_major
 from flatparam_state.formats.torch_save.names import STORAGE_NAMES
 

@@ -1,11 +1,11 @@
-"""What makes files and names last: every write here is on the disk when it returns."""
+"""The disk: writes that are on it when they return, and the room that is left."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["replace_durably", "sync_directory", "write_durably"]
+__all__ = ["free_nbytes", "replace_durably", "sync_directory", "write_durably"]
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -30,3 +30,11 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_nbytes(path: Path) -> int:
+    """The bytes that an ordinary user can still write to the file system of `path`, or of what will contain it."""
+    while not path.exists():
+        path = path.parent
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
