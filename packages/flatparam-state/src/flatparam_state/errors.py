@@ -14,7 +14,7 @@ class CheckpointError(FlatParamError):
     """Catch this when a checkpoint cannot be written, or cannot be trusted, or does not fit; nothing was changed then.
 
     `rank` is the rank that it is about, `path` the file or directory, `fqn` the parameter or path in the tree, `hint`
-    what to do; each is None, or empty, where there is none. All that is known is in the message too.
+    what to do; each is None, or empty, if there is none. All that is known is in the message too.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -67,7 +67,7 @@ class Source(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What is known of who wrote it: versions, world size, save id."""
+        """The known facts about the program that wrote it: versions, world size, save id."""
         ...
 
     def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
@@ -77,7 +77,7 @@ class Source(Protocol):
             1-D CPU tensors of the tensor's dtype, at most `CHUNK_NBYTES` each.
 
         Raises:
-            CheckpointError: where the bytes are not what they were when they were written.
+            CheckpointError: if the bytes are not what they were when they were written.
         """
         ...
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 @final
 @attrs.frozen
 class Failure:
-    """What went wrong on a rank, as all ranks will be told."""
+    """A failure of one rank, as all ranks will be told."""
 
     rank: int
     text: str
@@ -34,7 +34,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int, *, directory: Path | None = None, need: int = 0) -> Self:
-        """What `rank` says of `error`, which came while it wrote `need` bytes to `directory`, if it did."""
+        """The failure of `rank` by `error`, which came while the rank wrote `need` bytes to `directory`, if it did."""
         if isinstance(error, CheckpointError):
             return cls(rank, error.message, error.path, error.fqn, error.hint, error.rank)
         if isinstance(error, OSError):

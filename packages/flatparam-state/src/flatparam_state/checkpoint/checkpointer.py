@@ -104,10 +104,10 @@ class Checkpointer:
             rank_extra: this rank's own, such as the state of its random generators.
 
         Returns:
-            Where it is (or will be); None where it failed and `on_save_error` is "warn".
+            The directory where the checkpoint is, or will be; None if the save failed and `on_save_error` is "warn".
 
         Raises:
-            CheckpointError: on every rank, where one has failed, naming rank and file and what to do. What was saved
+            CheckpointError: on every rank, if one has failed, naming rank and file and what to do. What was saved
                 before is as it was, and training can go on.
         """
         if type(step) is not int or step < 0:
@@ -127,7 +127,7 @@ class Checkpointer:
         """Return when no save is under way any more; every rank calls it.
 
         Raises:
-            CheckpointError: where that save has failed, on every rank.
+            CheckpointError: if that save has failed, on every rank.
         """
         self._reported(self._saver.settle)
 
@@ -147,10 +147,10 @@ class Checkpointer:
         return self._directory.steps()
 
     def latest(self) -> int | None:
-        """The step that `load()` would load; None where there is none.
+        """The step that `load()` would load; None if there is none.
 
         Raises:
-            CheckpointError: where there are checkpoints, and none is sound.
+            CheckpointError: if there are checkpoints, and none is sound.
         """
         chosen = self._directory.choose()
         return None if chosen is None else chosen.manifest.step
@@ -169,10 +169,10 @@ class Checkpointer:
             convert_dtype: convert parameters and buffers to the dtypes that they have in the model.
 
         Returns:
-            What else was saved; None where no step is named and there is no checkpoint yet.
+            Everything else that was saved; None if no step is named and there is no checkpoint yet.
 
         Raises:
-            CheckpointError: on every rank, where one has found a fault, naming rank, file and parameter.
+            CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
         self._saver.settle()
         return load_checkpoint(

@@ -31,7 +31,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in directory `path`.
 
     Raises:
-        CheckpointError: where there is none, or it is damaged.
+        CheckpointError: if there is none, or it is damaged.
     """
     file = path / MANIFEST
     try:
@@ -79,10 +79,10 @@ class CheckpointDirectory:
         return sorted(int(name[1]) for name in names if name)
 
     def latest(self) -> tuple[int, str] | None:
-        """The step and the save id that `latest` names; None where there is no such file.
+        """The step and the save id that `latest` names; None if there is no such file.
 
         Raises:
-            CheckpointError: where it is damaged.
+            CheckpointError: if it is damaged.
         """
         path = self.root / _LATEST
         if not path.exists():
@@ -102,13 +102,13 @@ class CheckpointDirectory:
         on_moment(Moment.LATEST_REPLACED)
 
     def choose(self, step: int | None = None) -> Chosen | None:
-        """The checkpoint to load: that of `step`, or the latest; None where there is no latest.
+        """The checkpoint to load: that of `step`, or the latest; None if there is no latest.
 
-        A checkpoint that was committed, but not yet named by `latest` when its writer died, is the latest. Where
+        A checkpoint that was committed, but not yet named by `latest` when its writer died, is the latest. If
         `latest` or what it names is damaged, it is the newest one whose manifest is sound.
 
         Raises:
-            CheckpointError: where the checkpoint of `step` is not there; where there are some, and none is sound.
+            CheckpointError: if the checkpoint of `step` is not there; if there are some, and none is sound.
         """
         if step is not None:
             if step not in self.steps():
@@ -124,7 +124,8 @@ class CheckpointDirectory:
                 named = self._named()
             except CheckpointError as error:
                 if self._text_of_latest() != before:
-                    continue  # a writer has gone on, and retired what was the latest
+                    # A writer has gone on, and retired what was the latest.
+                    continue
                 return self._newest_sound(str(error))
             return self._newest_sound("") if named is None else self._successor(named) or named
         return self._newest_sound(f"{self.root / _LATEST} changes all the time")
@@ -153,7 +154,7 @@ class CheckpointDirectory:
                 yield Chosen(self.path_of(step), read_manifest(self.path_of(step)))
 
     def _successor(self, named: Chosen) -> Chosen | None:
-        """What was committed after `named`, whose writer died before it could say so."""
+        """The checkpoint that was committed after `named`, if its writer died before it could say so."""
         since = self._time_of(named.manifest.step)
         for step in reversed(self.steps()):
             path = self.path_of(step)
@@ -165,7 +166,7 @@ class CheckpointDirectory:
         return None
 
     def _time_of(self, step: int) -> int:
-        """When a checkpoint was written; before all times where it has just been retired."""
+        """When a checkpoint was written; -1 if it has just been retired."""
         try:
             return (self.path_of(step) / MANIFEST).stat().st_mtime_ns
         except FileNotFoundError:
@@ -174,7 +175,8 @@ class CheckpointDirectory:
     def _newest_sound(self, why: str) -> Chosen | None:
         steps = self.steps()
         for chosen in self._sound():
-            first = not why and chosen.manifest.follows is None  # its writer died before there was a `latest`
+            # The writer of the first checkpoint died before there was a `latest`.
+            first = not why and chosen.manifest.follows is None
             lost = why or f"{self.root / _LATEST} is missing"
             warning = (
                 "" if first else f"{lost}: the newest sound checkpoint, {chosen.path.name}, is used instead"
@@ -203,7 +205,8 @@ class CheckpointDirectory:
         oldest_first = sorted(age, key=lambda step: (age[step], step))
         for step in oldest_first[: max(0, len(oldest_first) - (keep - 1))]:
             doomed = self.root / f"step-{step:08d}.deleted-{uuid.uuid4().hex}"
-            self.path_of(step).rename(doomed)  # so it is never seen half deleted
+            # So nobody sees a checkpoint that is half deleted.
+            self.path_of(step).rename(doomed)
             sync_directory(self.root)
             on_moment(Moment.RETIRING)
             shutil.rmtree(doomed, ignore_errors=True)

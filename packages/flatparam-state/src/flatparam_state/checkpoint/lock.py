@@ -16,7 +16,8 @@ from flatparam_state.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: the owner that is written into the file decides
+except ImportError:
+    # On a system that is not POSIX, the owner that is written into the file decides.
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["DirectoryLock"]
@@ -35,7 +36,7 @@ class DirectoryLock:
     __slots__ = ("__weakref__", "_descriptor", "_root")
 
     def __init__(self, root: Path) -> None:
-        """Not locked yet."""
+        """The directory is not locked yet."""
         self._root = root
         self._descriptor = -1
         _LOCKS.add(self)
@@ -49,10 +50,10 @@ class DirectoryLock:
         return self._descriptor >= 0
 
     def acquire(self) -> None:
-        """Lock the directory; nothing where it is held already.
+        """Lock the directory; this does nothing if the object holds the lock already.
 
         Raises:
-            CheckpointError: where somebody else writes there, naming host and process.
+            CheckpointError: if somebody else writes there, naming host and process.
         """
         if self.is_held:
             return
@@ -81,12 +82,13 @@ class DirectoryLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _refusal(self._root, owner) from None
-        except OSError:  # no locks here
+        except OSError:
+            # The file system has no locks.
             if owner and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"))):
                 raise _refusal(self._root, owner, f"; if that process is dead, delete {path}") from None
 
     def release(self) -> None:
-        """Let others write."""
+        """Let others write to the directory."""
         if self.is_held:
             os.ftruncate(self._descriptor, 0)
         self.forget()
@@ -102,7 +104,8 @@ def _owner(descriptor: int) -> dict[str, Any]:
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         found = json.loads(os.read(descriptor, 4096))
-    except ValueError:  # nobody, or one who is just writing
+    except ValueError:
+        # Nobody has written, or somebody is just writing.
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -110,7 +113,8 @@ def _owner(descriptor: int) -> dict[str, Any]:
 def _is_alive(pid: object) -> bool:
     if type(pid) is not int or pid <= 0:
         return False
-    if fcntl is None:  # elsewhere signal 0 may end the process that it is sent to
+    # On other systems signal 0 may end the process that it is sent to.
+    if fcntl is None:
         return pid != os.getpid()
     try:
         os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""The tensors of a sharded model as this rank holds them: what it saves, and where loaded elements go."""
+"""The tensors of a sharded model as this rank holds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatparam_state.source import TensorInfo
 __all__ = ["EXTRA_STATE", "ModelTensor", "bring_to_rest", "extra_state_modules", "model_tensors"]
 
 EXTRA_STATE = "_extra_state"
-"""What torch calls the entry of `get_extra_state`."""
+"""The name of the entry of `get_extra_state` in torch's state dicts."""
 
 
 @final
@@ -24,7 +24,7 @@ EXTRA_STATE = "_extra_state"
 class ModelTensor:
     """A parameter or buffer, and what this rank has of it.
 
-    `local` are the elements `span` (in the memory order of `stride`; row-major where that is None) as a view: writing
+    `local` are the elements `span` (in the memory order of `stride`; row-major if that is None) as a view: writing
     to it changes the model. Of a tensor that is not sharded it is the tensor itself.
     """
 
@@ -72,7 +72,8 @@ def model_tensors(model: torch.nn.Module) -> list[ModelTensor]:
 
 def _sharded(place: Place) -> Iterator[ModelTensor]:
     handle = place.handle
-    handle.stamp()  # it looks where the flat parameter is: it may have been moved or cast
+    # This looks where the flat parameter is, since it may have been moved or cast.
+    handle.stamp()
     shard = handle.flat_param.detach()
     for index, (slot, names) in enumerate(zip(handle.layout.slots, place.names, strict=True)):
         spec, fragment = slot.spec, handle.layout.fragment(index, handle.rank)

@@ -10,7 +10,7 @@ __all__ = ["Moment", "OnMoment", "nothing"]
 
 
 class Moment(enum.Enum):
-    """What has just happened in a save, in this order.
+    """A point of a save, named by what has just happened; they come in this order.
 
     `FILE_OPENED` to `REPORTED` happen on every rank, the others on rank 0.
     """
@@ -37,4 +37,4 @@ OnMoment: TypeAlias = Callable[[Moment], None]
 
 
 def nothing(moment: Moment) -> None:
-    """What is done at a moment outside of tests."""
+    """Do nothing: the `OnMoment` outside of tests."""

@@ -37,7 +37,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     """Open a checkpoint for reading: a run's directory (its latest one), or one checkpoint in it.
 
     Raises:
-        CheckpointError: where there is none, or it is damaged.
+        CheckpointError: if there is none, or it is damaged.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
@@ -158,7 +158,7 @@ class CheckpointReader:
         yield from _zeros(Span(end, span.stop), record.info.dtype)
 
     def record(self, path: str) -> TensorRecord:
-        """Where the tensor `path` is; a KeyError where there is none."""
+        """The record of the tensor `path`; a KeyError if there is none."""
         manifest = self.manifest
         return manifest.tensors[manifest.aliases.get(path, path)]
 
@@ -167,7 +167,8 @@ class CheckpointReader:
         record = self.record(path)
         info = record.info
         for piece in record.pieces:
-            self.file(piece.file)  # before anything is allocated: the bytes are there
+            # This checks that the bytes are there, before anything is allocated.
+            self.file(piece.file)
         result = torch.empty(info.numel, dtype=info.dtype, device="cpu")
         done = 0
         for chunk in self.read(path, Span(0, info.numel)):
@@ -179,7 +180,7 @@ class CheckpointReader:
         """The value of an encoded tree, with its tensors (on the CPU), or without.
 
         Raises:
-            CheckpointError: where the tree is not sound.
+            CheckpointError: if the tree is not sound.
         """
         try:
             return decode(tree, self.load if tensors else lambda _: OMIT)
@@ -255,7 +256,7 @@ def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: in
 
 
 def what_it_says(path: Path) -> str:
-    """What a wrong file says that it is, if it says anything."""
+    """The words of an error about a wrong file that tell what the file says that it is, if it says anything."""
     try:
         said = read_header(path).metadata
     except CheckpointError:

@@ -50,13 +50,13 @@ class CheckpointWriter:
         """Begin the checkpoint `<directory>/step-<step>`.
 
         Args:
-            directory: the directory of a run, made where it is not there.
+            directory: the directory of a run, made if it is not there.
             tensors: every tensor by its path; see `Source.tensors`.
             values: the tree without its tensors; see `Source.values`.
             aliases: the other paths of tied tensors.
 
         Raises:
-            CheckpointError: where the step is there, another writer is, the disk is too full, or a value is refused.
+            CheckpointError: if the step is there, another writer is, the disk is too full, or a value is refused.
         """
         if world_size < 1 or step < 0:
             raise ValueError(
@@ -125,7 +125,7 @@ class CheckpointWriter:
             chunks: its row-major elements in order.
 
         Raises:
-            ValueError: where another path, dtype or number of elements was announced.
+            ValueError: if another path, dtype or number of elements was announced.
         """
         announced = self._left.pop()
         if announced != path:
@@ -138,14 +138,14 @@ class CheckpointWriter:
             span = _share(numel, rank, self._world_size)
             if span:
                 writer.write(elements.take(span.numel))
-        if elements.has_more():
+        if elements.drain():
             raise ValueError(f"tensor {path!r}: expected {numel} elements, found more")
 
     def commit(self) -> Path:
         """Make it a checkpoint, and `latest`; returns its directory.
 
         Raises:
-            ValueError: where announced tensors are missing.
+            ValueError: if announced tensors are missing.
         """
         ticket = self._ticket
         if ticket is None or not self._is_open:
@@ -212,5 +212,7 @@ class _Elements:
             if part.numel():
                 yield part
 
-    def has_more(self) -> bool:
-        return self._rest.numel() > 0 or any(chunk.numel() for chunk in self._chunks)
+    def drain(self) -> int:
+        """Use up the stream until there is an element; returns how many elements were left over so far."""
+        left = self._rest.numel()
+        return left or next((chunk.numel() for chunk in self._chunks if chunk.numel()), 0)

@@ -23,7 +23,7 @@ class ByteFile:
         """Open `path`.
 
         Raises:
-            CheckpointError: where it cannot be opened, saying why.
+            CheckpointError: if it cannot be opened, saying why.
         """
         self.path = Path(path)
         try:
@@ -53,7 +53,7 @@ class ByteFile:
         """The bytes `[offset, offset + nbytes)`.
 
         Raises:
-            CheckpointError: where the file ends before, or cannot be read.
+            CheckpointError: if the file ends before, or cannot be read.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise CheckpointError(

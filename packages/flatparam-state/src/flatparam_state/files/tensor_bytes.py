@@ -8,9 +8,10 @@ __all__ = ["buffer_of", "bytes_view", "tensor_of"]
 
 
 def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in row-major order as 1-D bytes; a view where it is contiguous."""
+    """The elements of `tensor` in row-major order as 1-D bytes; a view if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.stride() != (1,):  # one element of a larger tensor counts as contiguous, whatever its stride
+    # One element of a larger tensor counts as contiguous, whatever its stride.
+    if flat.stride() != (1,):
         flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() == 1 else flat.contiguous()
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 

@@ -28,7 +28,8 @@ OPTIMIZER_KEYS: Final = (
     "optim_state_dict",
     "optimizer_state",
     "optimizer_states",
-    "optimizer_0",  # Lightning's sharded form
+    # Lightning's sharded form has this one.
+    "optimizer_0",
 )
 _MAX_DEPTH: Final = 100
 _MAX_LEAVES: Final = 10_000_000
@@ -45,7 +46,7 @@ def arranged(root: Any, file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
         Its tensors by path, and its values.
 
     Raises:
-        CheckpointError: where it is unclear which part is the model, or which parameter a state belongs to.
+        CheckpointError: if it is unclear which part is the model, or which parameter a state belongs to.
     """
     walk = _Walk(file)
     hint = "save state dicts as the model and the optimizer return them"
@@ -144,17 +145,15 @@ class _Walk:
         if isinstance(tree, Counter):
             return tree
         if isinstance(tree, Mapping):
-            found = {
-                key: self.values(value, (*parts, str(key)))
-                for key, value in tree.items()
-                if not self._took(value, (*parts, str(key)))
-            }
+            found = {}
+            for key, value in tree.items():
+                if isinstance(value, Stored):
+                    self._take(value, (*parts, str(key)))
+                else:
+                    found[key] = self.values(value, (*parts, str(key)))
             return found if len(self.tensors) == known else self._keyed_by_text(found, parts)
         if isinstance(tree, (list, tuple)):
-            each = [
-                None if self._took(value, (*parts, str(index))) else self.values(value, (*parts, str(index)))
-                for index, value in enumerate(tree)
-            ]
+            each = [self._item(value, (*parts, str(index))) for index, value in enumerate(tree)]
             return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
         return tree
 
@@ -165,11 +164,15 @@ class _Walk:
             raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
         return texts
 
-    def _took(self, value: Any, parts: tuple[str, ...]) -> bool:
+    def _item(self, value: Any, parts: tuple[str, ...]) -> Any:
+        """An item of a list, without its tensors."""
         if not isinstance(value, Stored):
-            return False
+            return self.values(value, parts)
+        self._take(value, parts)
+        return None
+
+    def _take(self, stored: Stored, parts: tuple[str, ...]) -> None:
         path = join_path(parts)
         if path in self.tensors:
             raise CheckpointError(f"{self._file}: two tensors would be at {path!r}", fqn=path)
-        self.tensors[path] = value
-        return True
+        self.tensors[path] = stored

@@ -21,15 +21,15 @@ _GROUPS: Final = "param_groups."
 def by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Key the state of an optimizer by parameter name.
 
-    States that are keyed by number are given names by the group's `param_names`, or, where all the parameters of
+    States that are keyed by number are given names by the group's `param_names`, or, if all the parameters of
     the model are in one group, by their order in the model.
 
     Args:
-        model: the model's tensors by name; empty where they are not known.
+        model: the model's tensors by name; empty if they are not known.
         file: where it comes from, for errors.
 
     Raises:
-        CheckpointError: where it cannot be known which parameter a state belongs to.
+        CheckpointError: if it cannot be known which parameter a state belongs to.
     """
     if not ("state" in optimizer or "param_groups" in optimizer):
         return _unflattened(optimizer, model, file)

@@ -1,4 +1,4 @@
-"""What goes wrong while a damaged or foreign file is taken apart, as an error that names the file."""
+"""Failures while a damaged or foreign file is taken apart, as errors that name the file."""
 
 from __future__ import annotations
 

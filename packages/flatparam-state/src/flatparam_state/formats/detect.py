@@ -49,10 +49,10 @@ def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> So
 
     Args:
         paths: a file or a directory; or two that belong together, such as a model's and an optimizer's.
-        format: one of `FORMATS`, where it shall not be found out.
+        format: one of `FORMATS`, if it shall not be found out.
 
     Raises:
-        CheckpointError: where there is nothing, nothing that is known, or something damaged.
+        CheckpointError: if there is nothing, nothing that is known, or something damaged.
     """
     for path in map(Path, paths):
         if not path.exists():
@@ -74,7 +74,7 @@ def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> So
 
 
 def _inside(path: Path) -> list[Path]:
-    """What is to be opened at a path: itself, or what accelerate keeps in a directory."""
+    """The paths to open: `path` itself, or those that accelerate keeps in a directory."""
     for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
         if (path / names[0]).exists():
             return [path / name for name in names if (path / name).exists()]
@@ -93,7 +93,7 @@ def _format_of(path: Path) -> str:
     raise UnknownFormatError(
         f"{path} is neither what torch.save writes (since torch 1.6) nor a .safetensors file",
         path=path,
-        hint="where it is an older file of torch, load it and save it again",
+        hint="if it is an older file of torch, load it and save it again",
     )
 
 

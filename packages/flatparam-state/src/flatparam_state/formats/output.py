@@ -1,4 +1,4 @@
-"""Writing files and directories that appear only when they are complete, with holes where there are only zeros."""
+"""Writing files and directories that appear only when they are complete, with holes in the place of zeros."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOLE: Final = 1 << 16
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise a CheckpointError where there is something at `path`."""
+    """Raise a CheckpointError if there is something at `path`."""
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already", path=path, hint="choose another name, or remove it first"
@@ -28,7 +28,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise a CheckpointError where there is something at `path`, or no directory that it could be made in."""
+    """Raise a CheckpointError if there is something at `path`, or no directory that it could be made in."""
     refuse_existing(path)
     if not path.absolute().parent.is_dir():
         raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
@@ -38,10 +38,10 @@ def check_new(path: Path) -> None:
 def appearing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, for a file or a directory; it is renamed to `path` when the block ends.
 
-    Where the block fails or is interrupted, what was written is removed.
+    If the block fails or is interrupted, what was written is removed.
 
     Raises:
-        CheckpointError: where something cannot be written.
+        CheckpointError: if something cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
     try:

@@ -36,7 +36,7 @@ class StoredSource:
         return {path: stored.info for path, stored in self.stored.items()}
 
     def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
-        """See `Source.read`; extra memory: a few chunks, also where the stored tensor is not contiguous."""
+        """See `Source.read`; extra memory: a few chunks, also if the stored tensor is not contiguous."""
         return self.stored[path].read(span)
 
     def aliases(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class _TensorOfSource(Stored):
         return self.source.read(self.path, span)
 
     def storages(self) -> Iterator[Storage]:
-        """None that is known."""
+        """No part that is known."""
         return iter(())
 
 
@@ -142,7 +142,7 @@ def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
     """The same with the floating-point tensors of the model in `dtype`; the optimizer's state stays as it is.
 
     Raises:
-        CheckpointError: where `dtype` is not one of floating-point numbers.
+        CheckpointError: if `dtype` is not one of floating-point numbers.
     """
     if not dtype.is_floating_point:
         raise CheckpointError(

@@ -51,7 +51,7 @@ class Stored(ABC):
 class Storage:
     """`nbytes` bytes of a file, from byte `start` on: what the elements of stored tensors lie in.
 
-    `crc` is the CRC-32 that the file says they have, or 0 where it says nothing. It is compared once, before anything
+    `crc` is the CRC-32 that the file says they have, or 0 if it says nothing. It is compared once, before anything
     is read; `sound` are the starts of those for which it was, shared by the storages of one archive.
     """
 
@@ -65,7 +65,7 @@ class Storage:
         """Read all bytes and compare their checksum, if there is one and that was not done before.
 
         Raises:
-            CheckpointError: where they are not what was written.
+            CheckpointError: if they are not what was written.
         """
         if not self.crc or self.start in self.sound:
             return
@@ -103,7 +103,7 @@ def read_boxes(
 @final
 @attrs.frozen
 class StridedTensor(Stored):
-    """A strided tensor in a storage; it is conjugated, then negated, where the flags say so.
+    """A strided tensor in a storage; it is conjugated, then negated, if the flags say so.
 
     `offset` and `strides` are in elements.
     """

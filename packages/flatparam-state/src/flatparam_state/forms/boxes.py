@@ -1,4 +1,4 @@
-"""What an interval of a tensor's elements looks like in its dimensions: a few boxes."""
+"""Boxes: an interval of a tensor's elements, seen in the tensor's dimensions, is a few of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Box:
         return tensor
 
     def overlap(self, other: Box) -> Box:
-        """The elements common to both; an empty box where they do not meet."""
+        """The elements common to both; an empty box if they do not meet."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         stops = map(min, self._stops(), other._stops())
         return Box(offsets, tuple(max(0, stop - start) for start, stop in zip(offsets, stops, strict=True)))
@@ -96,7 +96,7 @@ def cut(spec: ParamSpec, boxes: Sequence[Box], elements: torch.Tensor) -> list[t
 
 
 def _dims_by_stride(spec: ParamSpec) -> list[int]:
-    """The dimensions from the slowest to the fastest in memory; row-major where that is one answer."""
+    """The dimensions from the slowest to the fastest in memory; row-major if that is one answer."""
     if not spec.memory_order:
         return list(range(len(spec.shape)))
     return sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim] if spec.shape[dim] > 1 else 0)

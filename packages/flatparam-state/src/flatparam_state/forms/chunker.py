@@ -62,7 +62,7 @@ class OwnChunker:
         return self.chunk_over_mesh(full, mesh, place.unit.plan.topology.shard.rank)
 
     def chunk_over_mesh(self, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> Any:
-        """A `DTensor` over `mesh`, and over that of `full` where it is one itself."""
+        """A `DTensor` over `mesh`, and over that of `full` if it is one itself."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if is_dtensor(full):
@@ -105,7 +105,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
-    """A `DTensor` over `mesh` too. Where both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
+    """A `DTensor` over `mesh` too. If both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
     that order means it: so parts of tensors move between the ranks of `full`."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -125,7 +125,8 @@ def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
 
 def _place_in_root(mesh: DeviceMesh) -> tuple[int, DeviceMesh]:
     """Which dimension of the mesh that `mesh` is a slice of data parallelism shards over, and that mesh."""
-    found: Any = mesh  # the method has no public name
+    # The method has no public name.
+    found: Any = mesh
     root: DeviceMesh = found._get_root_mesh()
     if root.ndim == mesh.ndim or root.mesh_dim_names is None or mesh.mesh_dim_names is None:
         return mesh.ndim - 1, mesh

@@ -46,7 +46,7 @@ class Streamed:
     shape: tuple[int, ...]
     dtype: torch.dtype
     topology: Topology | None = None
-    """The ranks it is for; known where it is to arrive."""
+    """The ranks that it is for; known when it is to arrive."""
     device: torch.device | None = None
     tensor: Any = None
 

@@ -24,7 +24,7 @@ __all__ = ["FormKind", "StateForm"]
 
 
 class FormKind(enum.Enum):
-    """What becomes of a parameter in a state dict."""
+    """The form that a parameter has in a state dict."""
 
     FULL = enum.auto()
     """A full tensor."""
@@ -44,7 +44,7 @@ class StateForm:
         rank0_only: of full tensors: only the first rank gets them.
         dim_0_chunks: of sharded tensors: a rank holds a chunk of dimension 0, for which each unit is gathered, instead
             of what it owns anyway.
-        use_dtensor: sharded tensors are `DTensor`s; also where a unit was sharded over a mesh.
+        use_dtensor: sharded tensors are `DTensor`s; also if a unit was sharded over a mesh.
         chunker: what makes chunks.
     """
 
@@ -56,7 +56,7 @@ class StateForm:
     chunker: Chunker = OWN_CHUNKER
 
     def at(self, place: Place) -> Self:
-        """This form, or the full one where nothing is sharded."""
+        """This form, or the full one if nothing is sharded."""
         if place.unit.plan.topology.shard.size > 1 or self.kind is FormKind.FULL:
             return self
         return attrs.evolve(self, kind=FormKind.FULL, rank0_only=False)
@@ -71,10 +71,10 @@ class StateForm:
         return not self.rank0_only or place.unit.plan.topology.group.rank == 0
 
     def mesh(self, place: Place) -> DeviceMesh | None:
-        """Over what `DTensor`s are sharded; `None` where they are not wanted.
+        """Over what `DTensor`s are sharded; `None` if they are not wanted.
 
         Raises:
-            FlatParamError: where the ranks are none of torch's.
+            FlatParamError: if the ranks are none of torch's.
         """
         mesh = place.unit.plan.topology.mesh
         if mesh is not None or not self.use_dtensor:
@@ -110,7 +110,7 @@ class StateForm:
         return found
 
     def _owned(self, place: Place, shard: torch.Tensor) -> list[Any]:
-        """What each rank owns anyway; of 0-d tensors, which no sharded form can be without, the whole."""
+        """The elements that each rank owns anyway; of a 0-d tensor, which has no sharded form, the whole."""
         group, slots = place.unit.plan.topology.shard, place.handle.layout.slots
         fragments = list(place.handle.layout.fragments(place.handle.rank))
         parts = [shard[fragment.in_shard.as_slice()] for fragment in fragments]

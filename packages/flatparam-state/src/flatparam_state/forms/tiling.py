@@ -32,7 +32,7 @@ class Tiling:
 
     @classmethod
     def of_chunks(cls, shape: Sequence[int], size: int) -> Self:
-        """Rank `r` holds `tensor.chunk(size, dim=0)[r]`, where there are as many; rank 0 a 0-d tensor."""
+        """Rank `r` holds `tensor.chunk(size, dim=0)[r]`, if there are as many; rank 0 a 0-d tensor."""
         shape = tuple(shape)
         if not shape:
             return cls(shape, {0: (Box((), ()),)})
@@ -51,7 +51,7 @@ class Tiling:
         """As the metadata of `tensor`, a `ShardedTensor`, says.
 
         Raises:
-            FlatParamError: where it names ranks that are not in `group`.
+            FlatParamError: if it names ranks that are not in `group`.
         """
         ranks = _ranks_in(group)
         boxes: dict[int, list[Box]] = {}
@@ -69,7 +69,7 @@ class Tiling:
         )
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The boxes of `rank`; empty where it holds nothing."""
+        """The boxes of `rank`; empty if it holds nothing."""
         return self.boxes.get(rank, ())
 
     def agrees_with(self, other: Self) -> bool:
@@ -101,7 +101,7 @@ class Tiling:
                 for one of an old torch.
 
         Raises:
-            FlatParamError: where `group` is not one of torch's.
+            FlatParamError: if `group` is not one of torch's.
         """
         from torch.distributed._shard.metadata import ShardMetadata
         from torch.distributed._shard.sharded_tensor.api import ShardedTensor

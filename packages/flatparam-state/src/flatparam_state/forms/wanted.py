@@ -39,7 +39,7 @@ class Wanted:
     topology: Topology
     rank: int
     device: torch.device
-    """Where collectives work."""
+    """The device on which collectives work."""
     is_presented: bool = False
     """Whether modules see a `DTensor` of which the tensor is this rank's part."""
 
@@ -75,12 +75,12 @@ class Wanted:
 
     @property
     def span(self) -> Span:
-        """What this rank wants."""
+        """The elements that this rank wants."""
         return self.span_of(self.rank)
 
     @property
     def tiling(self) -> Tiling:
-        """What every rank wants."""
+        """The elements that every rank wants, as boxes."""
         return Tiling.of_spans(self.spec, self.span_of, self.ranks)
 
     @property
@@ -88,7 +88,7 @@ class Wanted:
         return self.topology.shard
 
     def misfit(self, value: Any) -> str | None:
-        """What is found where `value` is not this tensor in one of its forms; the same on every rank."""
+        """The type or shape of `value` if it is not this tensor in one of its forms; the same on every rank."""
         if isinstance(value, (Streamed, LazyTensor)):
             return None if value.shape == self.spec.shape else f"shape {value.shape}"
         if not is_tensor_like(value):
@@ -174,7 +174,8 @@ def _gathered(
     if width:
         mine = everything[group.rank * width :][:width]
         group.all_gather(everything, mine, label="sharded state").wait()
-    if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):  # one after the other, they are the tensor
+    # The parts are the tensor, one after the other.
+    if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):
         return everything[: math.prod(held.shape)].view(held.shape)
     full = everything.new_empty(held.shape)
     for rank, boxes in held.boxes.items():

@@ -32,7 +32,7 @@ __all__ = ["StandIns", "clean_keys", "local_name", "model_state_dict", "state_sh
 @final
 @attrs.define(eq=False)
 class StandIns:
-    """What takes the places of the stand-ins that torch found in the modules, once it has collected the state."""
+    """Values that take the places of the stand-ins that torch found in the modules, once it has collected the state."""
 
     _values: dict[int, Any] = attrs.field(factory=dict)
     """By the stand-in's storage, which an alias of it shares."""
@@ -96,7 +96,7 @@ def local_name(number: int) -> str:
 
 
 def _values(place: Place, form: StateForm, stand_ins: StandIns) -> list[torch.nn.Parameter | None]:
-    """What the modules show of the parameters of `place` while torch collects the state."""
+    """The values that the modules show for the parameters of `place` while torch collects the state."""
     handle = place.handle
     if form.kind is FormKind.FULL:
         full = _full(place, form.device, form.keeps(place))
@@ -166,7 +166,7 @@ def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def own_part(place: Place, index: int) -> torch.Tensor:
-    """This rank's elements of parameter `index`: of the shard, or of the full parameter where that is summoned."""
+    """This rank's elements of parameter `index`: of the shard, or of the full parameter if that is summoned."""
     handle = place.handle
     fragment = handle.layout.fragment(index, handle.rank)
     if place.unit.pins:

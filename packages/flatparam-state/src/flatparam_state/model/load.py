@@ -26,7 +26,7 @@ class ModelLoad:
 
     While it is open, a hook of each module, which runs after the module's own, takes the entries of its sharded
     parameters out of the state, and of what torch would copy itself: under the names and at the moment at which torch
-    would. Nothing is copied before `commit`, and nothing where anything did not fit. Each entry may have any form (see
+    would. Nothing is copied before `commit`, and nothing if anything did not fit. Each entry may have any form (see
     `Wanted.part`); no bytes move between ranks for full tensors, nor for sharded ones that are cut like the model is.
     """
 
@@ -35,7 +35,7 @@ class ModelLoad:
     _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
     _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
-    """What is not sharded, buffers above all, and what goes there."""
+    """Tensors that are not sharded, buffers above all, and the values that go there."""
     refused: bool = False
     """Whether some entry did not fit."""
     _taken: set[str] = attrs.field(factory=set)
@@ -114,7 +114,8 @@ class ModelLoad:
                 shard = place.handle.flat_param.detach()
                 part = shard[place.handle.layout.fragment(index, place.handle.rank).in_shard.as_slice()]
                 self._plan(Wanted.of_parameter(place, index), part, key, state.pop(key), errors)
-            elif module._parameters.get(name) is None:  # else torch misses it by itself
+            elif module._parameters.get(name) is None:
+                # Torch itself reports the others as missing.
                 missing.append(key)
             self._handles[clean_fqn(key)] = place.handle
         if not metadata.get("assign_to_params_buffers", False):
@@ -123,7 +124,7 @@ class ModelLoad:
     def _take_plain(
         self, module: torch.nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str
     ) -> None:
-        """Take what is not sharded, where it fits; the rest is left for torch to refuse."""
+        """Take what is not sharded, if it fits; the rest is left for torch to refuse."""
         buffers = {
             name: buffer
             for name, buffer in module._buffers.items()
@@ -148,7 +149,7 @@ class ModelLoad:
         )
 
     def really_missing(self, missing: list[str]) -> list[str]:
-        """What of torch's `missing` is not in the state: neither taken by this loading, nor a flat parameter."""
+        """The keys of torch's `missing` that the state lacks: neither taken by this load, nor of a flat parameter."""
         return [key for key in missing if not self._is_there(clean_fqn(key))]
 
     def _is_there(self, name: str) -> bool:
@@ -161,7 +162,7 @@ class ModelLoad:
         return self._handles.get(clean_fqn(key)) in handles
 
     def commit(self) -> None:
-        """Copy what was taken to the shards, where all of it fits; every rank calls it."""
+        """Copy what was taken to the shards, if all of it fits; every rank calls it."""
         if not self.refused:
             for target, wanted, value in self._copies:
                 target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
@@ -192,7 +193,7 @@ def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
 def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
 
-    Of full tensors every rank passes all, and copies its own part; nothing is changed where something does not fit.
+    Of full tensors every rank passes all, and copies its own part; nothing is changed if something does not fit.
 
     Returns:
         What `torch.nn.Module.load_state_dict` returns: the missing and the unexpected keys.

@@ -33,7 +33,7 @@ def optimizer_state_dict(
     """The state as `{"state": {fqn: {name: value}}, "param_groups": [...]}`; every rank calls it.
 
     A tensor that is shaped like its parameter's sharded form becomes full, or sharded like the parameter's shape, as
-    the form says; full ones are gathered one flat parameter at a time. Of any other value there is one where all ranks
+    the form says; full ones are gathered one flat parameter at a time. Of any other value there is one if all ranks
     have the same, else one for each rank (see `PER_RANK`). The groups list names in `"params"`. A tied parameter has
     the first of its names in the model.
 

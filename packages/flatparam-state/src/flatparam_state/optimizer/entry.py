@@ -16,7 +16,7 @@ COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def copy_value(value: Any, device: torch.device | None) -> Any:
-    """`value` with memory of its own, on `device` where one is given; a `ShardedTensor` as it is."""
+    """`value` with memory of its own, on `device` if one is given; a `ShardedTensor` as it is."""
     # It is of a parameter that no unit holds: only who made it knows its ranks.
     if is_sharded_tensor(value):
         return value

@@ -33,7 +33,7 @@ class _Local:
 
     @property
     def facts(self) -> dict[int, Any]:
-        """What the other ranks have to know."""
+        """The facts that the other ranks have to know."""
         cpu = torch.device("cpu")
         return (
             {index: _PartMark(part.dtype) for index, part in self.parts.items()}
@@ -94,7 +94,7 @@ def sharded_states(
 @final
 @attrs.frozen(eq=False)
 class _Agreement:
-    """What the ranks of a group have of the states of some flat parameters."""
+    """The states of some flat parameters, as far as each rank of a group has them."""
 
     locals: list[tuple[Place, dict[str, _Local]]]
     facts: list[list[dict[str, dict[int, Any]]]]
@@ -152,7 +152,7 @@ class _Agreement:
     def _plain(
         self, place: Place, mine: _Local, number: int, name: str, index: int, found: list[tuple[int, Any]]
     ) -> Any:
-        """One value where the ranks have the same; else that of each."""
+        """The value, if all ranks have the same; otherwise the entry of a `PerRank`."""
         raw = [
             (rank, self.raw[rank][number, name, index] if isinstance(value, _PartMark) else value)
             for rank, value in found

@@ -23,7 +23,7 @@ def complete_groups(groups: Sequence[dict[str, Any]], held: Mapping[str, int]) -
 
 
 def named_group(group: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
-    """The group with the names of parameters, also where the optimizer was made from named parameters."""
+    """The group with the names of parameters, also if the optimizer was made from named parameters."""
     meant = holding.resolve(group["params"])
     fqns = [fqn for key in group["params"] for fqn in meant[key].fqns]
     return {**group, **{key: list(fqns) for key in ("params", "param_names") if key in group}}
@@ -59,6 +59,6 @@ def settings_of(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> di
                 raise FlatParamError(
                     f"the saved optimizer state has {key}={first.get(key)!r} for {names[0]!r} and "
                     f"{other.get(key)!r} for {name!r}, which are in one parameter group now; give the optimizer the "
-                    "groups that it had, with use_orig_params=True where a flat parameter joins them"
+                    "groups that it had, with use_orig_params=True if a flat parameter joins them"
                 )
     return first

@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer stand for in a sharded model."""
+"""The parameters of an optimizer, and the parameters of the sharded model that they stand for."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def held_by(
     """The groups of `optimizer`, each with what its parameters stand for.
 
     Raises:
-        FlatParamError: where a parameter is not the model's, saying which.
+        FlatParamError: if a parameter is not the model's, saying which.
     """
     number = 0
     for group in optimizer.param_groups:
@@ -82,7 +82,7 @@ def held_by(
 @final
 @attrs.frozen(eq=False)
 class Holding:
-    """What an optimizer holds, and what the keys of its state mean."""
+    """The parameters that an optimizer holds, and the meaning of the keys of its state."""
 
     groups: tuple[tuple[dict[str, Any], tuple[Held, ...]], ...]
     """Each of its groups, and what the parameters in it stand for."""
@@ -90,10 +90,10 @@ class Holding:
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Self:
-        """What `optimizer` holds of `model`.
+        """The parameters of `model` that `optimizer` holds.
 
         Raises:
-            FlatParamError: where a parameter is not the model's, saying which.
+            FlatParamError: if a parameter is not the model's, saying which.
         """
         held = held_parameters(model)
         names = {clean_fqn(name): held[id(p)] for name, p in model.named_parameters() if id(p) in held}
@@ -102,16 +102,16 @@ class Holding:
 
     @property
     def by_group(self) -> list[Sequence[Held]]:
-        """What the parameters of each group stand for."""
+        """The parameters of the model that those of each group stand for."""
         return [found for _, found in self.groups]
 
     @property
     def items(self) -> list[Held]:
-        """What the parameters stand for, in the order in which the optimizer numbers them."""
+        """The parameters of the model that are held, in the order in which the optimizer numbers its own."""
         return [item for _, found in self.groups for item in found]
 
     def resolve(self, keys: Iterable[object]) -> dict[object, Held]:
-        """What each of `keys` stands for: a number, or the name of a parameter; others are absent."""
+        """The parameter that each of `keys` stands for, which is a number or a name; other keys are absent."""
         items = self.items
         found: dict[object, Held] = {}
         for key in keys:

@@ -86,7 +86,7 @@ class Hole:
 
     @property
     def message(self) -> str:
-        """All of it but the hint."""
+        """The whole text but the hint."""
         return (
             f"the optimizer of rank {self.rank} {self.what}, unlike that of another rank: the part of rank "
             f"{self.rank} would be missing from the optimizer's state"

@@ -13,7 +13,7 @@ __all__ = ["read_part"]
 def read_part(
     reader: CheckpointReader, path: str, stride: tuple[int, ...] | None, span: Span, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Elements `span` of a saved tensor, counted in the memory order of `stride` (row-major where None): 1-D.
+    """Elements `span` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
 
     Only these elements' blocks are read, unless the checkpoint has another memory order.
     """

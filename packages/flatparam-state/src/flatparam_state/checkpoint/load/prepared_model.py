@@ -1,4 +1,4 @@
-"""Loading, the half that changes nothing: what this rank needs of a checkpoint, read, verified, in host memory."""
+"""The part of a saved model that this rank needs, read and verified, in host memory: nothing is changed yet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PreparedModel:
     unexpected: tuple[str, ...] = ()
 
     def install(self) -> None:
-        """Give them to the model."""
+        """Give the new values to the model."""
         for module, state in self.extra_states:
             module.set_extra_state(state)
         for tensor, staged in self.tensors:
@@ -45,7 +45,7 @@ def prepare_model(
     """Read what this rank has of `model`.
 
     Raises:
-        CheckpointError: where names, shapes or dtypes do not fit, naming them; where bytes are not what was written.
+        CheckpointError: if names, shapes or dtypes do not fit, naming them; if bytes are not what was written.
     """
     wanted, used, missing, problems = [], set(), [], []
     for tensor in model_tensors(model):

@@ -1,4 +1,4 @@
-"""What this rank needs of an optimizer's state in a checkpoint, read and verified, in host memory."""
+"""The part of an optimizer's saved state that this rank needs, read and verified, in host memory."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def prepare_optimizer(
     """Read what this rank has of the optimizer's state that was saved under the keys `at`.
 
     Raises:
-        CheckpointError: where there is none.
-        FlatParamError: where it does not fit.
+        CheckpointError: if there is none.
+        FlatParamError: if it does not fit.
     """
     made = load_optimizer_state(model, optimizer, _saved_state(reader, model, at))
     return PreparedOptimizer(optimizer, {**made, "param_groups": copy.deepcopy(made["param_groups"])})

@@ -27,15 +27,15 @@ __all__ = ["Loaded", "load_checkpoint"]
 @final
 @attrs.frozen(eq=False)
 class Loaded:
-    """What was loaded beside the model and the optimizer."""
+    """Everything that was loaded beside the model and the optimizer."""
 
     step: int
     extra: Any
-    """What was given to `save` as `extra`; tensors are on the CPU."""
+    """The `extra` that was given to `save`; tensors are on the CPU."""
     rank_extra: Any
-    """This rank's own, or None where the checkpoint is of another world size."""
+    """This rank's own, or None if the checkpoint is of another world size."""
     world_size: int
-    """That of the save."""
+    """The world size of the save."""
     save_id: str
     nbytes_read: int
     """The bytes that this rank has read of the ranks' files: a header for each file, and the blocks that it needs."""
@@ -46,10 +46,10 @@ class Loaded:
     _path: Path
 
     def of_rank(self, rank: int) -> Any:
-        """The `rank_extra` of any rank of the save; None where it gave none.
+        """The `rank_extra` of any rank of the save; None if it gave none.
 
         Raises:
-            CheckpointError: where it cannot be read any more, or there was no such rank.
+            CheckpointError: if it cannot be read any more, or there was no such rank.
         """
         if not 0 <= rank < self.world_size:
             raise CheckpointError(

@@ -20,7 +20,7 @@ _BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in _NAMES.items(
 
 
 def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
-    """What a manifest calls `dtype`.
+    """The name of `dtype` in a manifest.
 
     Raises:
         CheckpointError: for one that cannot be saved, naming the tensor `at` these keys.
@@ -37,7 +37,7 @@ def dtype_named(name: str) -> torch.dtype:
     """The dtype of a name in a manifest.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: if there is none.
     """
     if name not in _BY_NAME:
         raise ValueError(f"unknown dtype {name!r}")
@@ -45,5 +45,5 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def file_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype under which a file holds the bytes of `dtype`: bytes, where safetensors does not have it."""
+    """The dtype under which a file holds the bytes of `dtype`: bytes, if safetensors does not have it."""
     return dtype if dtype in DTYPES else torch.uint8

@@ -28,10 +28,10 @@ def _canonical(content: Any) -> bytes:
 
 
 def unseal(data: bytes) -> Any:
-    """What `seal` made `data` of.
+    """The content of which `seal` made `data`.
 
     Raises:
-        ValueError: where any byte is another one, saying so.
+        ValueError: if any byte has changed, saying so.
     """
     tree = parse_json(data)
     if not isinstance(tree, dict) or list(tree) != ["sha256", "content"]:
@@ -50,7 +50,7 @@ def read_sealed(path: str | os.PathLike[str]) -> Any:
     """The content of a sealed file.
 
     Raises:
-        CheckpointError: where it is not there, or not as it was written.
+        CheckpointError: if it is not there, or not as it was written.
     """
     with ByteFile(path) as file:
         if file.nbytes > _MAX_NBYTES:

@@ -29,11 +29,11 @@ _NUMPY_SCALARS: Final = frozenset(
 ) | {"bool", "complex64", "complex128"}  # fmt: skip
 
 OMIT: Final = object()
-"""What a resolver returns for a tensor that is to be left out."""
+"""A resolver returns it for a tensor that is to be left out."""
 
 
 def reference(path: str) -> dict[str, str]:
-    """What stands in a tree for the tensor `path`."""
+    """The stand-in for the tensor `path` in a tree."""
     return {"$tensor": path}
 
 
@@ -149,7 +149,7 @@ def _refused(at: tuple[str, ...], what: str) -> CheckpointError:
 
 
 def graft(tree: Any, parts: Sequence[str], value: Any) -> None:
-    """Put `value` under the keys `parts` of an encoded tree, where dicts and lists on the way allow it."""
+    """Put `value` under the keys `parts` of an encoded tree, if dicts and lists on the way allow it."""
     for part in parts[:-1]:
         if isinstance(tree, list):
             tree = tree[int(part)]
@@ -168,7 +168,7 @@ def decode(tree: Any, resolve: Callable[[str], Any]) -> Any:
         resolve: gives the tensor of a path, or `OMIT`: then a dict lacks the entry, and a list has None there.
 
     Raises:
-        ValueError: where `tree` is no such tree, saying why.
+        ValueError: if `tree` is no such tree, saying why.
     """
     value = _Decoder(resolve).decode(tree, 0)
     return None if value is OMIT else value
@@ -228,7 +228,8 @@ class _Decoder:
         name, value = self._items(content, depth)
         if name not in _NUMPY_SCALARS:
             raise ValueError(f"unknown scalar {name!r}")
-        import numpy  # only who saved one needs it to load it
+        # Only who has saved a scalar of numpy needs numpy to load it.
+        import numpy
 
         return numpy.dtype(name).type(value)
 

@@ -36,7 +36,7 @@ class Background:
     """
 
     def __init__(self, work: Callable[[threading.Event, threading.Event], None], name: str) -> None:
-        """Start."""
+        """Start the thread."""
         self._error: Exception | None = None
         self._cancelled, self._own_part = threading.Event(), threading.Event()
         # Only the thread holds `work`, so that what `work` holds is freed when the thread ends.

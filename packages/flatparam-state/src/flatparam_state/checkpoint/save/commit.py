@@ -74,7 +74,7 @@ class Committer:
         """Lock the directory, clear away what dead writers have left, and make the temporary directory.
 
         Raises:
-            CheckpointError: where somebody else writes there, or `step` is there already.
+            CheckpointError: if somebody else writes there, or `step` is there already.
         """
         directory = self.directory
         directory.root.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,8 @@ class Committer:
         """Have `latest` name what the writer before has committed last, if it died before it could say so."""
         try:
             chosen = self.directory.choose()
-        except CheckpointError:  # nothing there is sound: the new one will be
+        except CheckpointError:
+            # Nothing there is sound, but the new checkpoint will be.
             chosen = None
         if chosen is not None:
             self._latest = chosen.manifest.step, chosen.manifest.save_id
@@ -117,7 +118,7 @@ class Committer:
         """Make the checkpoint of the ranks' files, once all have reported; returns where it is.
 
         Raises:
-            CheckpointError: where they do not fit together.
+            CheckpointError: if they do not fit together.
         """
         directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
         reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]

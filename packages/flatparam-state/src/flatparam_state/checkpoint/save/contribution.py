@@ -1,4 +1,4 @@
-"""What one rank contributes to a checkpoint."""
+"""The contribution of one rank to a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OwnedPiece:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return self.span.numel * self.record.info.dtype.itemsize
 
     def staged(self) -> Self:
@@ -44,7 +44,7 @@ class OwnedPiece:
 
 
 def row_major_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of `tensor` in row-major order; where it is not contiguous, at most a chunk is copied at once."""
+    """The elements of `tensor` in row-major order; if it is not contiguous, at most a chunk is copied at once."""
     if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
         yield tensor.detach().reshape(-1)
     else:
@@ -71,7 +71,7 @@ class Ticket:
 @final
 @attrs.define(eq=False)
 class Contribution:
-    """What one rank saves: the pieces that it writes, and what goes into the manifest by its word."""
+    """Everything that one rank saves: the pieces that it writes, and what goes into the manifest by its word."""
 
     pieces: list[OwnedPiece] = attrs.field(factory=list)
     rank_values: dict[str, RankValue] = attrs.field(factory=dict)
@@ -86,7 +86,7 @@ class Contribution:
 
     @property
     def disk_nbytes(self) -> int:
-        """What it will take on the disk, at most: with the header, the report and its share of the manifest."""
+        """The most bytes that it will take on the disk, with the header, the report and its share of the manifest."""
         names = sum(2 * len(piece.path) + 256 + piece.nbytes // 2**14 for piece in self.pieces)
         values = len(json.dumps([self.values, [each.to_json() for each in self.rank_values.values()]]))
         return self.nbytes + 2 * (names + values) + 2**15
@@ -105,7 +105,7 @@ class Contribution:
             self.pieces.append(piece)
 
     def tree(self, *at: str) -> Any:
-        """What is under the keys `at` of `values`, encoded."""
+        """The encoded tree under the keys `at` of `values`."""
         tree: Any = self.values
         for key in at:
             tree = tree[key]

@@ -24,7 +24,7 @@ def merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manife
     """The manifest of all ranks' files.
 
     Raises:
-        CheckpointError: where the ranks' parts do not make whole tensors, naming one that is not.
+        CheckpointError: if the ranks' parts do not make whole tensors, naming one that is not.
     """
     try:
         tensors = merged_tensors(

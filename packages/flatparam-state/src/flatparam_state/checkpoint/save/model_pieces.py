@@ -1,4 +1,4 @@
-"""The tensors of a sharded model as this rank holds them: what it saves, and where loaded elements go."""
+"""The pieces of a sharded model that this rank saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def share_of(span: Span, place: Place) -> Span:
 
 
 def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRecord:
-    """What the manifest says of `tensor`, or of something of another dtype that is shaped like it."""
+    """The record of `tensor` in the manifest, or of something of a different dtype that is shaped like it."""
     return TensorRecord(TensorInfo(tensor.info.shape, dtype or tensor.info.dtype), stride=tensor.stride)
 
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer over sharded parameters as this rank holds it: what it saves."""
+"""The pieces of an optimizer's state that this rank saves."""
 
 from __future__ import annotations
 

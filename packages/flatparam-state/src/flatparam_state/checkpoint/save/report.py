@@ -53,7 +53,7 @@ class RankReport:
         """The report of `rank` in `directory`.
 
         Raises:
-            CheckpointError: where it is not there, or of another save, or the file is not as it says.
+            CheckpointError: if it is not there, or of another save, or the file is not as it says.
         """
         path = report_path(directory, rank)
         tree = read_sealed(path)

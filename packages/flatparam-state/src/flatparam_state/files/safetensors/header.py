@@ -48,7 +48,7 @@ DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.float8_e8m0fnu: "F8_E8M0",
     }
 )
-"""What safetensors calls each dtype that it shares with torch."""
+"""The safetensors name of each dtype that safetensors shares with torch."""
 
 
 _BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in DTYPES.items()})
@@ -69,14 +69,14 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return self.info.nbytes
 
 
 @final
 @attrs.frozen
 class SafetensorsHeader:
-    """What a safetensors file says of itself, checked against its size."""
+    """The header of a safetensors file, checked against the file's size."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
@@ -91,7 +91,7 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     Memory: in proportion to the header's own bytes; nothing is allocated because a header says so.
 
     Raises:
-        CheckpointError: where the file is not what the format demands, saying why.
+        CheckpointError: if the file is not what the format demands, saying why.
     """
     with ByteFile(path) as file:
         data_start = _data_start(file)
@@ -123,7 +123,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     """The header in `data`, the bytes between the first eight and the tensors of a file of `file_nbytes`.
 
     Raises:
-        ValueError: where it is not one, saying why.
+        ValueError: if it is not one, saying why.
     """
     structure = _STRING.sub(b"", data)
     entries = structure.count(b"{")
@@ -132,7 +132,8 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     tree = parse_json(data)
     if not isinstance(tree, dict):
         raise ValueError("it is no JSON object")
-    "".join(tree).encode()  # a ValueError where a name is no text: half of a surrogate pair
+    # A name that is no text, such as half of a surrogate pair, is a ValueError here.
+    "".join(tree).encode()
     metadata = tree.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{_METADATA} must be an object of strings")

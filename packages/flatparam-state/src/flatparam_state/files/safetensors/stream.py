@@ -1,8 +1,4 @@
-"""The safetensors format, streamed: a header of names, dtypes, shapes and offsets, then the bytes of each tensor.
-
-The format is that of https://huggingface.co/docs/safetensors: eight bytes with the header's length (little-endian), the
-header (a JSON object, padded with spaces), and the tensors' row-major bytes without gaps.
-"""
+"""A stream of tensors into a safetensors file: the header first, then the bytes of each tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ class Staging:
     __slots__ = ("_bytes", "_tensor", "_used", "nbytes")
 
     def __init__(self, nbytes: int = CHUNK_NBYTES) -> None:
-        """Allocate it."""
+        """Allocate the buffer."""
         self.nbytes = nbytes
         self._bytes = memoryview(bytearray(nbytes))
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
@@ -46,7 +42,7 @@ class Staging:
         return self._used == self.nbytes
 
     def take(self) -> memoryview:
-        """What was put since the last time, which is forgotten: use it before the next `put`."""
+        """Empty the buffer; returns the bytes that were in it, which last until the next `put`."""
         used, self._used = self._used, 0
         return self._bytes[:used]
 
@@ -99,7 +95,7 @@ class TensorFileWriter:
             observe: is shown all bytes, in order.
 
         Raises:
-            ValueError: where another tensor, dtype or number of elements was announced.
+            ValueError: if another tensor, dtype or number of elements was announced.
         """
         announced, info = self._left.pop()
         if announced != name:
@@ -133,7 +129,7 @@ class TensorFileWriter:
         """Write what is still staged.
 
         Raises:
-            ValueError: where announced tensors are missing.
+            ValueError: if announced tensors are missing.
         """
         if self._left:
             raise ValueError(

@@ -54,14 +54,14 @@ _NAMES: Final = AdmittedNames(
             "torch.distributed.checkpoint.filesystem._StorageInfo",
         }
     ),
-    hint="Where you trust whoever wrote it, load it with torch.distributed.checkpoint and save it again",
+    hint="If you trust whoever wrote it, load it with torch.distributed.checkpoint and save it again",
 )
 
 
 @final
 @attrs.frozen
 class Item:
-    """What one entry of the checkpoint was saved as: a `torch.save` archive in a file; offset and size in bytes."""
+    """The place of one entry of the checkpoint: a `torch.save` archive in a file; offset and size in bytes."""
 
     file: Path
     offset: int
@@ -80,7 +80,7 @@ class Chunk:
 @final
 @attrs.frozen
 class DcpMetadata:
-    """What is in a directory: chunks of tensors and other values by key, and where a key belongs in the tree."""
+    """The contents of a directory: chunks of tensors and other values by key, and the place of each key in the tree."""
 
     tensors: Mapping[str, tuple[TensorInfo, tuple[Chunk, ...]]]
     values: Mapping[str, Item]
@@ -92,7 +92,7 @@ def read_dcp_metadata(directory: Path) -> DcpMetadata:
     """Read and check `.metadata`.
 
     Raises:
-        CheckpointError: where it is damaged, or describes tensors whose chunks do not cover them.
+        CheckpointError: if it is damaged, or describes tensors whose chunks do not cover them.
     """
     file = directory / METADATA_FILE
     with ByteFile(file) as opened:

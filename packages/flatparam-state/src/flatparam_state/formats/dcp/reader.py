@@ -43,7 +43,7 @@ def open_dcp(*paths: str | os.PathLike[str]) -> StoredSource:
         paths: the directory, or several that belong together, such as one of the model and one of the optimizer.
 
     Raises:
-        CheckpointError: where a file is missing, damaged, or holds what a checkpoint may not hold.
+        CheckpointError: if a file is missing, damaged, or holds what a checkpoint may not hold.
     """
     directories = [Path(path) for path in paths]
     root: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class ChunkedTensor(Stored):
                 self._stored(chunk).read_box(common.relative_to(chunk.box.offsets), place)
 
     def _stored(self, chunk: Chunk) -> StridedTensor:
-        """What a chunk was saved as."""
+        """The tensor that a chunk was saved as."""
         item = chunk.item
         if item not in self.opened:
             what = f"the chunk of {self.key!r} at byte {item.offset} of {item.file}"

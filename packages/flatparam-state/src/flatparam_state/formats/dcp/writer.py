@@ -46,7 +46,7 @@ def write_dcp(
     Extra memory: the structure and one chunk.
 
     Raises:
-        CheckpointError: where `path` exists, or two entries would have the same key.
+        CheckpointError: if `path` exists, or two entries would have the same key.
     """
     flattened = list(_flattened(tree_of(source)))
     entries = dict(flattened)
@@ -103,7 +103,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _box_of(shape: tuple[int, ...], rank: int, world_size: int) -> Box | None:
-    """The part of a tensor that a rank writes: rows as `torch.chunk` cuts them; None where it writes nothing."""
+    """The part of a tensor that a rank writes: rows as `torch.chunk` cuts them; None if it writes nothing."""
     if not shape or not math.prod(shape):
         return Box((0,) * len(shape), shape) if rank == 0 else None
     step = -(-shape[0] // world_size)
@@ -142,7 +142,7 @@ class _EntryWriter:
         self._places.append((key, offset, name, begin, file.tell() - begin))
 
     def metadata(self) -> PickledCall:
-        """What goes to `.metadata`."""
+        """The object that `.metadata` is the pickle of."""
         entries: dict[str, PickledCall] = {}
         for key in self.paths:
             if key in self._chunks:

@@ -15,7 +15,8 @@ __all__ = ["CutTensor"]
 
 
 @final
-@attrs.frozen(eq=False)  # two names are of one tensor where they share the object
+# Two names are of one tensor if they share the object.
+@attrs.frozen(eq=False)
 class CutTensor(Stored):
     """A tensor that lies in parts: its element `i` is number `origin + i` of a row, the row is cut every `each`
     elements, and piece `k` of it begins at element `at` of `parts[k]`.

@@ -64,7 +64,7 @@ def open_deepspeed(path: str | Path) -> StoredSource:
         path: the directory with the file `latest`, or the directory of one step in it.
 
     Raises:
-        CheckpointError: where files are missing, damaged or of different saves, or of a kind that is not read: tensor,
+        CheckpointError: if files are missing, damaged or of different saves, or of a kind that is not read: tensor,
             pipeline or expert parallelism, states on NVMe, universal checkpoints.
     """
     files = Files.found_in(step_directory(Path(path)))
@@ -121,7 +121,7 @@ class _Reading:
         self._left_out: list[str] = []
 
     def source(self) -> StoredSource:
-        """The checkpoint."""
+        """The checkpoint as a source."""
         tree = {"model": self._model(), "optimizer": self._optimizer(), "extra": self._extra()}
         tensors, values = arranged(tree, self._files.step)
         return StoredSource("deepspeed", tensors, values, self._facts())
@@ -155,7 +155,7 @@ class _Reading:
             for name, tensor in main["module"].items()
             if name not in weights and isinstance(tensor, StridedTensor)
         }
-        # in the order of the module's own state dict, where it has one
+        # in the order of the module's own state dict, if it has one
         found = stored | weights
         order = [*(name for name in main["module"] if name in found), *weights]
         return {name: found[name] for name in order}
@@ -195,7 +195,8 @@ class _Reading:
         """See that the parameters of a flat group are all that the ranks have of it, but for the padding at its end."""
         if self._stage == 3:
             fits = all(numel == used for numel in numels)
-        else:  # aligned to twice the ranks
+        else:
+            # Groups are aligned to twice the number of ranks.
             unit = 2 * len(numels)
             fits = -(-used // unit) == -(-sum(numels) // unit)
         if not fits:
@@ -209,7 +210,8 @@ class _Reading:
         groups = self._models[0]["param_shapes"]
         saved = [rank.optimizer for rank in self._ranks]
         options = saved[0].get("param_groups")
-        if options is None:  # `elastic_checkpoint` keeps the states only
+        # `elastic_checkpoint` keeps the states only.
+        if options is None:
             options = [{"params": [index]} for index in range(len(groups))]
         members = [index for group in options for index in group["params"]]
         if members != list(range(len(groups))):
@@ -246,7 +248,8 @@ class _Reading:
             else:
                 for name, states in found.items():
                     states[kind] = self._plain(value, ("optimizer", "state", name, str(kind)))
-        if "step" in group:  # where DeepSpeed's own optimizers had it before 0.15
+        # DeepSpeed's own optimizers had it there before 0.15.
+        if "step" in group:
             for states in found.values():
                 states.setdefault("step", group["step"])
         return found

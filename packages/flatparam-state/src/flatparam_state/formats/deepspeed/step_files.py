@@ -146,13 +146,13 @@ def plausible(file: Path) -> AbstractContextManager[None]:
 @final
 @attrs.frozen
 class RankPart:
-    """What a rank saved of the optimizer.
+    """The part of the optimizer that one rank saved.
 
     Attributes:
         state: what else is needed of ZeRO's state.
         weights: its part of the master weights, by flat group.
         optimizer: the state dict of the optimizer in it, `{"state": {flat group: {...}}, "param_groups": [...]}`;
-            without groups where only the states were kept.
+            without groups if only the states were kept.
     """
 
     file: Path
@@ -172,7 +172,8 @@ class RankPart:
             count = state["partition_count"]
             weights = tuple(state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"])
             optimizer = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-            if stage < 3 and isinstance(optimizer, list):  # `elastic_checkpoint`
+            # `elastic_checkpoint` keeps a list of the states.
+            if stage < 3 and isinstance(optimizer, list):
                 optimizer = {"state": dict(enumerate(optimizer))}
             if not all(isinstance(part, StridedTensor) for part in weights):
                 raise TypeError("a flat group is no tensor")
@@ -198,7 +199,7 @@ def _stage(file: Path, state: Mapping[str, Any]) -> int:
 
 
 def read_model_parts(files: Sequence[Path]) -> list[Mapping[str, Any]]:
-    """What the files of the model's side hold: all of rank 0's, and what is cut or compared of the others'."""
+    """The contents of the model's files: all of rank 0's, and the entries of the others that are cut or compared."""
     found: list[Mapping[str, Any]] = []
     for file in files:
         root = open_archive(file, names=_NAMES).root
@@ -273,7 +274,7 @@ _NAMES: Final[AdmittedNames] = attrs.evolve(
         }
     ),
     hint=(
-        "Where you trust whoever wrote it: load it in DeepSpeed, and save again with a client_state of tensors and "
+        "If you trust whoever wrote it: load it in DeepSpeed, and save again with a client_state of tensors and "
         "plain values"
     ),
 )

@@ -26,7 +26,7 @@ def open_hugging_face(path: str | os.PathLike[str]) -> StoredSource:
     """Open a safetensors file, an index of several, or a directory that has either; the tensors are the model.
 
     Raises:
-        CheckpointError: where a file is missing or damaged, or the index does not agree with the files.
+        CheckpointError: if a file is missing or damaged, or the index does not agree with the files.
     """
     path = Path(path)
     if path.is_dir():
@@ -61,7 +61,7 @@ def write_hugging_face(
     Equal models become equal bytes.
 
     Args:
-        path: a new directory, or a new file where the name ends with `.safetensors` (then everything goes there).
+        path: a new directory, or a new file if the name ends with `.safetensors` (then everything goes there).
         max_shard_nbytes: the most bytes of tensors in a file, unless a single tensor is larger.
         dry_run: write nothing.
 
@@ -69,7 +69,7 @@ def write_hugging_face(
         The bytes of tensors by file.
 
     Raises:
-        CheckpointError: where `path` exists, there is no model, or it holds what safetensors cannot.
+        CheckpointError: if `path` exists, there is no model, or it holds what safetensors cannot.
     """
     path = Path(path)
     check_new(path)

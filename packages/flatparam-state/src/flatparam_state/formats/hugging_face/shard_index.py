@@ -17,7 +17,7 @@ def read_shards(index: Path, read_file: Callable[[Path], Mapping[str, Stored]]) 
     """The tensors that an index names, in its order; `read_file` opens one of the files.
 
     Raises:
-        CheckpointError: where the index is none, or does not agree with the files.
+        CheckpointError: if the index is none, or does not agree with the files.
     """
     weights = _weight_map(index)
     files = {name: read_file(index.with_name(name)) for name in sorted(set(weights.values()))}

@@ -45,7 +45,7 @@ class InertObject:
 @final
 @attrs.frozen
 class AdmittedNames:
-    """What a pickle may mention.
+    """The names that a pickle may mention.
 
     Attributes:
         values: names that stand for a value, such as `torch.float32`.
@@ -70,7 +70,7 @@ def read_pickle(
         persistent: what a persistent id (torch's storages) stands for; none are admitted without it.
 
     Raises:
-        CheckpointError: where the pickle is damaged, or mentions a name that is not admitted.
+        CheckpointError: if the pickle is damaged, or mentions a name that is not admitted.
     """
     machine = _Machine(names, what, persistent)
     with damage_named(f"{what} is damaged: its pickle cannot be read"):
@@ -108,7 +108,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def result(self) -> Any:
-        """What the pickle describes, once all its opcodes are carried out."""
+        """The object that the pickle describes, once all its opcodes are carried out."""
         (root,) = self._stack
         return root
 
@@ -215,7 +215,8 @@ class _Machine:
         target = self._stack[-1]
         if isinstance(target, InertObject):
             target.state = state
-        elif not isinstance(target, dict):  # of an OrderedDict it is the attributes, such as `_metadata`
+        elif not isinstance(target, dict):
+            # The state of an OrderedDict is its attributes, such as `_metadata`.
             raise TypeError(f"a {type(target).__name__} is given a state")
 
     def _refuse(self, found: str) -> NoReturn:

@@ -25,7 +25,7 @@ __all__ = ["PickledCall", "Persistent", "pickle_of"]
 @final
 @attrs.frozen(eq=False)
 class PickledCall:
-    """What `function(*arguments)` returns; where `new`, an object of the class `function`, which is given `state`."""
+    """The result of `function(*arguments)`; if `new`, an object of the class `function`, which is given `state`."""
 
     function: Global
     arguments: tuple[Any, ...] = ()
@@ -36,7 +36,7 @@ class PickledCall:
 @final
 @attrs.frozen(eq=False)
 class Persistent:
-    """What the reader knows under an identity."""
+    """An object that the reader knows under an identity."""
 
     identity: tuple[Any, ...]
 

@@ -72,7 +72,8 @@ def _encoded(text: str, encoding: str) -> bytes:
 
 
 def _bytes(data: bytes = b"") -> bytes:
-    if not isinstance(data, bytes):  # of a number it would be that many zeros
+    # Of a number, `bytes` would make that many zeros.
+    if not isinstance(data, bytes):
         raise TypeError("bytes are made of something else")
     return data
 
@@ -100,7 +101,8 @@ TORCH_NAMES: Final = AdmittedNames(
     },
     functions={
         "collections.OrderedDict": lambda items=(): dict(items),
-        "collections.Counter": lambda counts: Counter(dict(counts)),  # of PyTorch's MultiStepLR
+        # The state of PyTorch's MultiStepLR has one.
+        "collections.Counter": lambda counts: Counter(dict(counts)),
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
@@ -110,12 +112,13 @@ TORCH_NAMES: Final = AdmittedNames(
         "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
         "_codecs.encode": _encoded,
         "builtins.bytearray": _bytes,
-        "builtins.bytes": _bytes,  # without arguments: how protocol 2 has it empty
+        # Protocol 2 calls it without arguments for empty bytes.
+        "builtins.bytes": _bytes,
         "builtins.set": _set,
         "builtins.complex": lambda real, imaginary: complex(real, imaginary),
     },
     hint=(
-        "Where you trust whoever wrote it, load it with torch.load(..., weights_only=False) and save again only "
+        "If you trust whoever wrote it, load it with torch.load(..., weights_only=False) and save again only "
         "tensors and plain values"
     ),
 )

@@ -1,4 +1,4 @@
-"""What `torch.save` writes, a zip archive of a pickle and of storages, read without running the pickle."""
+"""Files of `torch.save`, zip archives of a pickle and of storages, read without running the pickle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_archive(path: Path) -> bool:
     """Whether the file begins like what `torch.save` writes.
 
     Raises:
-        CheckpointError: where it cannot be read.
+        CheckpointError: if it cannot be read.
     """
     with ByteFile(path) as file:
         return file.read(0, min(len(_MAGIC), file.nbytes)) == _MAGIC
@@ -63,7 +63,7 @@ def open_archive(
         what: what errors call it; the path otherwise.
 
     Raises:
-        CheckpointError: where it is no such archive, is damaged, or holds what `names` does not admit.
+        CheckpointError: if it is no such archive, is damaged, or holds what `names` does not admit.
     """
     what = what or str(path)
     broken = damage_named(

@@ -36,7 +36,7 @@ def open_torch_file(*paths: str | os.PathLike[str]) -> StoredSource:
             directory with `PYTORCH_FILES`, or an index of such files, stands for the model in them.
 
     Raises:
-        CheckpointError: where a file is damaged, holds anything else, or its parts cannot be told apart.
+        CheckpointError: if a file is damaged, holds anything else, or its parts cannot be told apart.
     """
     files = [_file_at(Path(path)) for path in paths]
     root: Any = _root_of(files[0]) if len(files) == 1 else _together(files)
@@ -73,7 +73,7 @@ def _root_of(file: Path) -> Any:
         raise CheckpointError(
             f"{file} is no zip archive, as torch.save has written since torch 1.6",
             path=file,
-            hint="where it is an older file, load it and save it again",
+            hint="if it is an older file, load it and save it again",
         )
     return open_archive(file).root
 
@@ -90,7 +90,7 @@ def _tensors_in(file: Path) -> dict[str, Stored]:
 
 
 def _parts_of(file: Path) -> Mapping[Any, Any]:
-    """What a file of several adds to the whole."""
+    """The part of the whole that one file of several adds."""
     root = _state_dict_in(file)
     if "param_groups" in root or "state" in root:
         return {"optimizer": root}
@@ -112,7 +112,7 @@ def write_torch_file(
         The bytes of tensors by file.
 
     Raises:
-        CheckpointError: where `path` exists, or a value has no form in this format.
+        CheckpointError: if `path` exists, or a value has no form in this format.
     """
     path = Path(path)
     check_new(path)

@@ -23,7 +23,8 @@ __all__ = ["write_archive"]
 _ALIGNMENT: Final = 64
 _LOCAL_HEADER_NBYTES: Final = 30
 _ZIP64_EXTRA_NBYTES: Final = 20
-_PADDING_ID: Final = 0x4246  # what torch marks its own padding with
+# Torch marks its own padding with it.
+_PADDING_ID: Final = 0x4246
 _LARGE: Final = (1 << 31) - 1
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
@@ -86,7 +87,7 @@ def _put(
 
 @final
 class _Appended:
-    """What follows the position of a file, as the file that `zipfile` writes."""
+    """The rest of a file behind its position, as the file that `zipfile` writes."""
 
     def __init__(self, file: SparseFile) -> None:
         self._file = file
