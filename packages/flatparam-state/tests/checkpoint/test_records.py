@@ -11,20 +11,20 @@ import torch
 
 from flatparam_runtime import Span
 from flatparam_state import CheckpointWriter, TensorInfo, open_source, verify_checkpoint, verify_source
-from flatparam_state.checkpoint.manifest import FileRecord, Manifest, Piece, RankValue, TensorRecord
+from flatparam_state.checkpoint.manifest import FilePiece, FileRecord, Manifest, RankValue, TensorRecord
 
 HASH = "0" * 32
-PIECE = Piece(0, 100, Span(0, 4), (HASH,))
+PIECE = FilePiece(0, 100, Span(0, 4), (HASH,))
 FLAT = TensorInfo((4,), torch.float32)
 RECORD = TensorRecord(FLAT, (PIECE,))
 FILE = FileRecord("rank-00000.safetensors", 200, 80, HASH)
 MANIFEST = Manifest(HASH, 3, None, (FILE,), {"model/a": RECORD}, {}, {"model/b": "model/a"}, {}, {})
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (PIECE, {"file": -1}, r"Piece.file: .*'-1'"),
-    (PIECE, {"offset": 1.5}, r"Piece.offset: .*'1.5'"),
-    (PIECE, {"span": (0, 4)}, r"Piece.span: expected a Span, found '\(0, 4\)'"),
-    (PIECE, {"hashes": ("zz",)}, "Piece.hashes: expected 32 hexadecimal digits, found 'zz'"),
+    (PIECE, {"file": -1}, r"FilePiece.file: .*'-1'"),
+    (PIECE, {"offset": 1.5}, r"FilePiece.offset: .*'1.5'"),
+    (PIECE, {"span": (0, 4)}, r"FilePiece.span: expected a Span, found '\(0, 4\)'"),
+    (PIECE, {"hashes": ("zz",)}, "FilePiece.hashes: expected 32 hexadecimal digits, found 'zz'"),
     (RECORD, {"info": TensorInfo((-4,), torch.float32), "pieces": ()}, "TensorRecord.info: .*'-4'"),
     (RECORD, {"pieces": (PIECE, PIECE)}, "TensorRecord.pieces: .*occur twice or not at all"),
     (RECORD, {"pieces": (attrs.evolve(PIECE, hashes=()),)}, "TensorRecord.pieces: expected 1 hashes .*'0'"),

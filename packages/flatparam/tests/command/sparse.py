@@ -11,8 +11,8 @@ from flatparam_core import Span
 from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest.records import (
     BLOCK_NBYTES,
+    FilePiece,
     FileRecord,
-    Piece,
     TensorRecord,
     block_count,
     rank_file,
@@ -60,7 +60,7 @@ def _rank(
     sparse_safetensors(directory / rank_file(rank), parts)
     records, at = {}, len(header)
     for name, span in spans.items():
-        piece = Piece(rank, at, span, _hashes(parts[name].nbytes))
+        piece = FilePiece(rank, at, span, _hashes(parts[name].nbytes))
         records[f"model/{name}"] = TensorRecord(tensors[name], (piece,))
         at += parts[name].nbytes
     file = FileRecord(rank_file(rank), at, len(header), xxhash.xxh3_128_hexdigest(header))

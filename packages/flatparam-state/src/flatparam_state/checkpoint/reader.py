@@ -20,9 +20,9 @@ from flatparam_state.checkpoint.manifest import (
     MANIFEST,
     OF_RANKS,
     OMIT,
+    FilePiece,
     FileRecord,
     Manifest,
-    Piece,
     TensorRecord,
     decode,
 )
@@ -189,7 +189,7 @@ class CheckpointReader:
             raise CheckpointError(f"{path}: its values are not sound: {error}", path=path) from error
 
     def _read_piece(
-        self, path: str, record: TensorRecord, piece: Piece, wanted: Span
+        self, path: str, record: TensorRecord, piece: FilePiece, wanted: Span
     ) -> Iterator[torch.Tensor]:
         """Elements `wanted` of a piece, block by block, up to a chunk at once."""
         itemsize = record.info.dtype.itemsize
@@ -207,7 +207,7 @@ class CheckpointReader:
             inside = Span(max(start, begin), min(stop, end)).relative_to(begin)
             yield tensor[inside.start // itemsize : inside.stop // itemsize]
 
-    def _verify(self, path: str, piece: Piece, block: int, data: bytearray) -> None:
+    def _verify(self, path: str, piece: FilePiece, block: int, data: bytearray) -> None:
         view = memoryview(data)
         for number, begin in enumerate(range(0, len(data), BLOCK_NBYTES), block):
             found = xxhash.xxh3_128_hexdigest(view[begin : begin + BLOCK_NBYTES])

@@ -3,8 +3,8 @@
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, file_dtype
 from flatparam_state.checkpoint.manifest.records import (
     BLOCK_NBYTES,
+    FilePiece,
     FileRecord,
-    Piece,
     RankValue,
     TensorRecord,
     rank_file,
@@ -20,7 +20,7 @@ __all__ = [
     "Manifest",
     "OF_RANKS",
     "OMIT",
-    "Piece",
+    "FilePiece",
     "RankValue",
     "TensorRecord",
     "decode",

@@ -28,7 +28,7 @@ from flatparam_state.checkpoint.manifest.fields import (
 )
 from flatparam_state.source import TensorInfo
 
-__all__ = ["BLOCK_NBYTES", "FileRecord", "Piece", "RankValue", "TensorRecord", "block_count", "rank_file"]
+__all__ = ["BLOCK_NBYTES", "FileRecord", "FilePiece", "RankValue", "TensorRecord", "block_count", "rank_file"]
 
 BLOCK_NBYTES: Final = 2**20
 """The bytes that one hash is of. Blocks begin anew at each piece."""
@@ -50,7 +50,7 @@ def block_count(nbytes: int) -> int:
 
 @final
 @attrs.frozen
-class Piece:
+class FilePiece:
     """Elements `span` (in memory order) of a tensor: the bytes of file `file` from `offset` on."""
 
     file: int = attrs.field(validator=count)
@@ -88,7 +88,7 @@ class TensorRecord:
     """
 
     info: TensorInfo = attrs.field(validator=instance_of(TensorInfo))
-    pieces: tuple[Piece, ...] = attrs.field(default=(), validator=tuple_of(instance_of(Piece)))
+    pieces: tuple[FilePiece, ...] = attrs.field(default=(), validator=tuple_of(instance_of(FilePiece)))
     stride: tuple[int, ...] | None = attrs.field(default=None)
     whole: bool = attrs.field(default=False, validator=instance_of(bool))
     inline: bytes | None = attrs.field(default=None)
@@ -99,7 +99,9 @@ class TensorRecord:
         instance_of(torch.dtype)(self, field, info.dtype)
 
     @pieces.validator
-    def _check_pieces(self, field: attrs.Attribute[tuple[Piece, ...]], pieces: tuple[Piece, ...]) -> None:
+    def _check_pieces(
+        self, field: attrs.Attribute[tuple[FilePiece, ...]], pieces: tuple[FilePiece, ...]
+    ) -> None:
         """Refuse pieces that overlap, that lie outside, or that have too many or too few hashes."""
         end = 0
         for piece in pieces:
@@ -153,7 +155,7 @@ class TensorRecord:
         tree = as_object(tree)
         shape = [as_count(size) for size in as_list(tree["shape"])]
         info = TensorInfo(shape, dtype_named(as_text(tree["dtype"])))
-        pieces = tuple(Piece.from_json(piece) for piece in as_list(tree["pieces"]))
+        pieces = tuple(FilePiece.from_json(piece) for piece in as_list(tree["pieces"]))
         stride, inline = tree.get("stride"), tree.get("inline")
         return cls(
             info,

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from flatparam_state.checkpoint.manifest import Manifest, Piece, RankValue, TensorRecord, decode, graft
+from flatparam_state.checkpoint.manifest import FilePiece, Manifest, RankValue, TensorRecord, decode, graft
 from flatparam_state.checkpoint.save.contribution import Ticket
 from flatparam_state.checkpoint.save.report import RankReport
 from flatparam_state.errors import CheckpointError
@@ -98,7 +98,7 @@ def merged_tensors(parts: Iterable[tuple[str, TensorRecord]]) -> dict[str, Tenso
         ValueError: if two parts do not belong to one tensor, naming it.
     """
     records: dict[str, TensorRecord] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
     for path, part in parts:
         empty = attrs.evolve(part, pieces=())
         known = records.setdefault(path, empty)
@@ -108,7 +108,7 @@ def merged_tensors(parts: Iterable[tuple[str, TensorRecord]]) -> dict[str, Tenso
     return {path: _whole(path, record, pieces[path]) for path, record in records.items()}
 
 
-def _whole(path: str, record: TensorRecord, pieces: list[Piece]) -> TensorRecord:
+def _whole(path: str, record: TensorRecord, pieces: list[FilePiece]) -> TensorRecord:
     try:
         return attrs.evolve(record, pieces=tuple(sorted(pieces, key=lambda piece: piece.span)))
     except ValueError as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FileRecord, Piece, TensorRecord, file_dtype
+from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord, file_dtype
 from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import OwnedPiece
 from flatparam_state.files import Staging, TensorFileWriter, bytes_view
@@ -95,7 +95,7 @@ class RankFileWriter:
         info, hashes = _file_info(record, span), _BlockHashes()
         stored = (bytes_view(chunk) if info.dtype != record.info.dtype else chunk for chunk in chunks)
         self._writer.write(_name(path, span), stored, hashes.update)
-        piece = Piece(self._rank, self._end, span, hashes.finish())
+        piece = FilePiece(self._rank, self._end, span, hashes.finish())
         self.records[path] = attrs.evolve(self.records[path], pieces=(piece,))
         self._end += info.nbytes
         self._on_moment(Moment.PIECE_WRITTEN)
