@@ -13,14 +13,20 @@ from flatparam_state.checkpoint import (
     verify_checkpoint,
 )
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
-from flatparam_state.errors import CheckpointError
 from flatparam_state.files import (
+    CHUNK_NBYTES,
     DTYPES,
+    CheckpointError,
     SafetensorsHeader,
+    Source,
     Staging,
     StoredTensor,
     TensorFileWriter,
+    TensorInfo,
+    chunk_spans,
+    join_path,
     read_header,
+    split_path,
 )
 from flatparam_state.formats import (
     FORMATS,
@@ -66,7 +72,6 @@ from flatparam_state.optimizer import (
     optimizer_state_dict,
 )
 from flatparam_state.places import Place, places_in, places_of
-from flatparam_state.source import CHUNK_NBYTES, Source, TensorInfo, chunk_spans, join_path, split_path
 from flatparam_state.version import __version__ as __version__
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import attrs
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = ["Check", "BytesRead", "Soundness", "examine"]
 

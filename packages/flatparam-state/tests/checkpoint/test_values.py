@@ -14,7 +14,7 @@ from torch import nn
 
 from flatparam_state.checkpoint.manifest.sealed import seal, unseal
 from flatparam_state.checkpoint.manifest.values import OMIT, decode, encode
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
 
 
 def there_and_back(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
 from flatparam_state.formats.dcp.reader import open_dcp
 from flatparam_state.formats.pickles.reader import AdmittedNames, read_pickle
 from flatparam_state.formats.pickles.writer import pickle_of

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_runtime import Span
-from flatparam_state.formats.tensors import Storage, StridedTensor
+from flatparam_state.files.source import TensorInfo
+from flatparam_state.formats.stored.tensors import Storage, StridedTensor
 from flatparam_state.formats.torch_save.reader import open_archive
 from flatparam_state.forms.boxes import Box, row_major_boxes
-from flatparam_state.source import TensorInfo
 
 from .samples import awkward, same
 

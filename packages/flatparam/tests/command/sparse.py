@@ -8,7 +8,6 @@ import torch
 import xxhash
 
 from flatparam_core import Span
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest.records import (
     BLOCK_NBYTES,
     FilePiece,
@@ -18,10 +17,11 @@ from flatparam_state.checkpoint.manifest.records import (
     rank_file,
 )
 from flatparam_state.checkpoint.manifest.values import encode
+from flatparam_state.checkpoint.protocol.directory import CheckpointDirectory
 from flatparam_state.checkpoint.save.commit import Committer
 from flatparam_state.checkpoint.save.report import RankReport
 from flatparam_state.files.safetensors.header import encode_header
-from flatparam_state.source import TensorInfo
+from flatparam_state.files.source import TensorInfo
 
 
 def infos(count: int, shape: tuple[int, ...]) -> dict[str, TensorInfo]:

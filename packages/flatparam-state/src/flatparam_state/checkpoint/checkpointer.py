@@ -13,11 +13,10 @@ import torch
 from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives, resolve_topology
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
-from flatparam_state.checkpoint.moments import OnMoment, nothing
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
 from flatparam_state.checkpoint.save import Committer, Saver, Subject, optimizers_by_name
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = ["Checkpointer", "Optimizers"]
 

@@ -9,9 +9,9 @@ import torch
 from typing_extensions import final
 
 from flatparam_runtime import FlatParamError, ParamSpec, Phase, Span, clean_fqn, refuse_in_a_pass, units_in
+from flatparam_state.files import TensorInfo
 from flatparam_state.forms import is_dtensor
 from flatparam_state.places import Place, places_in
-from flatparam_state.source import TensorInfo
 
 __all__ = ["EXTRA_STATE", "ModelTensor", "bring_to_rest", "extra_state_modules", "model_tensors"]
 

@@ -14,7 +14,6 @@ import xxhash
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_state.checkpoint.manifest import (
     BLOCK_NBYTES,
     MANIFEST,
@@ -26,9 +25,16 @@ from flatparam_state.checkpoint.manifest import (
     TensorRecord,
     decode,
 )
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import ByteFile, read_header, tensor_of
-from flatparam_state.source import CHUNK_NBYTES, TensorInfo, chunk_spans
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, read_manifest
+from flatparam_state.files import (
+    CHUNK_NBYTES,
+    ByteFile,
+    CheckpointError,
+    TensorInfo,
+    chunk_spans,
+    read_header,
+    tensor_of,
+)
 
 __all__ = ["CheckpointReader", "open_checkpoint", "what_it_says"]
 

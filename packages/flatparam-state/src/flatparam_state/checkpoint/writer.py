@@ -13,8 +13,8 @@ import torch
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import TensorRecord, dtype_name, encode, graft, rank_file, reference
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.save import (
     Committer,
     RankFileWriter,
@@ -22,9 +22,7 @@ from flatparam_state.checkpoint.save import (
     Ticket,
     header_metadata,
 )
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import Staging, free_nbytes
-from flatparam_state.source import CHUNK_NBYTES, TensorInfo, split_path
+from flatparam_state.files import CHUNK_NBYTES, CheckpointError, Staging, TensorInfo, free_nbytes, split_path
 
 __all__ = ["CheckpointWriter"]
 

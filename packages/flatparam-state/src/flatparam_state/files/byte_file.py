@@ -8,7 +8,7 @@ from types import TracebackType
 
 from typing_extensions import Self, final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
 
 __all__ = ["ByteFile"]
 

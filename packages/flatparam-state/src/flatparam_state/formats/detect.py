@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import MANIFEST
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.reader import open_checkpoint
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError, Source
 from flatparam_state.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_state.formats.deepspeed.reader import is_deepspeed, open_deepspeed
 from flatparam_state.formats.hugging_face.model_files import INDEX_FILE, SINGLE_FILE, open_hugging_face
-from flatparam_state.formats.stored_source import stored_source
-from flatparam_state.formats.torch_save.reader import is_archive
-from flatparam_state.formats.torch_save.state_files import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
-from flatparam_state.source import Source
+from flatparam_state.formats.stored import stored_source
+from flatparam_state.formats.torch_save import ACCELERATE_FILES, PYTORCH_FILES, is_archive, open_torch_file
 
 __all__ = ["FORMATS", "UnknownFormatError", "open_source"]
 

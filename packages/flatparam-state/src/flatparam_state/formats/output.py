@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = ["SparseFile", "appearing", "check_new", "refuse_existing"]
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import rank_file
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.writer import CheckpointWriter
+from flatparam_state.files import Source, TensorInfo
 from flatparam_state.formats.output import refuse_existing
-from flatparam_state.formats.stored_source import stored_source
-from flatparam_state.source import Source, TensorInfo
+from flatparam_state.formats.stored import stored_source
 
 __all__ = ["write_checkpoint"]
 

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.checkpoint.verify import checks_of_directory
-from flatparam_state.files import ByteFile
-from flatparam_state.formats.stored_source import StoredSource, stored_source
-from flatparam_state.formats.tensors import Storage, Stored
+from flatparam_state.files import ByteFile, Source, chunk_spans
+from flatparam_state.formats.stored import Storage, Stored, StoredSource, stored_source
 from flatparam_state.soundness import BytesRead, Check, Soundness, examine
-from flatparam_state.source import Source, chunk_spans
 
 __all__ = ["verify_source"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -96,4 +95,5 @@ def _by_parameter(
 
 
 def _is_first(model: torch.nn.Module) -> bool:
-    return all(place.unit.plan.topology.group.rank == 0 for place in itertools.islice(places_in(model), 1))
+    place = next(places_in(model), None)
+    return place is None or place.unit.plan.topology.group.rank == 0

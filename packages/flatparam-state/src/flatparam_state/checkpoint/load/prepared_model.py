@@ -13,8 +13,7 @@ from flatparam_state.checkpoint.load.elements import read_part
 from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.errors import CheckpointError
-from flatparam_state.source import join_path, split_path
+from flatparam_state.files import CheckpointError, join_path, split_path
 
 __all__ = ["PreparedModel", "prepare_model"]
 

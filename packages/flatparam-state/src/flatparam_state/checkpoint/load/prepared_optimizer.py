@@ -14,10 +14,9 @@ from flatparam_runtime import ParamSpec, Span
 from flatparam_state.checkpoint.load.elements import read_part
 from flatparam_state.checkpoint.model_tensors import model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError, join_path, split_path
 from flatparam_state.forms import LazyTensor, LazyValue
 from flatparam_state.optimizer import COUNTERS, AsItIs, PerRank, load_optimizer_state
-from flatparam_state.source import join_path, split_path
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
 

@@ -12,14 +12,13 @@ import torch
 from typing_extensions import final
 
 from flatparam_runtime import Collectives
-from flatparam_state.checkpoint.agreement import agree, attempt
-from flatparam_state.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model
 from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
 from flatparam_state.checkpoint.manifest import Manifest
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, agree, attempt, read_manifest
 from flatparam_state.checkpoint.reader import CheckpointReader, what_it_says
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = ["Loaded", "load_checkpoint"]
 

@@ -7,9 +7,7 @@ from typing import Final
 
 import torch
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import DTYPES
-from flatparam_state.source import join_path
+from flatparam_state.files import DTYPES, CheckpointError, join_path
 
 __all__ = ["dtype_name", "dtype_named", "file_dtype"]
 

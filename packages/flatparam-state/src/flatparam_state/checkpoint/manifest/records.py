@@ -26,7 +26,7 @@ from flatparam_state.checkpoint.manifest.fields import (
     instance_of,
     tuple_of,
 )
-from flatparam_state.source import TensorInfo
+from flatparam_state.files import TensorInfo
 
 __all__ = ["BLOCK_NBYTES", "FileRecord", "FilePiece", "RankValue", "TensorRecord", "block_count", "rank_file"]
 

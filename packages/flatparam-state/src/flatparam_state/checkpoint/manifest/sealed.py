@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import ByteFile, parse_json, write_durably
+from flatparam_state.files import ByteFile, CheckpointError, parse_json, write_durably
 
 __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
 

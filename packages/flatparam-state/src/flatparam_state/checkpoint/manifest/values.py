@@ -15,9 +15,7 @@ from typing import Any, Final
 import torch
 
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, dtype_named
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import bytes_view, tensor_of
-from flatparam_state.source import join_path
+from flatparam_state.files import CheckpointError, bytes_view, join_path, tensor_of
 
 __all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
 

@@ -20,7 +20,7 @@ from flatparam_state.checkpoint.manifest.fields import (
     tuple_of,
 )
 from flatparam_state.checkpoint.manifest.records import FileRecord, RankValue, TensorRecord, rank_file
-from flatparam_state.source import join_path, split_path
+from flatparam_state.files import join_path, split_path
 
 __all__ = ["FORMAT", "MANIFEST", "Manifest", "OF_RANKS", "VERSION"]
 

@@ -13,11 +13,11 @@ from typing import Final
 from typing_extensions import final
 
 from flatparam_runtime import Collectives
-from flatparam_state.checkpoint.agreement import Attempt, Failure
+from flatparam_state.checkpoint.protocol import Attempt, Failure
 from flatparam_state.checkpoint.save.commit import Committer
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 from flatparam_state.checkpoint.save.report import report_path
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = ["Background", "BackgroundSave"]
 

@@ -9,16 +9,13 @@ from pathlib import Path
 import attrs
 from typing_extensions import final
 
-from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.lock import DirectoryLock
 from flatparam_state.checkpoint.manifest import MANIFEST, rank_file, write_sealed
-from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, DirectoryLock, Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 from flatparam_state.checkpoint.save.merge import merge
 from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
 from flatparam_state.checkpoint.save.report import RankReport, report_path
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import Staging, sync_directory
+from flatparam_state.files import CheckpointError, Staging, sync_directory
 from flatparam_state.version import __version__
 
 __all__ = ["Committer", "write_part"]

@@ -13,7 +13,7 @@ from typing_extensions import Self, final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import RankValue, TensorRecord, encode
-from flatparam_state.source import CHUNK_NBYTES, TensorInfo
+from flatparam_state.files import CHUNK_NBYTES, TensorInfo
 
 __all__ = ["Contribution", "OwnedPiece", "Ticket", "row_major_chunks"]
 

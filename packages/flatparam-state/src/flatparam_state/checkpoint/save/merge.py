@@ -13,9 +13,7 @@ import torch
 from flatparam_state.checkpoint.manifest import FilePiece, Manifest, RankValue, TensorRecord, decode, graft
 from flatparam_state.checkpoint.save.contribution import Ticket
 from flatparam_state.checkpoint.save.report import RankReport
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import bytes_view
-from flatparam_state.source import TensorInfo, split_path
+from flatparam_state.files import CheckpointError, TensorInfo, bytes_view, split_path
 
 __all__ = ["merge", "merged_tensors"]
 

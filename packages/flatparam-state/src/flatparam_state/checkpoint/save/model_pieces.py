@@ -10,8 +10,8 @@ from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_on_demand
+from flatparam_state.files import TensorInfo, join_path
 from flatparam_state.places import Place
-from flatparam_state.source import TensorInfo, join_path
 
 __all__ = ["add_model", "record_of", "share_of"]
 

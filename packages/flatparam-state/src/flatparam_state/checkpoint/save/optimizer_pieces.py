@@ -12,10 +12,9 @@ from flatparam_state.checkpoint.manifest import OF_RANKS, RankValue, TensorRecor
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
 from flatparam_state.checkpoint.save.model_pieces import record_of, share_of
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError, TensorInfo, join_path
 from flatparam_state.optimizer import COUNTERS, Held, Inventory, held_by, held_parameters
 from flatparam_state.places import places_in
-from flatparam_state.source import TensorInfo, join_path
 
 __all__ = ["add_optimizer", "optimizers_by_name"]
 

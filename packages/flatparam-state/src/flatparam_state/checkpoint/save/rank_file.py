@@ -13,10 +13,9 @@ from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord, file_dtype
-from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
+from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import OwnedPiece
-from flatparam_state.files import Staging, TensorFileWriter, bytes_view
-from flatparam_state.source import TensorInfo
+from flatparam_state.files import Staging, TensorFileWriter, TensorInfo, bytes_view
 
 __all__ = ["RankFileWriter", "header_metadata", "write_rank_file"]
 

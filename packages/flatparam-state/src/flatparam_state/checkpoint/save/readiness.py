@@ -14,10 +14,9 @@ from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.save.contribution import Contribution
 from flatparam_state.checkpoint.save.model_pieces import add_model
 from flatparam_state.checkpoint.save.optimizer_pieces import add_optimizer
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in
-from flatparam_state.source import join_path
 
 __all__ = ["Inventories", "Subject", "check_optimizers", "check_space"]
 

@@ -10,8 +10,8 @@ import attrs
 from typing_extensions import Self, final
 
 from flatparam_state.checkpoint.manifest import FileRecord, RankValue, TensorRecord, read_sealed, seal
-from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_state.errors import CheckpointError
+from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing
+from flatparam_state.files import CheckpointError
 
 __all__ = ["RankReport", "report_path"]
 

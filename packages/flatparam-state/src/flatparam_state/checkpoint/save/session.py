@@ -9,14 +9,12 @@ from typing import Any
 from typing_extensions import final
 
 from flatparam_runtime import Collectives
-from flatparam_state.checkpoint.agreement import agree, attempt
-from flatparam_state.checkpoint.moments import OnMoment
+from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 from flatparam_state.checkpoint.save.readiness import Subject, check_optimizers, check_space
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import Staging, free_nbytes
+from flatparam_state.files import CheckpointError, Staging, free_nbytes
 
 __all__ = ["Saver"]
 

@@ -18,10 +18,10 @@ import attrs
 import torch
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
 from flatparam_state.files.byte_file import ByteFile
+from flatparam_state.files.errors import CheckpointError
 from flatparam_state.files.limited_json import parse_json
-from flatparam_state.source import TensorInfo
+from flatparam_state.files.source import TensorInfo
 
 __all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "decode_header", "encode_header", "read_header"]
 

@@ -9,8 +9,8 @@ import torch
 from typing_extensions import Self, final
 
 from flatparam_state.files.safetensors.header import encode_header
+from flatparam_state.files.source import CHUNK_NBYTES, TensorInfo
 from flatparam_state.files.tensor_bytes import bytes_view
-from flatparam_state.source import CHUNK_NBYTES, TensorInfo
 
 __all__ = ["Staging", "TensorFileWriter"]
 

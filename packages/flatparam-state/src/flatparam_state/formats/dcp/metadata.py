@@ -11,12 +11,11 @@ import attrs
 import torch
 from typing_extensions import final
 
-from flatparam_state.files import ByteFile
+from flatparam_state.files import ByteFile, TensorInfo
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickles import AdmittedNames, InertObject, read_pickle
-from flatparam_state.formats.torch_save.names import dtype_names
+from flatparam_state.formats.torch_save import dtype_names
 from flatparam_state.forms import Box
-from flatparam_state.source import TensorInfo
 
 __all__ = ["METADATA_FILE", "Chunk", "DcpMetadata", "Item", "read_dcp_metadata"]
 

@@ -12,14 +12,20 @@ import torch
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.arrange import MODEL_KEYS, OPTIMIZER_KEYS, arranged
+from flatparam_state.files import CheckpointError, TensorInfo
 from flatparam_state.formats.dcp.metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
-from flatparam_state.formats.stored_source import StoredSource
-from flatparam_state.formats.tensors import Storage, Stored, StridedTensor, read_boxes
-from flatparam_state.formats.torch_save.reader import open_archive
+from flatparam_state.formats.stored import (
+    MODEL_KEYS,
+    OPTIMIZER_KEYS,
+    Storage,
+    Stored,
+    StoredSource,
+    StridedTensor,
+    arranged,
+    read_boxes,
+)
+from flatparam_state.formats.torch_save import open_archive
 from flatparam_state.forms import Box
-from flatparam_state.source import TensorInfo
 
 __all__ = ["ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]
 

@@ -13,15 +13,13 @@ from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError, Source, TensorInfo
 from flatparam_state.formats.dcp.metadata import METADATA_FILE
 from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.pickles import Global, PickledCall, pickle_of
-from flatparam_state.formats.stored_source import tree_of
-from flatparam_state.formats.tensors import Storage, Stored
-from flatparam_state.formats.torch_save.writer import write_archive
+from flatparam_state.formats.stored import Storage, Stored, tree_of
+from flatparam_state.formats.torch_save import write_archive
 from flatparam_state.forms import Box
-from flatparam_state.source import Source, TensorInfo
 
 __all__ = ["write_dcp"]
 

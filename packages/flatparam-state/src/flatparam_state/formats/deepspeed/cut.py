@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
-from flatparam_state.formats.tensors import Storage, Stored, StridedTensor
+from flatparam_state.formats.stored import Storage, Stored, StridedTensor
 
 __all__ = ["CutTensor"]
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from typing_extensions import final
 
-from flatparam_state.formats.arrange import arranged
+from flatparam_state.files import TensorInfo
 from flatparam_state.formats.deepspeed.cut import CutTensor
 from flatparam_state.formats.deepspeed.step_files import (
     Files,
@@ -35,9 +35,7 @@ from flatparam_state.formats.deepspeed.step_files import (
     step_directory,
 )
 from flatparam_state.formats.pickles import Global, InertObject
-from flatparam_state.formats.stored_source import StoredSource
-from flatparam_state.formats.tensors import StridedTensor
-from flatparam_state.source import TensorInfo
+from flatparam_state.formats.stored import StoredSource, StridedTensor, arranged
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
 

@@ -11,12 +11,11 @@ from typing import Any, Final
 import attrs
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickles import AdmittedNames, InertObject
-from flatparam_state.formats.tensors import StridedTensor
-from flatparam_state.formats.torch_save.names import TORCH_NAMES
-from flatparam_state.formats.torch_save.reader import open_archive
+from flatparam_state.formats.stored import StridedTensor
+from flatparam_state.formats.torch_save import TORCH_NAMES, open_archive
 
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 

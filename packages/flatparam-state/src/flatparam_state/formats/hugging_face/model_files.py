@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import BinaryIO, Final, cast
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import SafetensorsHeader, TensorFileWriter, read_header
+from flatparam_state.files import (
+    CheckpointError,
+    SafetensorsHeader,
+    Source,
+    TensorFileWriter,
+    join_path,
+    read_header,
+    split_path,
+)
 from flatparam_state.formats.hugging_face.shard_index import encode_index, read_shards
 from flatparam_state.formats.output import SparseFile, appearing, check_new
-from flatparam_state.formats.stored_source import StoredSource, select
-from flatparam_state.formats.tensors import Storage, Stored, StridedTensor, row_major
-from flatparam_state.source import Source, join_path, split_path
+from flatparam_state.formats.stored import Storage, Stored, StoredSource, StridedTensor, row_major, select
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "open_hugging_face", "write_hugging_face"]
 

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import ByteFile, parse_json
-from flatparam_state.formats.tensors import Stored
+from flatparam_state.files import ByteFile, CheckpointError, parse_json
+from flatparam_state.formats.stored import Stored
 
 __all__ = ["encode_index", "read_shards"]
 

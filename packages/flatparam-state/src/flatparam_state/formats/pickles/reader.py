@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import attrs
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 from flatparam_state.formats.damage import damage_named
 
 __all__ = ["Global", "AdmittedNames", "InertObject", "read_pickle"]

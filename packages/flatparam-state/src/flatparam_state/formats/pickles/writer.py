@@ -16,7 +16,7 @@ import attrs
 import torch
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 from flatparam_state.formats.pickles.reader import Global
 
 __all__ = ["PickledCall", "Persistent", "pickle_of"]

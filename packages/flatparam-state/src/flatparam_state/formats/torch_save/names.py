@@ -10,9 +10,9 @@ import attrs
 import torch
 from typing_extensions import final
 
+from flatparam_state.files import TensorInfo
 from flatparam_state.formats.pickles import AdmittedNames, Global
-from flatparam_state.formats.tensors import Storage, StridedTensor
-from flatparam_state.source import TensorInfo
+from flatparam_state.formats.stored import Storage, StridedTensor
 
 __all__ = ["STORAGE_NAMES", "TORCH_NAMES", "TypedStorage", "dtype_names"]
 

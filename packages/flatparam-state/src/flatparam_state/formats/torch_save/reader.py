@@ -12,11 +12,10 @@ from typing import Any, Final
 import attrs
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import ByteFile
+from flatparam_state.files import ByteFile, CheckpointError
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickles import AdmittedNames, read_pickle
-from flatparam_state.formats.tensors import Storage
+from flatparam_state.formats.stored import Storage
 from flatparam_state.formats.torch_save.names import TORCH_NAMES, TypedStorage
 
 __all__ = ["Archive", "is_archive", "open_archive"]

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.arrange import arranged
+from flatparam_state.files import CheckpointError, Source
 from flatparam_state.formats.hugging_face.shard_index import read_shards
 from flatparam_state.formats.output import SparseFile, appearing, check_new
-from flatparam_state.formats.stored_source import StoredSource, stored_source, tree_of
-from flatparam_state.formats.tensors import Stored
+from flatparam_state.formats.stored import Stored, StoredSource, arranged, stored_source, tree_of
 from flatparam_state.formats.torch_save.reader import is_archive, open_archive
 from flatparam_state.formats.torch_save.writer import write_archive
-from flatparam_state.source import Source
 
 __all__ = ["ACCELERATE_FILES", "PYTORCH_FILES", "open_torch_file", "write_torch_file"]
 

@@ -15,7 +15,7 @@ from flatparam_runtime import Span
 from flatparam_state.files import buffer_of
 from flatparam_state.formats.output import SparseFile
 from flatparam_state.formats.pickles import Global, Persistent, PickledCall, pickle_of
-from flatparam_state.formats.tensors import Stored, row_major
+from flatparam_state.formats.stored import Stored, row_major
 from flatparam_state.formats.torch_save.names import STORAGE_NAMES
 
 __all__ = ["write_archive"]

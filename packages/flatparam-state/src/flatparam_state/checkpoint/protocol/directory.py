@@ -14,9 +14,8 @@ import attrs
 from typing_extensions import final
 
 from flatparam_state.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
-from flatparam_state.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import replace_durably, sync_directory
+from flatparam_state.checkpoint.protocol.moments import Moment, OnMoment, nothing
+from flatparam_state.files import CheckpointError, replace_durably, sync_directory
 
 __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
 

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.by_name import by_name
+from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.formats.damage import damage_named
-from flatparam_state.formats.tensors import Stored
-from flatparam_state.source import join_path
+from flatparam_state.formats.stored.by_name import by_name
+from flatparam_state.formats.stored.tensors import Stored
 
 __all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "arranged"]
 

@@ -11,8 +11,7 @@ import attrs
 from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import free_nbytes
+from flatparam_state.files import CheckpointError, free_nbytes
 
 __all__ = ["Attempt", "Failure", "agree", "attempt"]
 

@@ -14,10 +14,8 @@ import torch
 from typing_extensions import final
 
 from flatparam_runtime import Span, Threshold
-from flatparam_state.errors import CheckpointError
-from flatparam_state.files import ByteFile, tensor_of
+from flatparam_state.files import ByteFile, CheckpointError, TensorInfo, chunk_spans, tensor_of
 from flatparam_state.forms import Box, row_major_boxes
-from flatparam_state.source import TensorInfo, chunk_spans
 
 __all__ = ["Storage", "Stored", "StridedTensor", "read_boxes", "row_major"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.tensors import Stored
+from flatparam_state.files import CheckpointError
+from flatparam_state.formats.stored.tensors import Stored
 
 __all__ = ["by_name"]
 

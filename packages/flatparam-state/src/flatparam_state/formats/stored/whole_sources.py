@@ -12,9 +12,8 @@ from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.tensors import Storage, Stored, read_boxes
-from flatparam_state.source import Source, TensorInfo, chunk_spans, split_path
+from flatparam_state.files import CheckpointError, Source, TensorInfo, chunk_spans, split_path
+from flatparam_state.formats.stored.tensors import Storage, Stored, read_boxes
 
 __all__ = ["StoredSource", "cast_model", "select", "stored_source", "tree_of", "watch"]
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 try:
     import fcntl
