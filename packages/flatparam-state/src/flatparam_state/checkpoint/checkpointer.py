@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives, resolve_topology
@@ -37,7 +38,7 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        model: torch.nn.Module | None = None,
+        model: nn.Module | None = None,
         optimizer: Optimizers = None,
         *,
         ranks: Collectives | None = None,

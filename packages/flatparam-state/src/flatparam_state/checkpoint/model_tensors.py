@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import attrs
 import torch
+from torch import Tensor, nn
 from typing_extensions import final
 
 from flatparam_runtime import FlatParamError, ParamSpec, Phase, Span, clean_fqn, refuse_in_a_pass, units_in
@@ -31,7 +32,7 @@ class ModelTensor:
     names: tuple[str, ...]
     info: TensorInfo
     span: Span
-    local: torch.Tensor
+    local: Tensor
     place: Place | None = None
     stride: tuple[int, ...] | None = None
 
@@ -40,13 +41,13 @@ class ModelTensor:
         """The first of its names; the others are aliases."""
         return self.names[0]
 
-    def put(self, staged: torch.Tensor) -> None:
+    def put(self, staged: Tensor) -> None:
         """Take new values: 1-D, the elements `span` in the order of `stride`."""
         with torch.no_grad():
             self.local.copy_(staged.view(self.local.shape))
 
 
-def bring_to_rest(model: torch.nn.Module) -> None:
+def bring_to_rest(model: nn.Module) -> None:
     """Free the full parameters of `model`, none of whose units may be in use.
 
     Raises:
@@ -62,7 +63,7 @@ def bring_to_rest(model: torch.nn.Module) -> None:
         unit.reshard()
 
 
-def model_tensors(model: torch.nn.Module) -> list[ModelTensor]:
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and persistent buffer of `model`, once each, in the order of its modules."""
     places = list(places_in(model))
     found = [tensor for place in places for tensor in _sharded(place)]
@@ -92,7 +93,7 @@ def _sharded(place: Place) -> Iterator[ModelTensor]:
         )
 
 
-def _like(spec: ParamSpec) -> torch.Tensor:
+def _like(spec: ParamSpec) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
@@ -105,13 +106,13 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _whole(model: torch.nn.Module, flat: set[int], sharded: list[ModelTensor]) -> Iterator[ModelTensor]:
-    paths: dict[torch.nn.Module, list[str]] = {}
+def _whole(model: nn.Module, flat: set[int], sharded: list[ModelTensor]) -> Iterator[ModelTensor]:
+    paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(clean_fqn(path))
     taken = {name for tensor in sharded for name in tensor.names}
     names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for module in model.modules():
         for attribute, tensor in _own_tensors(module):
             clean = [_join(path, attribute) for path in paths[module]]
@@ -123,7 +124,7 @@ def _whole(model: torch.nn.Module, flat: set[int], sharded: list[ModelTensor]) -
         yield ModelTensor(tuple(dict.fromkeys(names[key])), info, Span(0, tensor.numel()), tensor.detach())
 
 
-def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -136,8 +137,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def extra_state_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def extra_state_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of `model` that have an extra state, with its names in the state dict."""
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield _join(clean_fqn(path), EXTRA_STATE), module

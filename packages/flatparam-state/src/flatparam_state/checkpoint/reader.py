@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
@@ -133,7 +134,7 @@ class CheckpointReader:
         """The bytes that were read of the ranks' files so far."""
         return sum(file.nbytes_read for file in self._files.values())
 
-    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, path: str, span: Span) -> Iterator[Tensor]:
         """See `Source.read`. Memory: a chunk; a tensor that is not stored in row-major order takes itself, twice."""
         record = self.record(path)
         if record.stride is None:
@@ -144,7 +145,7 @@ class CheckpointReader:
         for part in chunk_spans(span, record.info.dtype.itemsize):
             yield flat[part.as_slice()]
 
-    def read_stored(self, path: str, span: Span) -> Iterator[torch.Tensor]:
+    def read_stored(self, path: str, span: Span) -> Iterator[Tensor]:
         """Like `read`, with elements counted in the memory order in which the tensor is stored."""
         record = self.record(path)
         if not Span(0, record.info.numel).contains(span):
@@ -168,7 +169,7 @@ class CheckpointReader:
         manifest = self.manifest
         return manifest.tensors[manifest.aliases.get(path, path)]
 
-    def load(self, path: str) -> torch.Tensor:
+    def load(self, path: str) -> Tensor:
         """The whole tensor `path`, in its shape, row-major, in memory of its own."""
         record = self.record(path)
         info = record.info
@@ -196,7 +197,7 @@ class CheckpointReader:
 
     def _read_piece(
         self, path: str, record: TensorRecord, piece: FilePiece, wanted: Span
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[Tensor]:
         """Elements `wanted` of a piece, block by block, up to a chunk at once."""
         itemsize = record.info.dtype.itemsize
         nbytes, start, stop = piece.span.numel * itemsize, wanted.start * itemsize, wanted.stop * itemsize
@@ -272,6 +273,6 @@ def what_it_says(path: Path) -> str:
     return f"; it says that it is of rank {said.get('rank')} of {said.get('world_size')} in save {said['save_id']}"
 
 
-def _zeros(span: Span, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _zeros(span: Span, dtype: torch.dtype) -> Iterator[Tensor]:
     for part in chunk_spans(span, dtype.itemsize):
         yield torch.zeros(part.numel, dtype=dtype, device="cpu")

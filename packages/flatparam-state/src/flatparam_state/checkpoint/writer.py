@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
@@ -115,7 +116,7 @@ class CheckpointWriter:
     ) -> None:
         self.close()
 
-    def write(self, path: str, chunks: Iterable[torch.Tensor]) -> None:
+    def write(self, path: str, chunks: Iterable[Tensor]) -> None:
         """Write the next tensor.
 
         Args:
@@ -174,7 +175,7 @@ class CheckpointWriter:
 
 def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """The encoded tree, with a reference wherever the user's own tree has a tensor."""
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     tree = {key: encode(value, (key,), found) for key, value in values.items()}
     if found:
         raise ValueError(f"expected values without tensors, found {next(iter(found))!r}")
@@ -194,11 +195,11 @@ def _share(numel: int, index: int, count: int) -> Span:
 class _Elements:
     """A stream of chunks, taken by number of elements."""
 
-    def __init__(self, chunks: Iterable[torch.Tensor]) -> None:
+    def __init__(self, chunks: Iterable[Tensor]) -> None:
         self._chunks = iter(chunks)
         self._rest = torch.empty(0, device="cpu")
 
-    def take(self, numel: int) -> Iterator[torch.Tensor]:
+    def take(self, numel: int) -> Iterator[Tensor]:
         while numel:
             if not self._rest.numel():
                 chunk = next(self._chunks, None)

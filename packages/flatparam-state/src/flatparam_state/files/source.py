@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 import attrs
 import torch
+from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
@@ -70,7 +71,7 @@ class Source(Protocol):
         """The known facts about the program that wrote it: versions, world size, save id."""
         ...
 
-    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, path: str, span: Span) -> Iterator[Tensor]:
         """The row-major elements `[span.start, span.stop)` of tensor `path`, in order.
 
         Yields:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 __all__ = ["buffer_of", "bytes_view", "tensor_of"]
 
 
-def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_view(tensor: Tensor) -> Tensor:
     """The elements of `tensor` in row-major order as 1-D bytes; a view if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # One element of a larger tensor counts as contiguous, whatever its stride.
@@ -16,12 +17,12 @@ def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def tensor_of(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
+def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
     """The 1-D tensor whose memory `data` is."""
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def buffer_of(tensor: torch.Tensor) -> memoryview:
+def buffer_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's elements in row-major order, in memory of their own."""
     data = bytearray(tensor.numel() * tensor.element_size())
     if data:

@@ -25,6 +25,7 @@ from flatparam_state.places import Place, places_in, places_of
 
 if TYPE_CHECKING:
     pass
+from torch import nn
 
 __all__ = ["StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
 
@@ -37,13 +38,11 @@ class StandIns:
     _values: dict[int, Any] = attrs.field(factory=dict)
     """By the stand-in's storage, which an alias of it shares."""
     _added: dict[str, Any] = attrs.field(factory=dict)
-    _kept: list[torch.nn.Parameter] = attrs.field(factory=list)
+    _kept: list[nn.Parameter] = attrs.field(factory=list)
 
-    def stand_in(
-        self, like: torch.Size | tuple[int, ...], dtype: torch.dtype, value: Any
-    ) -> torch.nn.Parameter:
+    def stand_in(self, like: torch.Size | tuple[int, ...], dtype: torch.dtype, value: Any) -> nn.Parameter:
         """A parameter without memory that stands for `value`."""
-        parameter = torch.nn.Parameter(torch.empty(like, dtype=dtype, device="meta"), requires_grad=False)
+        parameter = nn.Parameter(torch.empty(like, dtype=dtype, device="meta"), requires_grad=False)
         self._values[parameter.untyped_storage()._cdata] = value
         self._kept.append(parameter)
         return parameter
@@ -57,7 +56,7 @@ class StandIns:
         for key, value in state.items():
             if (
                 isinstance(value, torch.Tensor)
-                and type(value) in (torch.Tensor, torch.nn.Parameter)
+                and type(value) in (torch.Tensor, nn.Parameter)
                 and value.is_meta
             ):
                 state[key] = self._values.get(value.untyped_storage()._cdata, value)
@@ -65,7 +64,7 @@ class StandIns:
 
 
 @contextlib.contextmanager
-def state_shown(model: torch.nn.Module, form: StateForm) -> Iterator[StandIns]:
+def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
     """Have `model.state_dict()` find parameters, in their own dtype, in the given form; every rank enters it.
 
     Full tensors: the units are gathered one after the other; the extra memory is the full state itself and one unit.
@@ -95,13 +94,13 @@ def local_name(number: int) -> str:
     return f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM
 
 
-def _values(place: Place, form: StateForm, stand_ins: StandIns) -> list[torch.nn.Parameter | None]:
+def _values(place: Place, form: StateForm, stand_ins: StandIns) -> list[nn.Parameter | None]:
     """The values that the modules show for the parameters of `place` while torch collects the state."""
     handle = place.handle
     if form.kind is FormKind.FULL:
         full = _full(place, form.device, form.keeps(place))
         return [
-            torch.nn.Parameter(handle.present(index, tensor), requires_grad=False)
+            nn.Parameter(handle.present(index, tensor), requires_grad=False)
             for index, tensor in enumerate(full)
         ] or [None] * len(place.fqns)
     if form.kind is FormKind.LOCAL:
@@ -134,7 +133,7 @@ def _local(place: Place, form: StateForm) -> Any:
 
 
 def model_state_dict(
-    model: torch.nn.Module,
+    model: nn.Module,
     *,
     offload_to_cpu: bool = False,
     rank0_only: bool = False,

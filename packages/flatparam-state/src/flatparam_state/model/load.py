@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import attrs
 import torch
+from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
@@ -49,7 +50,7 @@ class ModelLoad:
     def begin(
         cls,
         places: Iterable[Place],
-        modules: Collection[torch.nn.Module] | None = None,
+        modules: Collection[nn.Module] | None = None,
         chunker: Chunker | None = None,
     ) -> Self:
         """Open the loading of `places`, whose full parameters are freed first.
@@ -62,8 +63,8 @@ class ModelLoad:
             FlatParamError: inside a forward or backward pass.
         """
         loading = cls(chunker or OWN_CHUNKER)
-        named: dict[torch.nn.Module, dict[str, tuple[Place, int]]] = {}
-        flat: dict[torch.nn.Module, dict[str, Place]] = {}
+        named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
+        flat: dict[nn.Module, dict[str, Place]] = {}
         for place in places:
             if tree_of(place.unit).is_in_a_pass:
                 raise FlatParamError(
@@ -83,7 +84,7 @@ class ModelLoad:
             )
         return loading
 
-    def watch(self, module: torch.nn.Module, hook: Callable[..., None]) -> None:
+    def watch(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Have `hook` run before `module` is loaded, after the module's own hooks, while this loading is open."""
         registered = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         self._hooks.callback(registered.remove)
@@ -92,7 +93,7 @@ class ModelLoad:
         self,
         parameters: Mapping[str, tuple[Place, int]],
         flat: Mapping[str, Place],
-        module: torch.nn.Module,
+        module: nn.Module,
         state: dict[str, Any],
         prefix: str,
         metadata: Any,
@@ -122,7 +123,7 @@ class ModelLoad:
             self._take_plain(module, parameters.keys(), state, prefix)
 
     def _take_plain(
-        self, module: torch.nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str
+        self, module: nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str
     ) -> None:
         """Take what is not sharded, if it fits; the rest is left for torch to refuse."""
         buffers = {
@@ -187,10 +188,10 @@ class ModelLoad:
 
 def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is an ordinary tensor with memory that exists already."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
 
 
-def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
 
     Of full tensors every rank passes all, and copies its own part; nothing is changed if something does not fit.
@@ -207,7 +208,7 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], *, strict
     def begin(*arguments: Any) -> None:
         torchs_errors[:] = [arguments[-1]]
 
-    def end(module: torch.nn.Module, incompatible: Any) -> None:
+    def end(module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = loading.really_missing(incompatible.missing_keys)
         if any(torchs_errors) or (strict and (incompatible.missing_keys or incompatible.unexpected_keys)):
             loading.forget()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.forms import StateForm
@@ -21,7 +22,7 @@ __all__ = ["optimizer_state_dict"]
 
 
 def optimizer_state_dict(
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     offload_to_cpu: bool = True,
@@ -94,6 +95,6 @@ def _by_parameter(
     return {item: state[key] for key, item in meant.items()}, others
 
 
-def _is_first(model: torch.nn.Module) -> bool:
+def _is_first(model: nn.Module) -> bool:
     place = next(places_in(model), None)
     return place is None or place.unit.plan.topology.group.rank == 0

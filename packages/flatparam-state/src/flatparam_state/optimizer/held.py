@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import FlatParamError, clean_fqn
@@ -42,7 +43,7 @@ class Held:
         return any(self.place.handle.layout.slots[index].spec.numel for index in self.indices)
 
 
-def held_parameters(model: torch.nn.Module) -> Mapping[int, Held]:
+def held_parameters(model: nn.Module) -> Mapping[int, Held]:
     """Every parameter of `model` that an optimizer may hold, by identity."""
     held: dict[int, Held] = {}
     for place in places_in(model):
@@ -89,7 +90,7 @@ class Holding:
     _by_name: Mapping[str, Held]
 
     @classmethod
-    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Self:
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Self:
         """The parameters of `model` that `optimizer` holds.
 
         Raises:

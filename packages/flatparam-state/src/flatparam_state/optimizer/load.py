@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.forms import OWN_CHUNKER, Chunker
@@ -20,7 +21,7 @@ __all__ = ["load_optimizer_state"]
 
 
 def load_optimizer_state(
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     *,
@@ -79,7 +80,7 @@ def load_optimizer_state(
 
 
 def _loaded(
-    model: torch.nn.Module,
+    model: nn.Module,
     places: Sequence[Place],
     holding: Holding,
     held: Collection[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flatparam_runtime import ParamSpec, Span
 from flatparam_state.checkpoint.reader import CheckpointReader
@@ -12,7 +13,7 @@ __all__ = ["read_part"]
 
 def read_part(
     reader: CheckpointReader, path: str, stride: tuple[int, ...] | None, span: Span, dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """Elements `span` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
 
     Only these elements' blocks are read, unless the checkpoint has another memory order.

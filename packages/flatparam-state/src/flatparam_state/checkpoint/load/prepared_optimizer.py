@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor, nn
 from typing_extensions import final
 
 from flatparam_runtime import ParamSpec, Span
@@ -40,14 +41,14 @@ class PreparedOptimizer:
             installed = self.optimizer.state[parameters[index]]
             for name, value in values.items():
                 now = installed.get(name)
-                if not isinstance(value, torch.Tensor):
+                if not isinstance(value, Tensor):
                     installed[name] = value
-                elif isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                elif isinstance(now, Tensor) and now.dtype != value.dtype:
                     installed[name] = value.to(now.device)
 
 
 def prepare_optimizer(
-    reader: CheckpointReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer, at: tuple[str, ...]
+    reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, at: tuple[str, ...]
 ) -> PreparedOptimizer:
     """Read what this rank has of the optimizer's state that was saved under the keys `at`.
 
@@ -59,7 +60,7 @@ def prepare_optimizer(
     return PreparedOptimizer(optimizer, {**made, "param_groups": copy.deepcopy(made["param_groups"])})
 
 
-def _saved_state(reader: CheckpointReader, model: torch.nn.Module, at: tuple[str, ...]) -> dict[str, Any]:
+def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]) -> dict[str, Any]:
     """An optimizer's state by the names that its parameters have in the model now, to be read when it is needed."""
     name_now = _names_now(reader, model)
     prefix, tree = (*at, "state"), _tree(reader, at)
@@ -106,7 +107,7 @@ def _tree(reader: CheckpointReader, at: tuple[str, ...]) -> dict[str, Any]:
     return tree
 
 
-def _names_now(reader: CheckpointReader, model: torch.nn.Module) -> Callable[[str], str]:
+def _names_now(reader: CheckpointReader, model: nn.Module) -> Callable[[str], str]:
     """From a name of a parameter when it was saved, to the first name that it has in the model; else as it was."""
     now = {name: tensor.name for tensor in model_tensors(model) for name in tensor.names}
     aliases: dict[str, list[str]] = {}
@@ -142,10 +143,10 @@ class _Tensor(LazyTensor):
         self.shape, self.dtype = info.shape, info.dtype
         self._reader, self._path = reader, path
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """See `LazyValue`."""
         return self._reader.load(self._path)
 
-    def part(self, spec: ParamSpec, span: Span) -> torch.Tensor:
+    def part(self, spec: ParamSpec, span: Span) -> Tensor:
         """See `LazyTensor`."""
         return read_part(self._reader, self._path, spec.stride, span, self.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 from typing_extensions import final
 
 from flatparam_runtime import Collectives
@@ -71,7 +72,7 @@ class _Prepared:
 def load_checkpoint(
     directory: CheckpointDirectory,
     ranks: Collectives,
-    model: torch.nn.Module | None,
+    model: nn.Module | None,
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     *,
     step: int | None,
@@ -127,7 +128,7 @@ def _agree_on_place(
 def _prepare(
     reader: CheckpointReader,
     ranks: Collectives,
-    model: torch.nn.Module | None,
+    model: nn.Module | None,
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     strict: bool,
     convert_dtype: bool,

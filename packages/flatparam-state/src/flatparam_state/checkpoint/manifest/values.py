@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
 
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, dtype_named
 from flatparam_state.files import CheckpointError, bytes_view, join_path, tensor_of
@@ -20,7 +21,7 @@ from flatparam_state.files import CheckpointError, bytes_view, join_path, tensor
 __all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
 
 _DEPTH: Final = 100
-_TENSORS: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_TENSORS: Final = (Tensor, nn.Parameter, nn.Buffer)
 _NUMPY_SCALARS: Final = frozenset(
     f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items()
     for bits in sizes
@@ -35,19 +36,19 @@ def reference(path: str) -> dict[str, str]:
     return {"$tensor": path}
 
 
-def inline(tensor: torch.Tensor) -> dict[str, Any]:
+def inline(tensor: Tensor) -> dict[str, Any]:
     """A small tensor as a value of its own."""
     data = base64.b64encode(bytes(bytes_view(tensor.cpu()).tolist())).decode()
     return {"$inline": [dtype_name(tensor.dtype), list(tensor.shape), data]}
 
 
-def _inlined(content: Any) -> torch.Tensor:
+def _inlined(content: Any) -> Tensor:
     name, shape, data = content
     dtype = dtype_named(name)
     return tensor_of(bytearray(base64.b64decode(data, validate=True)), dtype).reshape(shape)
 
 
-def encode(value: Any, at: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
+def encode(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
     """The JSON tree of `value`.
 
     Args:
@@ -63,7 +64,7 @@ def encode(value: Any, at: tuple[str, ...], tensors: dict[str, torch.Tensor]) ->
 
 
 class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
 
     def encode(self, value: Any, at: tuple[str, ...]) -> Any:
@@ -105,7 +106,7 @@ class _Encoder:
         ]
         return {_MAPPINGS[kind]: pairs}
 
-    def _tensor(self, tag: str, tensor: torch.Tensor, at: tuple[str, ...]) -> Any:
+    def _tensor(self, tag: str, tensor: Tensor, at: tuple[str, ...]) -> Any:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _refused(at, f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
         dtype_name(tensor.dtype, at)

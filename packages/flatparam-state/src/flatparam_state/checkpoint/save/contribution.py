@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
@@ -26,7 +27,7 @@ class OwnedPiece:
     path: str
     record: TensorRecord
     span: Span
-    chunks: Callable[[], Iterable[torch.Tensor]]
+    chunks: Callable[[], Iterable[Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +44,7 @@ class OwnedPiece:
         return attrs.evolve(self, chunks=lambda: (copy,))
 
 
-def row_major_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
     """The elements of `tensor` in row-major order; if it is not contiguous, at most a chunk is copied at once."""
     if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
         yield tensor.detach().reshape(-1)
@@ -52,7 +53,7 @@ def row_major_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from row_major_chunks(row)
 
 
-def row_major_on_demand(tensor: torch.Tensor) -> Callable[[], Iterator[torch.Tensor]]:
+def row_major_on_demand(tensor: Tensor) -> Callable[[], Iterator[Tensor]]:
     """Gives `row_major_chunks` of `tensor` when it is called."""
     return lambda: row_major_chunks(tensor)
 
@@ -93,7 +94,7 @@ class Contribution:
 
     def add_values(self, at: tuple[str, ...], value: Any) -> None:
         """Add a tree of the user's, with its tensors, under the keys `at`."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         tree = encode(value, at, tensors)
         parent = self.values
         for key in at[:-1]:

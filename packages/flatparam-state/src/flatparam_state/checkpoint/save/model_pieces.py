@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import TensorRecord
@@ -32,7 +33,7 @@ def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRe
     return TensorRecord(TensorInfo(tensor.info.shape, dtype or tensor.info.dtype), stride=tensor.stride)
 
 
-def add_model(model: torch.nn.Module, rank: int, contribution: Contribution) -> None:
+def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
     """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
     for tensor in model_tensors(model):
         path = join_path(("model", tensor.name))
@@ -50,5 +51,5 @@ def add_model(model: torch.nn.Module, rank: int, contribution: Contribution) -> 
             contribution.add_values(("model", name), module.get_extra_state())
 
 
-def _give(part: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+def _give(part: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: (part,)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
 
 from flatparam_runtime import Span, Threshold
 from flatparam_state.checkpoint.manifest import OF_RANKS, RankValue, TensorRecord, encode, inline, reference
@@ -41,7 +42,7 @@ def optimizers_by_name(
 
 
 def add_optimizer(
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     at: tuple[str, ...],
     rank: int,
@@ -94,7 +95,7 @@ class _Adding:
             elif item.place is None or _is_first_replica(item):
                 self._add_rank_value(item, name, value)
 
-    def _add_shaped(self, item: Held, name: str, value: torch.Tensor) -> None:
+    def _add_shaped(self, item: Held, name: str, value: Tensor) -> None:
         if item.place is None:
             tensor = self._tensors[item.fqns[0]]
             path = join_path((*self._at, item.fqns[0], name))
@@ -110,8 +111,8 @@ class _Adding:
             record = record_of(self._tensors[fqn], value.dtype)
             self._piece(join_path((*self._at, fqn, name)), record, share, part)
 
-    def _piece(self, path: str, record: TensorRecord, span: Span, value: torch.Tensor) -> None:
-        def chunks() -> Iterator[torch.Tensor]:
+    def _piece(self, path: str, record: TensorRecord, span: Span, value: Tensor) -> None:
+        def chunks() -> Iterator[Tensor]:
             return row_major_chunks(value)
 
         self._contribution.pieces.append(OwnedPiece(path, record, span, chunks))
@@ -126,13 +127,13 @@ class _Adding:
 
     def _encoded(self, fqn: str, name: str, value: Any) -> Any:
         path = join_path((OF_RANKS, str(self._rank), *self._at, fqn, name))
-        if type(value) is torch.Tensor and value.nbytes > INLINE_NBYTES.value:
+        if type(value) is Tensor and value.nbytes > INLINE_NBYTES.value:
             record = TensorRecord(TensorInfo(value.shape, value.dtype), whole=True)
             self._piece(path, record, Span(0, value.numel()), value.detach())
             return reference(path)
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         tree = encode(value, (*self._at, fqn, name), tensors)
-        if isinstance(value, torch.Tensor) and tensors:
+        if isinstance(value, Tensor) and tensors:
             return inline(value.detach())
         if tensors:
             raise CheckpointError(
@@ -144,7 +145,7 @@ class _Adding:
 
 
 def _is_shaped_like(value: Any, item: Held, name: str) -> bool:
-    if not isinstance(value, torch.Tensor) or value.shape != item.parameter.shape:
+    if not isinstance(value, Tensor) or value.shape != item.parameter.shape:
         return False
     return value.dim() > 0 or name not in COUNTERS
 

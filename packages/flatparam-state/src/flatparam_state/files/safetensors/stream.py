@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import BinaryIO
 
 import torch
+from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_state.files.safetensors.header import encode_header
@@ -28,7 +29,7 @@ class Staging:
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._used = 0
 
-    def put(self, tensor: torch.Tensor, start: int) -> memoryview:
+    def put(self, tensor: Tensor, start: int) -> memoryview:
         """Copy bytes of `tensor` (1-D, `torch.uint8`) from `start` on, as many as there is room for; returns them."""
         count = min(self.nbytes - self._used, tensor.numel() - start)
         begin, end = self._used, self._used + count
@@ -85,7 +86,7 @@ class TensorFileWriter:
             self.finish()
 
     def write(
-        self, name: str, chunks: Iterable[torch.Tensor], observe: Callable[[memoryview], object] | None = None
+        self, name: str, chunks: Iterable[Tensor], observe: Callable[[memoryview], object] | None = None
     ) -> None:
         """Write the next tensor.
 
@@ -111,7 +112,7 @@ class TensorFileWriter:
         if numel != info.numel:
             raise ValueError(f"tensor {name!r}: expected {info.numel} elements, found {numel}")
 
-    def _stage(self, tensor: torch.Tensor, observe: Callable[[memoryview], object] | None) -> None:
+    def _stage(self, tensor: Tensor, observe: Callable[[memoryview], object] | None) -> None:
         start = 0
         while start < tensor.numel():
             view = self._staging.put(tensor, start)

@@ -11,6 +11,7 @@ from typing import Final
 
 import attrs
 import torch
+from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span, Threshold
@@ -36,7 +37,7 @@ class Stored(ABC):
     info: TensorInfo
 
     @abstractmethod
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, span: Span) -> Iterator[Tensor]:
         """The row-major elements `span`, in pieces; see `Source.read`."""
 
     @abstractmethod
@@ -85,9 +86,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def read_boxes(
-    info: TensorInfo, span: Span, fill: Callable[[Box, torch.Tensor], object]
-) -> Iterator[torch.Tensor]:
+def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], object]) -> Iterator[Tensor]:
     """The row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
     for piece in chunk_spans(span, info.dtype.itemsize):
         chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
@@ -124,7 +123,7 @@ class StridedTensor(Stored):
         if self.info.numel and end > self.storage.nbytes:
             raise ValueError(f"a tensor ends at byte {end} of a storage of {self.storage.nbytes} bytes")
 
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, span: Span) -> Iterator[Tensor]:
         """See `Stored.read`."""
         with ByteFile(self.storage.file) as file:
             self.storage.check(file)
@@ -135,7 +134,7 @@ class StridedTensor(Stored):
                 for chunk in read_boxes(self.info, span, lambda box, out: self._read_box(file, box, out)):
                     yield self._resolved(chunk)
 
-    def read_box(self, box: Box, out: torch.Tensor) -> None:
+    def read_box(self, box: Box, out: Tensor) -> None:
         """Read the elements of a box into `out`, of the sizes of the box, without the flags.
 
         Extra memory: about twice `out`, or 64 KiB: what lies scattered is read in smaller boxes.
@@ -152,7 +151,7 @@ class StridedTensor(Stored):
         dims = zip(self.info.shape, self.strides, row_major(self.info.shape), strict=True)
         return all(size == 1 or stride == expected for size, stride, expected in dims)
 
-    def _read_box(self, file: ByteFile, box: Box, out: torch.Tensor) -> None:
+    def _read_box(self, file: ByteFile, box: Box, out: Tensor) -> None:
         extent = _extent(box.sizes, self.strides)
         if extent * out.itemsize > max(WORTH_A_READ.value, _WASTE * out.nbytes) and out.numel() > 1:
             _, dim = max((stride, dim) for dim, stride in enumerate(self.strides) if box.sizes[dim] > 1)
@@ -163,11 +162,11 @@ class StridedTensor(Stored):
         start = self.offset + sum(i * s for i, s in zip(box.offsets, self.strides, strict=True))
         out.copy_(self._elements(file, start, extent).as_strided(box.sizes, self.strides))
 
-    def _elements(self, file: ByteFile, start: int, numel: int) -> torch.Tensor:
+    def _elements(self, file: ByteFile, start: int, numel: int) -> Tensor:
         itemsize = self.info.dtype.itemsize
         return tensor_of(file.read(self.storage.start + start * itemsize, numel * itemsize), self.info.dtype)
 
-    def _resolved(self, elements: torch.Tensor) -> torch.Tensor:
+    def _resolved(self, elements: Tensor) -> Tensor:
         if self.conjugated:
             elements = elements.conj().resolve_conj()
         return -elements if self.negated else elements

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from typing_extensions import final
 
 from flatparam_runtime import Span
@@ -34,7 +35,7 @@ class StoredSource:
     def _infos(self) -> dict[str, TensorInfo]:
         return {path: stored.info for path, stored in self.stored.items()}
 
-    def read(self, path: str, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, path: str, span: Span) -> Iterator[Tensor]:
         """See `Source.read`; extra memory: a few chunks, also if the stored tensor is not contiguous."""
         return self.stored[path].read(span)
 
@@ -59,7 +60,7 @@ class _TensorOfSource(Stored):
     source: Source
     path: str
 
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, span: Span) -> Iterator[Tensor]:
         """See `Stored.read`."""
         return self.source.read(self.path, span)
 
@@ -77,7 +78,7 @@ class _Reordered(Stored):
     path: str
     strides: tuple[int, ...]
 
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, span: Span) -> Iterator[Tensor]:
         """See `Stored.read`."""
         held = torch.empty(self.info.numel, dtype=self.info.dtype, device="cpu")
         at = 0
@@ -126,7 +127,7 @@ class _Cast(Stored):
 
     stored: Stored
 
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, span: Span) -> Iterator[Tensor]:
         """See `Stored.read`."""
         for piece in chunk_spans(span, max(self.info.dtype.itemsize, self.stored.info.dtype.itemsize)):
             for chunk in self.stored.read(piece):
@@ -163,7 +164,7 @@ class _Watched(Stored):
     stored: Stored
     observe: Callable[[int], object]
 
-    def read(self, span: Span) -> Iterator[torch.Tensor]:
+    def read(self, span: Span) -> Iterator[Tensor]:
         """See `Stored.read`."""
         for chunk in self.stored.read(span):
             yield chunk
