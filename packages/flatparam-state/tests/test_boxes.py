@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_comm import FlatLayout, ParamSpec, Span
-from flatparam_state.boxes import boxes_of, cut
-from flatparam_state.tilings import Tiling
+from flatparam_state.forms.boxes import boxes_of, cut
+from flatparam_state.forms.tiling import Tiling
 
 
 @st.composite

@@ -13,7 +13,7 @@ from flatparam_comm import Collectives
 from flatparam_runtime import FlatParamError
 from flatparam_state import CheckpointError, load_optimizer_state, optimizer_state_dict
 from flatparam_state.checkpoint import Checkpointer
-from flatparam_state.optim_agreement import Holds, first_hole
+from flatparam_state.optimizer.inventory import Inventory, first_hole
 
 from .models import mlp
 from .optimizers import adam
@@ -188,9 +188,9 @@ def test_a_state_without_groups() -> None:
     assert same_on_all(2, rank) == [["state"], ["state"]]
 
 
-def holds(owned: str, held: str, **states: str) -> Holds:
+def holds(owned: str, held: str, **states: str) -> Inventory:
     digits = {name: bytes(map(int, row)) for name, row in states.items()}
-    return Holds(b"", bytes(map(int, owned)), bytes(map(int, held)), digits)
+    return Inventory(b"", bytes(map(int, owned)), bytes(map(int, held)), digits)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def holds(owned: str, held: str, **states: str) -> Holds:
         ([holds("11", "11", m="12"), holds("11", "11", m="21")], None),
     ],
 )
-def test_the_first_hole(ranks: list[Holds], expected: tuple[int, str] | None) -> None:
+def test_the_first_hole(ranks: list[Inventory], expected: tuple[int, str] | None) -> None:
     """A hole is what a rank with elements lacks; a value of one rank's own, beside other state, is none."""
     hole = first_hole(dict(enumerate(ranks)), ["a", "b"])
     assert (None if hole is None else (hole.rank, hole.fqn)) == expected

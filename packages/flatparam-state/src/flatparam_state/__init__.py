@@ -12,9 +12,22 @@ from flatparam_state.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
-from flatparam_state.chunking import OWN_CHUNKER, Chunker
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import (
+    CHUNK_NBYTES,
+    DTYPES,
+    CheckpointError,
+    SafetensorsHeader,
+    Source,
+    Staging,
+    StoredTensor,
+    TensorFileWriter,
+    TensorInfo,
+    chunk_spans,
+    join_path,
+    read_header,
+    split_path,
+)
 from flatparam_state.formats import (
     FORMATS,
     Soundness,
@@ -29,26 +42,37 @@ from flatparam_state.formats import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_state.forms import FormKind, StateForm
-from flatparam_state.held import Held, Holding, held_parameters
-from flatparam_state.model import StandIns, clean_keys, model_state_dict, state_shown
-from flatparam_state.model_load import ModelLoad, load_model_state
-from flatparam_state.optim_load import load_optimizer_state
-from flatparam_state.optim_save import optimizer_state_dict
-from flatparam_state.places import Place, places_in, places_of
-from flatparam_state.source import CHUNK_NBYTES, Source, TensorInfo, chunk_spans, join_path, split_path
-from flatparam_state.tensor_file import (
-    DTYPES,
-    SafetensorsHeader,
-    Staging,
-    StoredTensor,
-    TensorFileWriter,
-    read_header,
+from flatparam_state.forms import (
+    OWN_CHUNKER,
+    Chunker,
+    FormKind,
+    StateForm,
+    Streamed,
+    Tiling,
+    Wanted,
+    as_tensor,
+    from_first,
+    is_sharded_tensor,
+    is_tensor_like,
+    shape_of,
 )
-from flatparam_state.tilings import Tiling, is_sharded_tensor
-from flatparam_state.wanted import Streamed, Wanted, as_tensor, from_first, is_tensor_like, shape_of
-
-__version__ = "0.1.0"
+from flatparam_state.model import (
+    ModelLoad,
+    StandIns,
+    clean_keys,
+    load_model_state,
+    model_state_dict,
+    state_shown,
+)
+from flatparam_state.optimizer import (
+    Held,
+    Holding,
+    held_parameters,
+    load_optimizer_state,
+    optimizer_state_dict,
+)
+from flatparam_state.places import Place, places_in, places_of
+from flatparam_state.version import __version__ as __version__
 
 __all__ = [
     "CHUNK_NBYTES",

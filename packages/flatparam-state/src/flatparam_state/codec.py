@@ -23,7 +23,7 @@ def gather(
         keep: this rank wants them; otherwise it only takes part.
 
     Returns:
-        One tensor per parameter, in its shape, each with memory of its own; empty where `keep` is false.
+        One tensor per parameter, in its shape, each with memory of its own; empty if `keep` is false.
         Extra memory: the flat parameter, once.
     """
     full = gather_full(place.unit, place.handle, shard)
@@ -40,7 +40,7 @@ def _own(view: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 def fragment_of(place: Place, index: int, tensor: torch.Tensor) -> tuple[Fragment, torch.Tensor]:
     """This rank's part of a full tensor (the shape of parameter `index`): where it lies, and its elements.
 
-    The elements are 1-D in memory order, a view where the tensor has that order.
+    The elements are 1-D in memory order, a view if the tensor has that order.
     """
     layout = place.handle.layout
     fragment = layout.fragment(index, place.handle.rank)
@@ -54,7 +54,7 @@ def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterat
 
 
 def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-    """Lay this rank's `parts` (from `fragments_of`) out as a shard; zero where a part is missing.
+    """Lay this rank's `parts` (from `fragments_of`) out as a shard; zero if a part is missing.
 
     Returns:
         1-D, `layout.shard_numel` elements, dtype of the parts, on the device of `like`.

@@ -189,7 +189,7 @@ def test_real_processes(tmp_path: Path) -> None:
 
 
 ENDLESS = """
-from flatparam_state.checkpoint.background import Background
+from flatparam_state.checkpoint.save.background import Background
 Background(lambda own_part, cancelled: cancelled.wait({seconds}), "a save that waits for a dead rank")
 raise SystemExit(7)
 """

@@ -14,7 +14,7 @@ import torch
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_comm.testing import run_threads
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
-from flatparam_state.checkpoint.sealed import read_sealed, seal
+from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal
 
 from .runs import Setup, assert_equal_state, full_state, saved
 

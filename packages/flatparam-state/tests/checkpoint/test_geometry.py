@@ -13,8 +13,9 @@ from flatparam_comm.testing import run_threads
 from flatparam_core import Span
 from flatparam_state import model_state_dict
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, open_checkpoint
-from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, Manifest
-from flatparam_state.checkpoint.model_pieces import model_tensors
+from flatparam_state.checkpoint.manifest.records import BLOCK_NBYTES
+from flatparam_state.checkpoint.manifest.whole import Manifest
+from flatparam_state.checkpoint.model_tensors import model_tensors
 
 from ..models import Case
 from .runs import Setup, assert_equal_state, resumed, saved

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, open_checkpoint, verify_checkpoint
-from flatparam_state.checkpoint.sealed import read_sealed, seal, unseal
-from flatparam_state.source import Span
-from flatparam_state.tensor_file import decode_header, read_header
+from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal, unseal
+from flatparam_state.files.safetensors.header import decode_header, read_header
+from flatparam_state.files.source import Span
 
 from .small import ALONE, SmallRun
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatparam_state import CheckpointError
-from flatparam_state.checkpoint.lock import DirectoryLock
+from flatparam_state.checkpoint.protocol.lock import DirectoryLock
 
 WITHOUT_FCNTL = """
 import os, sys
@@ -20,7 +20,7 @@ for name in ("pread", "pwrite", "register_at_fork", "O_CLOEXEC"):
         delattr(os, name)
 from pathlib import Path
 import flatparam_state
-from flatparam_state.checkpoint.lock import DirectoryLock
+from flatparam_state.checkpoint.protocol.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 lock.acquire()
 lock.acquire()

@@ -9,16 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.source import TensorInfo, join_path, split_path
-from flatparam_state.tensor_file import (
-    DTYPES,
-    Staging,
-    TensorFileWriter,
-    bytes_view,
-    encode_header,
-    read_header,
-)
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.safetensors.header import DTYPES, encode_header, read_header
+from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter
+from flatparam_state.files.source import TensorInfo, join_path, split_path
+from flatparam_state.files.tensor_bytes import bytes_view
 
 from .examples import example
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam_state.checkpoint.sealed import seal, unseal
-from flatparam_state.checkpoint.values import OMIT, decode, encode
-from flatparam_state.errors import CheckpointError
+from flatparam_state.checkpoint.manifest.sealed import seal, unseal
+from flatparam_state.checkpoint.manifest.values import OMIT, decode, encode
+from flatparam_state.files.errors import CheckpointError
 
 
 def there_and_back(value: Any) -> Any:

@@ -8,9 +8,10 @@ import torch
 
 from flatparam_core import Span
 from flatparam_state.checkpoint import CheckpointWriter, open_checkpoint, verify_checkpoint
-from flatparam_state.errors import CheckpointError
-from flatparam_state.source import CHUNK_NBYTES, Source, TensorInfo
-from flatparam_state.tensor_file import DTYPES, bytes_view
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.safetensors.header import DTYPES
+from flatparam_state.files.source import CHUNK_NBYTES, Source, TensorInfo
+from flatparam_state.files.tensor_bytes import bytes_view
 
 from .examples import example
 

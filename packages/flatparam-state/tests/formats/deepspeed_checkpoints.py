@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flatparam_runtime import Span
-from flatparam_state.source import Source
+from flatparam_state.files.source import Source
 
 WRITTEN: Final = Path(__file__).parent / "deepspeed_fixture"
 NAMES: Final = sorted(path.stem for path in WRITTEN.glob("*.safetensors"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flatparam_runtime import Span
-from flatparam_state.source import Source
+from flatparam_state.files.source import Source
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

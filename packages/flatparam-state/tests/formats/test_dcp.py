@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
 from flatparam_state.formats import open_dcp, open_source, open_torch_file, verify_source, write_dcp
 
 from .samples import assert_same_source, awkward, flip, same, state, whole

@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 
 from flatparam_runtime import Span
-from flatparam_state.byte_file import ByteFile
+from flatparam_state.files.byte_file import ByteFile
+from flatparam_state.files.source import Source
 from flatparam_state.formats import open_source, write_checkpoint
-from flatparam_state.formats.deepspeed import is_deepspeed, open_deepspeed
-from flatparam_state.source import Source
+from flatparam_state.formats.deepspeed.reader import is_deepspeed, open_deepspeed
 
 from .deepspeed_checkpoints import (
     MODEL,

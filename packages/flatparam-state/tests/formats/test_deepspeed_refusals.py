@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.deepspeed import open_deepspeed
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.formats.deepspeed.reader import open_deepspeed
 
 from .deepspeed_checkpoints import MODEL, OPTIM, classes_of_deepspeed, copied, edit
 

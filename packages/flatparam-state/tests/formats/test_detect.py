@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
 from flatparam_state.formats import FORMATS, UnknownFormatError, open_source
 
 

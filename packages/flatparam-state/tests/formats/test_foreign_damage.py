@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.source import Source
 from flatparam_state.formats import open_source, write_hugging_face
-from flatparam_state.source import Source
 
 from .samples import contents, plain, same, state
 

@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.source import Source
 from flatparam_state.formats import cast_model, open_hugging_face, open_source, open_torch_file, verify_source
 from flatparam_state.formats import write_hugging_face as write
-from flatparam_state.source import Source
 
 from .samples import awkward, contents, same, state, whole
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.archive import TORCH_NAMES
-from flatparam_state.formats.dcp import open_dcp
-from flatparam_state.formats.pickle_writer import pickle_of
-from flatparam_state.formats.pickled import Names, read_pickle
-from flatparam_state.formats.torch_file import open_torch_file
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.formats.dcp.reader import open_dcp
+from flatparam_state.formats.pickles.reader import AdmittedNames, read_pickle
+from flatparam_state.formats.pickles.writer import pickle_of
+from flatparam_state.formats.torch_save.names import TORCH_NAMES
+from flatparam_state.formats.torch_save.state_files import open_torch_file
 
 
 class Canary:
@@ -107,7 +107,7 @@ def test_plain_values_are_read_as_python_reads_them(value: Any) -> None:
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     """Whatever the bytes, there is a value or a CheckpointError."""
     try:
-        read_pickle(b"\x80\x02" + data, Names({}, {}), what="it")
+        read_pickle(b"\x80\x02" + data, AdmittedNames({}, {}), what="it")
     except CheckpointError as error:
         assert "it" in str(error)
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flatparam_state.checkpoint import CheckpointWriter, open_checkpoint
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.source import Source, TensorInfo
 from flatparam_state.formats import (
     open_source,
     open_torch_file,
@@ -21,8 +22,7 @@ from flatparam_state.formats import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_state.formats.sources import stored_source
-from flatparam_state.source import Source, TensorInfo
+from flatparam_state.formats.stored.whole_sources import stored_source
 
 from .samples import DTYPES, assert_same_source, awkward, contents, same, state, whole
 
@@ -115,7 +115,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
 
 def test_a_tensor_in_another_memory_order(tmp_path: Path) -> None:
     """A parameter that we store in channels-last order is read in row-major order, in ranges and as a whole."""
-    from flatparam_state.checkpoint.manifest import TensorRecord
+    from flatparam_state.checkpoint.manifest.records import TensorRecord
 
     tensor = torch.randn(2, 3, 4, 5)
     stored = tensor.permute(0, 2, 3, 1).contiguous()

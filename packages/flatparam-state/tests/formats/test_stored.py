@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_runtime import Span
-from flatparam_state.boxes import Box, row_major_boxes
-from flatparam_state.formats.archive import open_archive
-from flatparam_state.formats.stored import Storage, StridedTensor
-from flatparam_state.source import TensorInfo
+from flatparam_state.files.source import TensorInfo
+from flatparam_state.formats.stored.tensors import Storage, StridedTensor
+from flatparam_state.formats.torch_save.reader import open_archive
+from flatparam_state.forms.boxes import Box, row_major_boxes
 
 from .samples import awkward, same
 
@@ -62,7 +62,7 @@ def test_scattered_elements_take_little_memory(tmp_path: Path, monkeypatch: pyte
     sizes: list[int] = []
     read = monkeypatch.context
     with read() as patched:
-        from flatparam_state.byte_file import ByteFile
+        from flatparam_state.files.byte_file import ByteFile
 
         original = ByteFile.read
 

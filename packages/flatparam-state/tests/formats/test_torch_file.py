@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatparam_runtime import Span
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError
 from flatparam_state.formats import open_source, open_torch_file, select, verify_source, write_torch_file
 
 from .samples import assert_same_source, awkward, contents, flip, plain, same, state, whole

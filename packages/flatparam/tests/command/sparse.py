@@ -8,20 +8,20 @@ import torch
 import xxhash
 
 from flatparam_core import Span
-from flatparam_state.checkpoint.commit import Committer
-from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.manifest import (
+from flatparam_state.checkpoint.manifest.records import (
     BLOCK_NBYTES,
+    FilePiece,
     FileRecord,
-    Piece,
     TensorRecord,
     block_count,
     rank_file,
 )
-from flatparam_state.checkpoint.parts import Report
-from flatparam_state.checkpoint.values import encode
-from flatparam_state.source import TensorInfo
-from flatparam_state.tensor_file import encode_header
+from flatparam_state.checkpoint.manifest.values import encode
+from flatparam_state.checkpoint.protocol.directory import CheckpointDirectory
+from flatparam_state.checkpoint.save.commit import Committer
+from flatparam_state.checkpoint.save.report import RankReport
+from flatparam_state.files.safetensors.header import encode_header
+from flatparam_state.files.source import TensorInfo
 
 
 def infos(count: int, shape: tuple[int, ...]) -> dict[str, TensorInfo]:
@@ -50,7 +50,7 @@ def sparse_run(path: Path, tensors: dict[str, TensorInfo], world_size: int) -> N
 
 def _rank(
     directory: Path, save_id: str, tensors: dict[str, TensorInfo], rank: int, world_size: int
-) -> Report:
+) -> RankReport:
     spans = {
         name: Span(info.numel * rank // world_size, info.numel * (rank + 1) // world_size)
         for name, info in tensors.items()
@@ -60,12 +60,12 @@ def _rank(
     sparse_safetensors(directory / rank_file(rank), parts)
     records, at = {}, len(header)
     for name, span in spans.items():
-        piece = Piece(rank, at, span, _hashes(parts[name].nbytes))
+        piece = FilePiece(rank, at, span, _hashes(parts[name].nbytes))
         records[f"model/{name}"] = TensorRecord(tensors[name], (piece,))
         at += parts[name].nbytes
     file = FileRecord(rank_file(rank), at, len(header), xxhash.xxh3_128_hexdigest(header))
     values = {"model": encode({}, ("model",), {})} if rank == 0 else {}
-    return Report(save_id, rank, file, records, {}, {}, values)
+    return RankReport(save_id, rank, file, records, {}, {}, values)
 
 
 def _hashes(nbytes: int) -> tuple[str, ...]:

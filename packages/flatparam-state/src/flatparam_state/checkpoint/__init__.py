@@ -1,12 +1,12 @@
 """The checkpoint directory: every rank writes what it owns, a manifest says what is where, a rename makes it true."""
 
 from flatparam_state.checkpoint.checkpointer import Checkpointer, Optimizers
-from flatparam_state.checkpoint.loading import Loaded
-from flatparam_state.checkpoint.moments import Moment, OnMoment
-from flatparam_state.checkpoint.reading import CheckpointReader, open_checkpoint
-from flatparam_state.checkpoint.verification import Verification, verify_checkpoint
+from flatparam_state.checkpoint.load.session import Loaded
+from flatparam_state.checkpoint.protocol import Moment, OnMoment
+from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint
+from flatparam_state.checkpoint.verify import Verification, verify_checkpoint
 from flatparam_state.checkpoint.writer import CheckpointWriter
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = [
     "CheckpointError",

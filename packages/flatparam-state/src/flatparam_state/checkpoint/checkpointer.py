@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_runtime import Collectives, resolve_topology
-from flatparam_state.checkpoint.agreement import Failure, agree, attempt
-from flatparam_state.checkpoint.background import Background
-from flatparam_state.checkpoint.commit import Committer, free_nbytes, write_part
-from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.loading import Loaded, load_checkpoint
-from flatparam_state.checkpoint.model_pieces import add_model, add_values, check_at_rest
-from flatparam_state.checkpoint.moments import OnMoment, nothing
-from flatparam_state.checkpoint.optimizer_pieces import add_optimizer, optimizers_by_name
-from flatparam_state.checkpoint.parts import Contribution, Ticket, report_path
-from flatparam_state.errors import CheckpointError
-from flatparam_state.optim_agreement import Holds, first_hole, group_numbers
-from flatparam_state.optim_save import complete_groups
-from flatparam_state.places import places_in
-from flatparam_state.source import join_path
-from flatparam_state.tensor_file import Staging
+from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
+from flatparam_state.checkpoint.save import Committer, Saver, Subject, optimizers_by_name
+from flatparam_state.files import CheckpointError
 
 __all__ = ["Checkpointer", "Optimizers"]
 
@@ -40,12 +25,6 @@ T = TypeVar("T")
 
 Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None"
 """One optimizer, several by name, or none."""
-
-_POLL_S: Final = 0.02
-_LAST_PATIENCE_S: Final = 3.0
-"""How long rank 0 looks for the reports of the others when they must be there."""
-_PATIENCE_S: Final = 1800.0
-"""How long a background save waits for the files of other ranks."""
 
 
 @final
@@ -86,16 +65,18 @@ class Checkpointer:
             raise ValueError(f"expected on_save_error to be 'raise' or 'warn', found {on_save_error!r}")
         self._ranks = resolve_topology().shard if ranks is None else ranks
         self._directory = CheckpointDirectory(Path(directory))
-        self._root = self._directory.root.absolute()
         self._model = model
         self._optimizers = optimizers_by_name(optimizer)
         if self._optimizers and model is None:
             raise ValueError("expected the model of the optimizer's parameters too")
-        self._committer = Committer(self._directory, keep, on_moment)
-        self._asynchronous = asynchronous
         self._on_save_error = on_save_error
-        self._on_moment = on_moment
-        self._background: tuple[Background, Ticket] | None = None
+        self._saver = Saver(
+            self._ranks,
+            Subject(model, self._optimizers, self._ranks.rank),
+            Committer(self._directory, keep, on_moment),
+            asynchronous=asynchronous,
+            on_moment=on_moment,
+        )
 
     def __repr__(self) -> str:
         return f"Checkpointer({str(self._directory.root)!r}, rank {self._ranks.rank} of {self._ranks.size})"
@@ -109,13 +90,8 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
-        # The other ranks may be elsewhere: no word with them. What can be finished alone is finished.
-        if self._background is not None:
-            self._background[0].cancel()
-            self._background = None
-        self._committer.close()
-
-    # Saving
+        self._saver.cancel()
+        self._saver.close()
 
     def save(self, step: int, *, extra: Any = None, rank_extra: Any = None) -> Path | None:
         """Save everything as the checkpoint of `step`, and make it the latest; every rank calls it.
@@ -128,15 +104,15 @@ class Checkpointer:
             rank_extra: this rank's own, such as the state of its random generators.
 
         Returns:
-            Where it is (or will be); None where it failed and `on_save_error` is "warn".
+            The directory where the checkpoint is, or will be; None if the save failed and `on_save_error` is "warn".
 
         Raises:
-            CheckpointError: on every rank, where one has failed, naming rank and file and what to do. What was saved
+            CheckpointError: on every rank, if one has failed, naming rank and file and what to do. What was saved
                 before is as it was, and training can go on.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"expected a step of at least 0, found {step!r}")
-        return self._reported(functools.partial(self._save, step, extra, rank_extra))
+        return self._reported(lambda: self._saver.save(step, extra, rank_extra))
 
     def _reported(self, action: Callable[[], T]) -> T | None:
         try:
@@ -147,188 +123,13 @@ class Checkpointer:
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=4)
             return None
 
-    def _save(self, step: int, extra: Any, rank_extra: Any) -> Path:
-        self._settle()
-        contribution, ticket = self._begin(step, extra, rank_extra)
-        if self._asynchronous:
-            self._start(ticket, contribution)
-        else:
-            self._write(ticket, contribution)
-        return self._directory.path_of(step)
-
-    def _begin(self, step: int, extra: Any, rank_extra: Any) -> tuple[Contribution, Ticket]:
-        """Agree that the save can begin: every rank has what it writes, there is room, and rank 0 has the lock."""
-        contribution = Contribution()
-        holds: dict[tuple[str, ...], Holds] = {}
-
-        def prepare() -> Ticket | None:
-            holds.update(self._contribute(contribution, extra, rank_extra))
-            return self._committer.prepare(step) if self._ranks.rank == 0 else None
-
-        ticket, failure, cause = attempt(prepare, self._ranks.rank, directory=self._root)
-        fact = (ticket, contribution.disk_nbytes, free_nbytes(self._root), holds)
-        try:
-            facts = agree(self._ranks, failure, fact, label="begin to save", cause=cause)
-            shared: Ticket = facts[0][0]
-            self._check_optimizers(contribution, [told for _, _, _, told in facts])
-            self._check_space(shared, [need for _, need, _, _ in facts], [free for _, _, free, _ in facts])
-        except CheckpointError:
-            if ticket is not None:
-                self._committer.abandon(ticket)
-            raise
-        return contribution, shared
-
-    def _contribute(
-        self, contribution: Contribution, extra: Any, rank_extra: Any
-    ) -> dict[tuple[str, ...], Holds]:
-        """Add all that this rank saves; returns what each of its optimizers holds."""
-        rank = self._ranks.rank
-        holds: dict[tuple[str, ...], Holds] = {}
-        if self._model is not None:
-            check_at_rest(self._model)
-            add_model(self._model, rank, contribution)
-            for at, optimizer in self._optimizers.items():
-                holds[at] = add_optimizer(self._model, optimizer, at, rank, contribution)
-        if rank == 0:
-            add_values(contribution, ("extra",), extra)
-        if rank_extra is not None:
-            add_values(contribution, ("rank_extra", str(rank)), rank_extra)
-        return holds
-
-    def _check_optimizers(
-        self, contribution: Contribution, told: Sequence[Mapping[tuple[str, ...], Holds]]
-    ) -> None:
-        """Refuse to save if a rank's optimizer lacks what another's has, of the ranks that share a model."""
-        own = [] if self._model is None else [fqn for place in places_in(self._model) for fqn in place.fqns]
-        alike: dict[tuple[tuple[str, ...], bytes], dict[int, Holds]] = {}
-        for rank, held in enumerate(told):
-            for at, holds in held.items():
-                alike.setdefault((at, holds.model), {})[rank] = holds
-        for (at, model), ranks in alike.items():
-            mine = told[self._ranks.rank].get(at)
-            known = mine is not None and mine.model == model
-            hole = first_hole(ranks, own if known else ())
-            if hole is not None:
-                raise CheckpointError(
-                    f"{join_path(at)}: {hole.message}",
-                    rank=hole.rank,
-                    fqn=hole.fqn,
-                    hint=f"{hole.hint}; nothing was written",
-                )
-            if known and self._ranks.rank == 0:
-                complete_groups(contribution.tree(*at, "param_groups"), group_numbers(ranks.values(), own))
-
-    def _check_space(self, ticket: Ticket, needs: list[int], frees: list[int]) -> None:
-        if sum(needs) > min(frees):
-            rank = frees.index(min(frees))
-            raise CheckpointError(
-                f"rank {rank}: {self._directory.root}: the checkpoint of step {ticket.step} needs "
-                f"{sum(needs):,} bytes, and {frees[rank]:,} are free",
-                rank=rank,
-                path=self._directory.root,
-                hint="free space, or keep fewer checkpoints; nothing was written",
-            )
-
-    def _write_part(self, ticket: Ticket, contribution: Contribution) -> None:
-        write_part(
-            ticket,
-            self._ranks.rank,
-            self._ranks.size,
-            contribution,
-            staging=Staging(),
-            on_moment=self._on_moment,
-        )
-
-    def _write(self, ticket: Ticket, contribution: Contribution) -> None:
-        """Write and commit, all ranks together."""
-        steps: list[tuple[str, Callable[[], object]]] = [
-            ("write", lambda: self._write_part(ticket, contribution)),
-            ("commit", lambda: self._ranks.rank == 0 and self._committer.commit(ticket, self._ranks.size)),
-        ]
-        for label, action in steps:
-            _, failure, cause = attempt(
-                action, self._ranks.rank, directory=self._root, need=contribution.disk_nbytes
-            )
-            try:
-                agree(self._ranks, failure, label=f"{label} a checkpoint", cause=cause)
-            except CheckpointError:
-                if self._ranks.rank == 0:
-                    self._committer.abandon(ticket)
-                raise
-
-    def _start(self, ticket: Ticket, contribution: Contribution) -> None:
-        """Copy everything to host memory; then go on in a thread, where ranks talk through files alone."""
-        staged = contribution.staged()
-        name = f"checkpoint {ticket.step}, rank {self._ranks.rank}"
-        self._background = Background(functools.partial(self._work, ticket, staged), name), ticket
-
-    def _work(
-        self,
-        ticket: Ticket,
-        contribution: Contribution,
-        own_part: threading.Event,
-        cancelled: threading.Event,
-    ) -> None:
-        failed = ticket.temporary / f"rank-{self._ranks.rank:05d}.failed"
-        try:
-            self._write_part(ticket, contribution)
-            own_part.set()
-            if self._ranks.rank == 0:
-                self._await_reports(ticket, cancelled)
-                self._committer.commit(ticket, self._ranks.size)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                failed.touch()  # rank 0 sees it; the directory stays until nobody writes to it any more
-            raise
-
-    def _await_reports(self, ticket: Ticket, cancelled: threading.Event) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        missing, hurried = list(range(self._ranks.size)), False
-        while missing:
-            missing = [rank for rank in missing if not report_path(ticket.temporary, rank).exists()]
-            failed = sorted(ticket.temporary.glob("rank-*.failed"))
-            if cancelled.is_set():
-                deadline = min(deadline, time.monotonic() + _LAST_PATIENCE_S) if not hurried else deadline
-                hurried = True
-            if failed or (missing and time.monotonic() > deadline):
-                who = failed[0].stem if failed else f"rank {missing[0]}"
-                raise CheckpointError(
-                    f"{ticket.temporary}: {who} has not written its part",
-                    path=ticket.temporary,
-                    rank=int(who[5:]),
-                )
-            if missing:
-                time.sleep(_POLL_S)
-
     def wait(self) -> None:
         """Return when no save is under way any more; every rank calls it.
 
         Raises:
-            CheckpointError: where that save has failed, on every rank.
+            CheckpointError: if that save has failed, on every rank.
         """
-        self._reported(self._settle)
-
-    def _settle(self) -> None:
-        if self._background is None:
-            return
-        background, ticket = self._background
-        # Ranks that are threads of one process: each must have started its own work before one waits for it.
-        self._ranks.barrier(label="wait for a checkpoint")
-        background.wait_for_own_part()
-        # A rank that has died is the process group's to notice, here; the others have reported by now.
-        self._ranks.barrier(label="every rank has written")
-        background.hurry()
-        cause = background.join()
-        self._background = None
-        failure = None
-        if cause is not None:
-            failure = Failure.of(cause, self._ranks.rank, directory=self._root)
-        try:
-            agree(self._ranks, failure, label="finish a checkpoint", cause=cause)
-        except CheckpointError:
-            if self._ranks.rank == 0:
-                self._committer.abandon(ticket)
-            raise
+        self._reported(self._saver.settle)
 
     def close(self) -> None:
         """Wait for a save that is under way, and let others write to the directory; every rank calls it.
@@ -339,19 +140,17 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._committer.close()
-
-    # Loading
+            self._saver.close()
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, in order."""
         return self._directory.steps()
 
     def latest(self) -> int | None:
-        """The step that `load()` would load; None where there is none.
+        """The step that `load()` would load; None if there is none.
 
         Raises:
-            CheckpointError: where there are checkpoints, and none is sound.
+            CheckpointError: if there are checkpoints, and none is sound.
         """
         chosen = self._directory.choose()
         return None if chosen is None else chosen.manifest.step
@@ -370,12 +169,12 @@ class Checkpointer:
             convert_dtype: convert parameters and buffers to the dtypes that they have in the model.
 
         Returns:
-            What else was saved; None where no step is named and there is no checkpoint yet.
+            Everything else that was saved; None if no step is named and there is no checkpoint yet.
 
         Raises:
-            CheckpointError: on every rank, where one has found a fault, naming rank, file and parameter.
+            CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
-        self._settle()
+        self._saver.settle()
         return load_checkpoint(
             self._directory,
             self._ranks,

@@ -14,16 +14,16 @@ from torch import Tensor
 from typing_extensions import Self, final
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.commit import Committer, free_nbytes
-from flatparam_state.checkpoint.directory import CheckpointDirectory
-from flatparam_state.checkpoint.dtypes import dtype_name
-from flatparam_state.checkpoint.manifest import TensorRecord, rank_file
-from flatparam_state.checkpoint.parts import Report, Ticket, graft
-from flatparam_state.checkpoint.values import encode, reference
-from flatparam_state.checkpoint.writing import RankFileWriter, header_metadata
-from flatparam_state.errors import CheckpointError
-from flatparam_state.source import CHUNK_NBYTES, TensorInfo, split_path
-from flatparam_state.tensor_file import Staging
+from flatparam_state.checkpoint.manifest import TensorRecord, dtype_name, encode, graft, rank_file, reference
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
+from flatparam_state.checkpoint.save import (
+    Committer,
+    RankFileWriter,
+    RankReport,
+    Ticket,
+    header_metadata,
+)
+from flatparam_state.files import CHUNK_NBYTES, CheckpointError, Staging, TensorInfo, free_nbytes, split_path
 
 __all__ = ["CheckpointWriter"]
 
@@ -49,13 +49,13 @@ class CheckpointWriter:
         """Begin the checkpoint `<directory>/step-<step>`.
 
         Args:
-            directory: the directory of a run, made where it is not there.
+            directory: the directory of a run, made if it is not there.
             tensors: every tensor by its path; see `Source.tensors`.
             values: the tree without its tensors; see `Source.values`.
             aliases: the other paths of tied tensors.
 
         Raises:
-            CheckpointError: where the step is there, another writer is, the disk is too full, or a value is refused.
+            CheckpointError: if the step is there, another writer is, the disk is too full, or a value is refused.
         """
         if world_size < 1 or step < 0:
             raise ValueError(
@@ -124,7 +124,7 @@ class CheckpointWriter:
             chunks: its row-major elements in order.
 
         Raises:
-            ValueError: where another path, dtype or number of elements was announced.
+            ValueError: if another path, dtype or number of elements was announced.
         """
         announced = self._left.pop()
         if announced != path:
@@ -137,14 +137,14 @@ class CheckpointWriter:
             span = _share(numel, rank, self._world_size)
             if span:
                 writer.write(elements.take(span.numel))
-        if elements.has_more():
+        if elements.drain():
             raise ValueError(f"tensor {path!r}: expected {numel} elements, found more")
 
     def commit(self) -> Path:
         """Make it a checkpoint, and `latest`; returns its directory.
 
         Raises:
-            ValueError: where announced tensors are missing.
+            ValueError: if announced tensors are missing.
         """
         ticket = self._ticket
         if ticket is None or not self._is_open:
@@ -156,7 +156,7 @@ class CheckpointWriter:
         for rank, writer in enumerate(self._writers):
             file = writer.finish()
             aliases, values = (self._aliases, self._values) if rank == 0 else ({}, {})
-            report = Report(ticket.save_id, rank, file, writer.records, {}, aliases, values)
+            report = RankReport(ticket.save_id, rank, file, writer.records, {}, aliases, values)
             report.write(ticket.temporary)
         path = self._committer.commit(ticket, self._world_size)
         self.close()
@@ -211,5 +211,7 @@ class _Elements:
             if part.numel():
                 yield part
 
-    def has_more(self) -> bool:
-        return self._rest.numel() > 0 or any(chunk.numel() for chunk in self._chunks)
+    def drain(self) -> int:
+        """Use up the stream until there is an element; returns how many elements were left over so far."""
+        left = self._rest.numel()
+        return left or next((chunk.numel() for chunk in self._chunks if chunk.numel()), 0)

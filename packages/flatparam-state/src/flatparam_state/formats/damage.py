@@ -1,4 +1,4 @@
-"""What goes wrong while a damaged or foreign file is taken apart, as an error that names the file."""
+"""Failures while a damaged or foreign file is taken apart, as errors that name the file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from flatparam_state.errors import CheckpointError
+from flatparam_state.files import CheckpointError
 
 __all__ = ["damage_named"]
 

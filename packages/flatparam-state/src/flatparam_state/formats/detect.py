@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from flatparam_state.checkpoint import open_checkpoint
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import MANIFEST
-from flatparam_state.errors import CheckpointError
-from flatparam_state.formats.archive import is_archive
-from flatparam_state.formats.dcp import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
-from flatparam_state.formats.deepspeed import is_deepspeed, open_deepspeed
-from flatparam_state.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
-from flatparam_state.formats.sources import stored_source
-from flatparam_state.formats.torch_file import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
-from flatparam_state.source import Source
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
+from flatparam_state.checkpoint.reader import open_checkpoint
+from flatparam_state.files import CheckpointError, Source
+from flatparam_state.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
+from flatparam_state.formats.deepspeed.reader import is_deepspeed, open_deepspeed
+from flatparam_state.formats.hugging_face.model_files import INDEX_FILE, SINGLE_FILE, open_hugging_face
+from flatparam_state.formats.stored import stored_source
+from flatparam_state.formats.torch_save import ACCELERATE_FILES, PYTORCH_FILES, is_archive, open_torch_file
 
 __all__ = ["FORMATS", "UnknownFormatError", "open_source"]
 
@@ -49,10 +47,10 @@ def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> So
 
     Args:
         paths: a file or a directory; or two that belong together, such as a model's and an optimizer's.
-        format: one of `FORMATS`, where it shall not be found out.
+        format: one of `FORMATS`, if it shall not be found out.
 
     Raises:
-        CheckpointError: where there is nothing, nothing that is known, or something damaged.
+        CheckpointError: if there is nothing, nothing that is known, or something damaged.
     """
     for path in map(Path, paths):
         if not path.exists():
@@ -74,7 +72,7 @@ def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> So
 
 
 def _inside(path: Path) -> list[Path]:
-    """What is to be opened at a path: itself, or what accelerate keeps in a directory."""
+    """The paths to open: `path` itself, or those that accelerate keeps in a directory."""
     for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
         if (path / names[0]).exists():
             return [path / name for name in names if (path / name).exists()]
@@ -93,7 +91,7 @@ def _format_of(path: Path) -> str:
     raise UnknownFormatError(
         f"{path} is neither what torch.save writes (since torch 1.6) nor a .safetensors file",
         path=path,
-        hint="where it is an older file of torch, load it and save it again",
+        hint="if it is an older file of torch, load it and save it again",
     )
 
 

@@ -1,4 +1,4 @@
-"""Writing files and directories that appear only when they are complete, with holes where there are only zeros."""
+"""Writing files and directories that appear only when they are complete, with holes in the place of zeros."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Final
 import torch
 from typing_extensions import final
 
-from flatparam_state.errors import CheckpointError
-from flatparam_state.tensor_file import bytes_view
+from flatparam_state.files import CheckpointError
 
-__all__ = ["SparseFile", "appearing", "buffer_of", "check_new", "refuse_existing"]
+__all__ = ["SparseFile", "appearing", "check_new", "refuse_existing"]
 
 _HOLE: Final = 1 << 16
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise a CheckpointError where there is something at `path`."""
+    """Raise a CheckpointError if there is something at `path`."""
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already", path=path, hint="choose another name, or remove it first"
@@ -29,7 +28,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise a CheckpointError where there is something at `path`, or no directory that it could be made in."""
+    """Raise a CheckpointError if there is something at `path`, or no directory that it could be made in."""
     refuse_existing(path)
     if not path.absolute().parent.is_dir():
         raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
@@ -39,10 +38,10 @@ def check_new(path: Path) -> None:
 def appearing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, for a file or a directory; it is renamed to `path` when the block ends.
 
-    Where the block fails or is interrupted, what was written is removed.
+    If the block fails or is interrupted, what was written is removed.
 
     Raises:
-        CheckpointError: where something cannot be written.
+        CheckpointError: if something cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
     try:
@@ -101,11 +100,3 @@ def _is_a_hole(data: bytes | bytearray | memoryview) -> bool:
     """Whether they are many bytes, all zero. Only writable buffers are looked at: those of tensors."""
     large = len(data) >= _HOLE and not memoryview(data).readonly
     return large and not torch.frombuffer(data, dtype=torch.uint8).any()
-
-
-def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order, in memory of their own."""
-    data = bytearray(tensor.numel() * tensor.element_size())
-    if data:
-        torch.frombuffer(data, dtype=torch.uint8).copy_(bytes_view(tensor))
-    return memoryview(data)

@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint import CheckpointWriter
-from flatparam_state.checkpoint.directory import CheckpointDirectory
 from flatparam_state.checkpoint.manifest import rank_file
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
+from flatparam_state.checkpoint.writer import CheckpointWriter
+from flatparam_state.files import Source, TensorInfo
 from flatparam_state.formats.output import refuse_existing
-from flatparam_state.formats.sources import stored_source
-from flatparam_state.source import Source, TensorInfo
+from flatparam_state.formats.stored import stored_source
 
 __all__ = ["write_checkpoint"]
 
@@ -29,14 +29,14 @@ def write_checkpoint(
     """Write a source as the checkpoint of `step` in the directory of a run, as `world_size` ranks would have.
 
     Args:
-        directory: of the run; made where it is not there. Other checkpoints in it stay.
+        directory: of the run; made if it is not there. Other checkpoints in it stay.
         dry_run: write nothing.
 
     Returns:
         The bytes of tensors by file, relative to `directory`.
 
     Raises:
-        CheckpointError: where there is a checkpoint of `step` already, or something cannot be written.
+        CheckpointError: if there is a checkpoint of `step` already, or something cannot be written.
     """
     place = CheckpointDirectory(Path(directory)).path_of(step)
     aliases = stored_source(source).aliases()
@@ -61,7 +61,7 @@ def write_checkpoint(
 
 @contextmanager
 def _gone_if_it_fails(directory: Path) -> Iterator[None]:
-    """Where the directory was not there before, and the block fails, it is not there afterwards."""
+    """If the directory was not there before, and the block fails, it is not there afterwards."""
     existed = directory.exists()
     try:
         yield
@@ -69,7 +69,8 @@ def _gone_if_it_fails(directory: Path) -> Iterator[None]:
         if not existed and not CheckpointDirectory(directory).steps():
             with suppress(OSError):
                 (directory / "lock").unlink(missing_ok=True)
-                directory.rmdir()  # refuses where somebody else has put something there
+                # This refuses if somebody else has put something there.
+                directory.rmdir()
         raise
 
 

@@ -1,0 +1,108 @@
+"""The part of a saved model that this rank needs, read and verified, in host memory: nothing is changed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+from typing_extensions import final
+
+from flatparam_state.checkpoint.load.elements import read_part
+from flatparam_state.checkpoint.manifest import TensorRecord
+from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
+from flatparam_state.checkpoint.reader import CheckpointReader
+from flatparam_state.files import CheckpointError, join_path, split_path
+
+__all__ = ["PreparedModel", "prepare_model"]
+
+_SHOWN = 5
+
+
+@final
+@attrs.frozen(eq=False)
+class PreparedModel:
+    """New values for the tensors of a model."""
+
+    tensors: list[tuple[ModelTensor, Tensor]]
+    extra_states: list[tuple[nn.Module, Any]]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def install(self) -> None:
+        """Give the new values to the model."""
+        for module, state in self.extra_states:
+            module.set_extra_state(state)
+        for tensor, staged in self.tensors:
+            tensor.put(staged)
+
+
+def prepare_model(
+    reader: CheckpointReader, model: nn.Module, *, strict: bool, convert_dtype: bool
+) -> PreparedModel:
+    """Read what this rank has of `model`.
+
+    Raises:
+        CheckpointError: if names, shapes or dtypes do not fit, naming them; if bytes are not what was written.
+    """
+    wanted, used, missing, problems = [], set(), [], []
+    for tensor in model_tensors(model):
+        found = _paths(reader, tensor)
+        used.update(found)
+        if not found:
+            missing.append(tensor.name)
+            continue
+        problem = _misfit(reader.record(found[0]), tensor, convert_dtype)
+        if problem:
+            problems.append(problem)
+        wanted.append((tensor, found[0]))
+    modules, extra = dict(extra_state_modules(model)), reader.manifest.values.get("model", {})
+    missing += [name for name in modules if name not in extra]
+    unexpected = [split_path(path)[1] for path in reader.tensors if _is_of_model(path) and path not in used]
+    unexpected += [name for name in extra if name not in modules]
+    if strict and missing:
+        problems.append(f"the checkpoint lacks {_some(missing)}")
+    if strict and unexpected:
+        problems.append(f"the model lacks {_some(unexpected)}")
+    if problems:
+        raise CheckpointError(
+            f"{reader.path} is of another model: {'; '.join(problems[:_SHOWN])}",
+            path=reader.path,
+            hint="build the model that was saved; load(strict=False) leaves what is missing as it is",
+        )
+    tensors = [
+        (tensor, read_part(reader, path, tensor.stride, tensor.span, tensor.info.dtype))
+        for tensor, path in wanted
+    ]
+    states = [(module, reader.decode(extra[name])) for name, module in modules.items() if name in extra]
+    return PreparedModel(tensors, states, tuple(missing), tuple(unexpected))
+
+
+def _is_of_model(path: str) -> bool:
+    parts = split_path(path)
+    return parts[0] == "model" and len(parts) == 2
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _paths(reader: CheckpointReader, tensor: ModelTensor) -> list[str]:
+    """Where the checkpoint has `tensor`, under any of its names or theirs."""
+    manifest = reader.manifest
+    paths = [join_path(("model", name)) for name in tensor.names]
+    found = [manifest.aliases.get(path, path) for path in paths]
+    return list(dict.fromkeys(path for path in found if path in manifest.tensors))
+
+
+def _misfit(record: TensorRecord, tensor: ModelTensor, convert_dtype: bool) -> str:
+    if record.info.shape != tensor.info.shape:
+        return f"{tensor.name!r}: expected shape {tensor.info.shape}, found {record.info.shape}"
+    if record.info.dtype != tensor.info.dtype and not convert_dtype:
+        return (
+            f"{tensor.name!r}: expected {tensor.info.dtype}, found {record.info.dtype} "
+            "(load(convert_dtype=True) converts)"
+        )
+    return ""

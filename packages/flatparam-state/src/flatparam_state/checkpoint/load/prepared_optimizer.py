@@ -1,0 +1,152 @@
+"""The part of an optimizer's saved state that this rank needs, read and verified, in host memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from typing_extensions import final
+
+from flatparam_runtime import ParamSpec, Span
+from flatparam_state.checkpoint.load.elements import read_part
+from flatparam_state.checkpoint.model_tensors import model_tensors
+from flatparam_state.checkpoint.reader import CheckpointReader
+from flatparam_state.files import CheckpointError, join_path, split_path
+from flatparam_state.forms import LazyTensor, LazyValue
+from flatparam_state.optimizer import COUNTERS, AsItIs, PerRank, load_optimizer_state
+
+__all__ = ["PreparedOptimizer", "prepare_optimizer"]
+
+
+@final
+@attrs.frozen(eq=False)
+class PreparedOptimizer:
+    """A new state for an optimizer, as its `load_state_dict` takes it."""
+
+    optimizer: torch.optim.Optimizer
+    state_dict: dict[str, Any]
+
+    def install(self) -> None:
+        """Give it to the optimizer as it was saved.
+
+        Torch itself would cast tensors to the parameters' dtype, and make generators of strings.
+        """
+        self.optimizer.load_state_dict(self.state_dict)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, values in self.state_dict["state"].items():
+            installed = self.optimizer.state[parameters[index]]
+            for name, value in values.items():
+                now = installed.get(name)
+                if not isinstance(value, Tensor):
+                    installed[name] = value
+                elif isinstance(now, Tensor) and now.dtype != value.dtype:
+                    installed[name] = value.to(now.device)
+
+
+def prepare_optimizer(
+    reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, at: tuple[str, ...]
+) -> PreparedOptimizer:
+    """Read what this rank has of the optimizer's state that was saved under the keys `at`.
+
+    Raises:
+        CheckpointError: if there is none.
+        FlatParamError: if it does not fit.
+    """
+    made = load_optimizer_state(model, optimizer, _saved_state(reader, model, at))
+    return PreparedOptimizer(optimizer, {**made, "param_groups": copy.deepcopy(made["param_groups"])})
+
+
+def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]) -> dict[str, Any]:
+    """An optimizer's state by the names that its parameters have in the model now, to be read when it is needed."""
+    name_now = _names_now(reader, model)
+    prefix, tree = (*at, "state"), _tree(reader, at)
+    state: dict[str, dict[str, Any]] = {}
+
+    def note(path: str, value: Any) -> None:
+        parts = split_path(path)
+        if len(parts) == len(prefix) + 2 and parts[:-2] == prefix:
+            state.setdefault(name_now(parts[-2]), {})[parts[-1]] = value
+
+    for path, record in reader.manifest.tensors.items():
+        stored = _Tensor(reader, path)
+        note(path, AsItIs(stored) if record.whole else stored)
+    for path, of_ranks in reader.manifest.per_rank.items():
+        note(path, PerRank(tuple((each.span, _Value(reader, each.value)) for each in of_ranks)).to_entry())
+    for fqn, plain in tree.get("state", {}).items():
+        for name, value in plain.items():
+            note(join_path((*prefix, fqn, name)), reader.decode(value))
+    state = {fqn: _counters_first(values) for fqn, values in state.items()}
+    groups = reader.decode(tree["param_groups"])
+    for group in groups:
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [name_now(fqn) for fqn in group[key]]
+    return {"state": state, "param_groups": groups}
+
+
+def _counters_first(values: dict[str, Any]) -> dict[str, Any]:
+    """The order in which the optimizers of torch make them: files have what is cut like the parameter first."""
+    return dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
+
+
+def _tree(reader: CheckpointReader, at: tuple[str, ...]) -> dict[str, Any]:
+    tree: Any = reader.manifest.values
+    for key in at:
+        tree = tree.get(key, {}) if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict) or "param_groups" not in tree:
+        there = reader.manifest.values.get("optimizer", {})
+        raise CheckpointError(
+            f"{reader.path} has no state of an optimizer at {join_path(at)!r}; "
+            f"under 'optimizer' it has {sorted(there) or 'nothing'}",
+            path=reader.path,
+            hint="give the optimizers the names that they had, or load without an optimizer",
+        )
+    return tree
+
+
+def _names_now(reader: CheckpointReader, model: nn.Module) -> Callable[[str], str]:
+    """From a name of a parameter when it was saved, to the first name that it has in the model; else as it was."""
+    now = {name: tensor.name for tensor in model_tensors(model) for name in tensor.names}
+    aliases: dict[str, list[str]] = {}
+    for alias, path in reader.manifest.aliases.items():
+        aliases.setdefault(path, []).append(split_path(alias)[-1])
+
+    def name_now(saved: str) -> str:
+        known = (saved, *aliases.get(join_path(("model", saved)), ()))
+        return next((now[name] for name in known if name in now), saved)
+
+    return name_now
+
+
+@final
+@attrs.frozen(eq=False)
+class _Value(LazyValue):
+    """A value in a manifest, perhaps with a tensor in a file."""
+
+    _reader: CheckpointReader
+    _tree: Any
+
+    def whole(self) -> Any:
+        """See `LazyValue`."""
+        return self._reader.decode(self._tree)
+
+
+@final
+class _Tensor(LazyTensor):
+    """A tensor of a checkpoint."""
+
+    def __init__(self, reader: CheckpointReader, path: str) -> None:
+        info = reader.record(path).info
+        self.shape, self.dtype = info.shape, info.dtype
+        self._reader, self._path = reader, path
+
+    def whole(self) -> Tensor:
+        """See `LazyValue`."""
+        return self._reader.load(self._path)
+
+    def part(self, spec: ParamSpec, span: Span) -> Tensor:
+        """See `LazyTensor`."""
+        return read_part(self._reader, self._path, spec.stride, span, self.dtype)

@@ -1,0 +1,37 @@
+"""The manifest of a checkpoint: its records, the values in it, and the file that shows every changed bit."""
+
+from flatparam_state.checkpoint.manifest.dtypes import dtype_name, file_dtype
+from flatparam_state.checkpoint.manifest.records import (
+    BLOCK_NBYTES,
+    FilePiece,
+    FileRecord,
+    RankValue,
+    TensorRecord,
+    rank_file,
+)
+from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal, write_sealed
+from flatparam_state.checkpoint.manifest.values import OMIT, decode, encode, graft, inline, reference
+from flatparam_state.checkpoint.manifest.whole import MANIFEST, OF_RANKS, Manifest
+
+__all__ = [
+    "BLOCK_NBYTES",
+    "FileRecord",
+    "MANIFEST",
+    "Manifest",
+    "OF_RANKS",
+    "OMIT",
+    "FilePiece",
+    "RankValue",
+    "TensorRecord",
+    "decode",
+    "dtype_name",
+    "encode",
+    "file_dtype",
+    "graft",
+    "inline",
+    "rank_file",
+    "read_sealed",
+    "reference",
+    "seal",
+    "write_sealed",
+]

@@ -1,0 +1,123 @@
+"""The fields of the manifest's records: validators of built records, and checks of the JSON that they are read from.
+
+All of them raise a ValueError that says what was expected and found; a validator names the record and its field, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import attrs
+
+__all__ = [
+    "Validator",
+    "as_count",
+    "as_list",
+    "as_object",
+    "as_text",
+    "bad_value",
+    "count",
+    "hash_digits",
+    "instance_of",
+    "mapping_of",
+    "text",
+    "tuple_of",
+]
+
+Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
+
+_DIGITS: Final = re.compile(r"[0-9a-f]{32}")
+_SHOWN: Final = 60
+
+
+def bad_value(record: object, field: attrs.Attribute[Any], value: object, expected: str) -> ValueError:
+    """The error about a field of `record` whose `value` is not what was `expected`."""
+    found = str(value)[:_SHOWN]
+    return ValueError(f"{type(record).__name__}.{field.name}: expected {expected}, found {found!r}")
+
+
+def count(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a number of bytes, of elements, of a rank, a file or a step."""
+    if not _is_count(value):
+        raise bad_value(record, field, value, "a number of at least 0")
+
+
+def hash_digits(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    """Validate 128 bits in hexadecimal: a hash, or the id of a save."""
+    if not isinstance(value, str) or not _DIGITS.fullmatch(value):
+        raise bad_value(record, field, value, "32 hexadecimal digits")
+
+
+def text(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a string."""
+    if not isinstance(value, str):
+        raise bad_value(record, field, value, "a string")
+
+
+def instance_of(kind: type) -> Validator:
+    """A validator of objects of the class `kind`."""
+
+    def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, kind):
+            raise bad_value(record, field, value, f"a {kind.__name__}")
+
+    return validate
+
+
+def tuple_of(each: Validator) -> Validator:
+    """A validator of tuples whose items `each` validates."""
+
+    def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, tuple):
+            raise bad_value(record, field, value, "a tuple")
+        for item in value:
+            each(record, field, item)
+
+    return validate
+
+
+def mapping_of(each: Validator) -> Validator:
+    """A validator of mappings from strings to values that `each` validates."""
+
+    def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, Mapping):
+            raise bad_value(record, field, value, "a mapping")
+        for key, item in value.items():
+            text(record, field, key)
+            each(record, field, item)
+
+    return validate
+
+
+def as_object(tree: Any) -> dict[str, Any]:
+    """The JSON object `tree`."""
+    if not isinstance(tree, dict):
+        raise ValueError(f"expected an object, found {str(tree)[:_SHOWN]!r}")
+    return tree
+
+
+def as_list(tree: Any, length: int | None = None) -> list[Any]:
+    """The JSON list `tree`, of `length` items if that is given."""
+    if not isinstance(tree, list) or (length is not None and len(tree) != length):
+        raise ValueError(f"expected a list of {length or 'any'} items, found {str(tree)[:_SHOWN]!r}")
+    return tree
+
+
+def as_text(tree: Any) -> str:
+    """The JSON string `tree`."""
+    if not isinstance(tree, str):
+        raise ValueError(f"expected a string, found {str(tree)[:_SHOWN]!r}")
+    return tree
+
+
+def as_count(tree: Any) -> int:
+    """The JSON number `tree`: an integer of at least 0, and of 63 bits at most."""
+    if not _is_count(tree):
+        raise ValueError(f"expected a number of at least 0, found {str(tree)[:_SHOWN]!r}")
+    return int(tree)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

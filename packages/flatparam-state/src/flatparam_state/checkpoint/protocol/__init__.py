@@ -1,0 +1,33 @@
+"""The protocol of a checkpoint directory: its names, its lock, its moments, and the verdict that all ranks share."""
+
+from flatparam_state.checkpoint.protocol.agreement import (
+    Attempt,
+    Failure,
+    agree,
+    attempt,
+)
+from flatparam_state.checkpoint.protocol.directory import (
+    CheckpointDirectory,
+    read_manifest,
+)
+from flatparam_state.checkpoint.protocol.lock import (
+    DirectoryLock,
+)
+from flatparam_state.checkpoint.protocol.moments import (
+    Moment,
+    OnMoment,
+    nothing,
+)
+
+__all__ = [
+    "Attempt",
+    "CheckpointDirectory",
+    "DirectoryLock",
+    "Failure",
+    "Moment",
+    "OnMoment",
+    "agree",
+    "attempt",
+    "nothing",
+    "read_manifest",
+]

@@ -1,0 +1,212 @@
+"""The directory of a run's checkpoints: which there are, which is the latest, which go."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import attrs
+from typing_extensions import final
+
+from flatparam_state.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
+from flatparam_state.checkpoint.protocol.moments import Moment, OnMoment, nothing
+from flatparam_state.files import CheckpointError, replace_durably, sync_directory
+
+__all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
+
+_LATEST: Final = "latest"
+_NEW_LATEST: Final = "latest.new"
+_TRIES: Final = 100
+_COMMITTED: Final = re.compile(r"step-(\d{8,18})")
+_LEFT: Final = re.compile(r"step-\d{8,18}\.(tmp|deleted)-[0-9a-f]{32}")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in directory `path`.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    file = path / MANIFEST
+    try:
+        return Manifest.from_json(read_sealed(file))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: not a manifest that this version reads: {error}",
+            path=file,
+            hint="use another checkpoint",
+        ) from error
+
+
+@final
+@attrs.frozen
+class Chosen:
+    """The checkpoint that is loaded, and what is strange about that (or "")."""
+
+    path: Path
+    manifest: Manifest
+    warning: str = ""
+
+
+@final
+@attrs.frozen
+class CheckpointDirectory:
+    """`<root>/step-00000010/`, ..., and `<root>/latest`. Committed directories are never written to."""
+
+    root: Path
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, if there is one."""
+        return self.root / f"step-{step:08d}"
+
+    def temporary_path(self, step: int, save_id: str) -> Path:
+        """Where it is before it is committed."""
+        return self.root / f"step-{step:08d}.tmp-{save_id}"
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, in order."""
+        if not self.root.is_dir():
+            return []
+        names = (
+            _COMMITTED.fullmatch(path.name) for path in self.root.iterdir() if (path / MANIFEST).is_file()
+        )
+        return sorted(int(name[1]) for name in names if name)
+
+    def latest(self) -> tuple[int, str] | None:
+        """The step and the save id that `latest` names; None if there is no such file.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        path = self.root / _LATEST
+        if not path.exists():
+            return None
+        content = read_sealed(path)
+        name = _COMMITTED.fullmatch(str(content.get("name"))) if isinstance(content, dict) else None
+        if name is None or not isinstance(content.get("save_id"), str):
+            raise CheckpointError(f"{path}: it names no checkpoint", path=path)
+        return int(name[1]), content["save_id"]
+
+    def point_at(self, step: int, save_id: str, on_moment: OnMoment = nothing) -> None:
+        """Have `latest` name this checkpoint, in one step for whoever reads it."""
+        new = self.root / _NEW_LATEST
+        write_sealed(new, {"name": self.path_of(step).name, "save_id": save_id})
+        on_moment(Moment.LATEST_WRITTEN)
+        replace_durably(new, self.root / _LATEST)
+        on_moment(Moment.LATEST_REPLACED)
+
+    def choose(self, step: int | None = None) -> Chosen | None:
+        """The checkpoint to load: that of `step`, or the latest; None if there is no latest.
+
+        A checkpoint that was committed, but not yet named by `latest` when its writer died, is the latest. If
+        `latest` or what it names is damaged, it is the newest one whose manifest is sound.
+
+        Raises:
+            CheckpointError: if the checkpoint of `step` is not there; if there are some, and none is sound.
+        """
+        if step is not None:
+            if step not in self.steps():
+                raise CheckpointError(
+                    f"{self.path_of(step)}: there is no checkpoint of step {step}",
+                    path=self.path_of(step),
+                    hint=f"there are those of {self.steps()}",
+                )
+            return Chosen(self.path_of(step), read_manifest(self.path_of(step)))
+        for _ in range(_TRIES):
+            before = self._text_of_latest()
+            try:
+                named = self._named()
+            except CheckpointError as error:
+                if self._text_of_latest() != before:
+                    # A writer has gone on, and retired what was the latest.
+                    continue
+                return self._newest_sound(str(error))
+            return self._newest_sound("") if named is None else self._successor(named) or named
+        return self._newest_sound(f"{self.root / _LATEST} changes all the time")
+
+    def _text_of_latest(self) -> bytes | None:
+        try:
+            return (self.root / _LATEST).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _named(self) -> Chosen | None:
+        latest = self.latest()
+        if latest is None:
+            return None
+        path = self.path_of(latest[0])
+        manifest = read_manifest(path)
+        if manifest.save_id != latest[1]:
+            raise CheckpointError(
+                f"{path}: expected save {latest[1]}, which latest names, found {manifest.save_id}", path=path
+            )
+        return Chosen(path, manifest)
+
+    def _sound(self) -> Iterator[Chosen]:
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CheckpointError):
+                yield Chosen(self.path_of(step), read_manifest(self.path_of(step)))
+
+    def _successor(self, named: Chosen) -> Chosen | None:
+        """The checkpoint that was committed after `named`, if its writer died before it could say so."""
+        since = self._time_of(named.manifest.step)
+        for step in reversed(self.steps()):
+            path = self.path_of(step)
+            if path != named.path and self._time_of(step) >= since:
+                with contextlib.suppress(CheckpointError):
+                    manifest = read_manifest(path)
+                    if manifest.follows == named.manifest.save_id:
+                        return Chosen(path, manifest)
+        return None
+
+    def _time_of(self, step: int) -> int:
+        """When a checkpoint was written; -1 if it has just been retired."""
+        try:
+            return (self.path_of(step) / MANIFEST).stat().st_mtime_ns
+        except FileNotFoundError:
+            return -1
+
+    def _newest_sound(self, why: str) -> Chosen | None:
+        steps = self.steps()
+        for chosen in self._sound():
+            # The writer of the first checkpoint died before there was a `latest`.
+            first = not why and chosen.manifest.follows is None
+            lost = why or f"{self.root / _LATEST} is missing"
+            warning = (
+                "" if first else f"{lost}: the newest sound checkpoint, {chosen.path.name}, is used instead"
+            )
+            return attrs.evolve(chosen, warning=warning)
+        if not steps and not why:
+            return None
+        raise CheckpointError(
+            f"{self.root}: none of the checkpoints {steps} is sound" + (f": {why}" if why else ""),
+            path=self.root,
+            hint="restore one from a copy, or start anew in another directory",
+        )
+
+    def clean(self) -> None:
+        """Remove what dead writers have left; only who holds the lock may."""
+        for path in self.root.iterdir():
+            if _LEFT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        (self.root / _NEW_LATEST).unlink(missing_ok=True)
+
+    def retire(self, keep: int, spare: int, on_moment: OnMoment = nothing) -> None:
+        """Delete all but the `keep` newest checkpoints, and never that of step `spare`."""
+        if keep < 1:
+            raise ValueError(f"expected to keep at least 1 checkpoint, found {keep}")
+        age = {step: self._time_of(step) for step in self.steps() if step != spare}
+        oldest_first = sorted(age, key=lambda step: (age[step], step))
+        for step in oldest_first[: max(0, len(oldest_first) - (keep - 1))]:
+            doomed = self.root / f"step-{step:08d}.deleted-{uuid.uuid4().hex}"
+            # So nobody sees a checkpoint that is half deleted.
+            self.path_of(step).rename(doomed)
+            sync_directory(self.root)
+            on_moment(Moment.RETIRING)
+            shutil.rmtree(doomed, ignore_errors=True)
+            on_moment(Moment.RETIRED)

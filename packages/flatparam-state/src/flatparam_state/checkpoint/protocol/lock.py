@@ -1,0 +1,147 @@
+"""One writer at a time in a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+from typing_extensions import final
+
+from flatparam_state.files import CheckpointError
+
+try:
+    import fcntl
+except ImportError:
+    # On a system that is not POSIX, the owner that is written into the file decides.
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["DirectoryLock"]
+
+_NAME: Final = "lock"
+
+
+@final
+class DirectoryLock:
+    """Inventory `<root>/lock`. The operating system takes it back when the process dies, however it dies.
+
+    If the file system has no locks, the owner's process id decides, on its own host; if the operating system has none,
+    the owner is taken to be alive until its file is deleted.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_root")
+
+    def __init__(self, root: Path) -> None:
+        """The directory is not locked yet."""
+        self._root = root
+        self._descriptor = -1
+        _LOCKS.add(self)
+
+    def __del__(self) -> None:
+        self.forget()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds it."""
+        return self._descriptor >= 0
+
+    def acquire(self) -> None:
+        """Lock the directory; this does nothing if the object holds the lock already.
+
+        Raises:
+            CheckpointError: if somebody else writes there, naming host and process.
+        """
+        if self.is_held:
+            return
+        path = self._root / _NAME
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            self._take(descriptor, path)
+            owner = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, json.dumps(owner).encode() + b"\n")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def _take(self, descriptor: int, path: Path) -> None:
+        owner = _owner(descriptor)
+        try:
+            if fcntl is None:
+                raise OSError("this system has no locks of whole files")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _refusal(self._root, owner) from None
+        except OSError:
+            # The file system has no locks.
+            if owner and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"))):
+                raise _refusal(self._root, owner, f"; if that process is dead, delete {path}") from None
+
+    def release(self) -> None:
+        """Let others write to the directory."""
+        if self.is_held:
+            os.ftruncate(self._descriptor, 0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the file; in a forked child the parent goes on holding it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _owner(descriptor: int) -> dict[str, Any]:
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        found = json.loads(os.read(descriptor, 4096))
+    except ValueError:
+        # Nobody has written, or somebody is just writing.
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_alive(pid: object) -> bool:
+    if type(pid) is not int or pid <= 0:
+        return False
+    # On other systems signal 0 may end the process that it is sent to.
+    if fcntl is None:
+        return pid != os.getpid()
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _refusal(root: Path, owner: dict[str, Any], more: str = "") -> CheckpointError:
+    who = f"process {owner.get('pid', '?')} on host {owner.get('host', '?')} since {owner.get('since', '?')}"
+    return CheckpointError(
+        f"{root}: another writer has it: {who}",
+        path=root,
+        hint=f"stop that one, or give each job a directory of its own{more}",
+    )
+
+
+_LOCKS: Final[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_LOCKS):
+        lock.forget()
+
+
+# A child that outlives its killed parent (a worker of a data loader, say) must not keep the directory locked.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

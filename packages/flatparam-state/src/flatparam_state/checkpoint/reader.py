@@ -1,0 +1,278 @@
+"""A checkpoint directory as a `Source`: every block that is read is verified."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from typing_extensions import Self, final
+
+from flatparam_runtime import Span
+from flatparam_state.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    MANIFEST,
+    OF_RANKS,
+    OMIT,
+    FilePiece,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    decode,
+)
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, read_manifest
+from flatparam_state.files import (
+    CHUNK_NBYTES,
+    ByteFile,
+    CheckpointError,
+    TensorInfo,
+    chunk_spans,
+    read_header,
+    tensor_of,
+)
+
+__all__ = ["CheckpointReader", "open_checkpoint", "what_it_says"]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+    """Open a checkpoint for reading: a run's directory (its latest one), or one checkpoint in it.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return CheckpointReader(path, read_manifest(path))
+    chosen = CheckpointDirectory(path).choose()
+    if chosen is None:
+        raise CheckpointError(
+            f"{path}: there is no checkpoint here",
+            path=path,
+            hint=f"expected a directory with {MANIFEST}, or one of such directories",
+        )
+    return CheckpointReader(chosen.path, chosen.manifest)
+
+
+@final
+class CheckpointReader:
+    """One committed checkpoint. It is a `Source` with the format "flatparam"; close it, or use it in a `with`.
+
+    `nbytes_read` counts what was read of the ranks' files: their headers, once each, and whole blocks of 1 MiB.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Open the checkpoint in directory `path`; `open_checkpoint` finds both."""
+        self.path = path
+        self.manifest = manifest
+        self._files: dict[int, ByteFile] = {}
+
+    def __repr__(self) -> str:
+        return f"CheckpointReader({str(self.path)!r}, step={self.manifest.step})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files."""
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def format(self) -> str:
+        """`"flatparam"`."""
+        return "flatparam"
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See `Source.tensors`."""
+        return {
+            path: record.info
+            for path, record in self.manifest.tensors.items()
+            if not path.startswith(f"{OF_RANKS}/")
+        }
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """See `Source.values`."""
+        values = self.decode(self.manifest.values, tensors=False)
+        if not isinstance(values, dict):
+            raise CheckpointError(
+                f"{self.path / MANIFEST}: its values are no object", path=self.path / MANIFEST
+            )
+        return values
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """See `Source.facts`.
+
+        `per_rank` names the states that differ between ranks without being cut like their parameter: they are not
+        among `tensors`, and only a rank with the same part of the parameter can take them.
+        """
+        manifest = self.manifest
+        return {
+            "save_id": manifest.save_id,
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            **manifest.written_by,
+            "aliases": dict(manifest.aliases),
+            "per_rank": tuple(manifest.per_rank),
+        }
+
+    @property
+    def nbytes_read(self) -> int:
+        """The bytes that were read of the ranks' files so far."""
+        return sum(file.nbytes_read for file in self._files.values())
+
+    def read(self, path: str, span: Span) -> Iterator[Tensor]:
+        """See `Source.read`. Memory: a chunk; a tensor that is not stored in row-major order takes itself, twice."""
+        record = self.record(path)
+        if record.stride is None:
+            yield from self.read_stored(path, span)
+            return
+        stored = torch.cat(list(self.read_stored(path, Span(0, record.info.numel))))
+        flat = stored.as_strided(record.info.shape, record.stride).reshape(-1)
+        for part in chunk_spans(span, record.info.dtype.itemsize):
+            yield flat[part.as_slice()]
+
+    def read_stored(self, path: str, span: Span) -> Iterator[Tensor]:
+        """Like `read`, with elements counted in the memory order in which the tensor is stored."""
+        record = self.record(path)
+        if not Span(0, record.info.numel).contains(span):
+            raise ValueError(
+                f"{path!r} has {record.info.numel} elements, and not [{span.start}, {span.stop})"
+            )
+        if record.inline is not None:
+            yield tensor_of(bytearray(record.inline), record.info.dtype)[span.as_slice()]
+            return
+        end = span.start
+        for piece in record.pieces:
+            wanted = piece.span.overlap(span)
+            if wanted:
+                yield from _zeros(Span(end, wanted.start), record.info.dtype)
+                yield from self._read_piece(path, record, piece, wanted.relative_to(piece.span.start))
+                end = wanted.stop
+        yield from _zeros(Span(end, span.stop), record.info.dtype)
+
+    def record(self, path: str) -> TensorRecord:
+        """The record of the tensor `path`; a KeyError if there is none."""
+        manifest = self.manifest
+        return manifest.tensors[manifest.aliases.get(path, path)]
+
+    def load(self, path: str) -> Tensor:
+        """The whole tensor `path`, in its shape, row-major, in memory of its own."""
+        record = self.record(path)
+        info = record.info
+        for piece in record.pieces:
+            # This checks that the bytes are there, before anything is allocated.
+            self.file(piece.file)
+        result = torch.empty(info.numel, dtype=info.dtype, device="cpu")
+        done = 0
+        for chunk in self.read(path, Span(0, info.numel)):
+            result[done : done + chunk.numel()] = chunk
+            done += chunk.numel()
+        return result.reshape(info.shape)
+
+    def decode(self, tree: Any, *, tensors: bool = True) -> Any:
+        """The value of an encoded tree, with its tensors (on the CPU), or without.
+
+        Raises:
+            CheckpointError: if the tree is not sound.
+        """
+        try:
+            return decode(tree, self.load if tensors else lambda _: OMIT)
+        except (ValueError, KeyError, RecursionError) as error:
+            path = self.path / MANIFEST
+            raise CheckpointError(f"{path}: its values are not sound: {error}", path=path) from error
+
+    def _read_piece(
+        self, path: str, record: TensorRecord, piece: FilePiece, wanted: Span
+    ) -> Iterator[Tensor]:
+        """Elements `wanted` of a piece, block by block, up to a chunk at once."""
+        itemsize = record.info.dtype.itemsize
+        nbytes, start, stop = piece.span.numel * itemsize, wanted.start * itemsize, wanted.stop * itemsize
+        file = self.file(piece.file)
+        first = start // BLOCK_NBYTES
+        last = -(-stop // BLOCK_NBYTES)
+        step = CHUNK_NBYTES // BLOCK_NBYTES
+        for block in range(first, last, step):
+            begin = block * BLOCK_NBYTES
+            end = min(min(block + step, last) * BLOCK_NBYTES, nbytes)
+            data = file.read(piece.offset + begin, end - begin)
+            self._verify(path, piece, block, data)
+            tensor = tensor_of(data, record.info.dtype)
+            inside = Span(max(start, begin), min(stop, end)).relative_to(begin)
+            yield tensor[inside.start // itemsize : inside.stop // itemsize]
+
+    def _verify(self, path: str, piece: FilePiece, block: int, data: bytearray) -> None:
+        view = memoryview(data)
+        for number, begin in enumerate(range(0, len(data), BLOCK_NBYTES), block):
+            found = xxhash.xxh3_128_hexdigest(view[begin : begin + BLOCK_NBYTES])
+            if found != piece.hashes[number]:
+                file = self.path / self.manifest.files[piece.file].name
+                raise CheckpointError(
+                    f"{file}: block {number} of {path!r} is not what rank {piece.file} wrote: expected hash "
+                    f"{piece.hashes[number]}, found {found}",
+                    path=file,
+                    fqn=path,
+                    rank=piece.file,
+                    hint="use another checkpoint, or restore the file from a copy",
+                )
+
+    def file(self, number: int) -> ByteFile:
+        """The file of rank `number`, open; its size and header are checked the first time."""
+        if number not in self._files:
+            record = self.manifest.files[number]
+            file = ByteFile(self.path / record.name)
+            try:
+                _check_file(file, record, self.manifest, number)
+            except BaseException:
+                file.close()
+                raise
+            self._files[number] = file
+        return self._files[number]
+
+
+def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: int) -> None:
+    expected = f"the file that rank {rank} of {manifest.world_size} wrote in save {manifest.save_id}"
+    if file.nbytes != record.nbytes:
+        raise CheckpointError(
+            f"{file.path}: expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}"
+            f"{what_it_says(file.path)}",
+            path=file.path,
+            rank=rank,
+            hint="use another checkpoint, or restore the file from a copy",
+        )
+    if xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
+        raise CheckpointError(
+            f"{file.path}: its header is not that of {expected}{what_it_says(file.path)}",
+            path=file.path,
+            rank=rank,
+            hint="use another checkpoint, or restore the file from a copy",
+        )
+
+
+def what_it_says(path: Path) -> str:
+    """The words of an error about a wrong file that tell what the file says that it is, if it says anything."""
+    try:
+        said = read_header(path).metadata
+    except CheckpointError:
+        return ""
+    if "save_id" not in said:
+        return ""
+    return f"; it says that it is of rank {said.get('rank')} of {said.get('world_size')} in save {said['save_id']}"
+
+
+def _zeros(span: Span, dtype: torch.dtype) -> Iterator[Tensor]:
+    for part in chunk_spans(span, dtype.itemsize):
+        yield torch.zeros(part.numel, dtype=dtype, device="cpu")

@@ -1,0 +1,20 @@
+"""Saving: what each rank contributes and writes, and the commit that makes a checkpoint of it."""
+
+from flatparam_state.checkpoint.save.commit import Committer
+from flatparam_state.checkpoint.save.contribution import Ticket
+from flatparam_state.checkpoint.save.optimizer_pieces import optimizers_by_name
+from flatparam_state.checkpoint.save.rank_file import RankFileWriter, header_metadata
+from flatparam_state.checkpoint.save.readiness import Subject
+from flatparam_state.checkpoint.save.report import RankReport
+from flatparam_state.checkpoint.save.session import Saver
+
+__all__ = [
+    "Committer",
+    "RankFileWriter",
+    "RankReport",
+    "Saver",
+    "Subject",
+    "Ticket",
+    "header_metadata",
+    "optimizers_by_name",
+]

@@ -1,0 +1,148 @@
+"""From files of ranks to a checkpoint, in one step for whoever reads; see `moments` for the order."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+import attrs
+from typing_extensions import final
+
+from flatparam_state.checkpoint.manifest import MANIFEST, rank_file, write_sealed
+from flatparam_state.checkpoint.protocol import CheckpointDirectory, DirectoryLock, Moment, OnMoment, nothing
+from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
+from flatparam_state.checkpoint.save.merge import merge
+from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
+from flatparam_state.checkpoint.save.report import RankReport, report_path
+from flatparam_state.files import CheckpointError, Staging, sync_directory
+from flatparam_state.version import __version__
+
+__all__ = ["Committer", "write_part"]
+
+
+def write_part(
+    ticket: Ticket,
+    rank: int,
+    world_size: int,
+    contribution: Contribution,
+    *,
+    staging: Staging,
+    on_moment: OnMoment = nothing,
+) -> None:
+    """Write what `rank` contributes to its file in the temporary directory, and then its report."""
+    ticket.temporary.mkdir(parents=True, exist_ok=True)
+    file, tensors = write_rank_file(
+        ticket.temporary / rank_file(rank),
+        rank,
+        contribution.pieces,
+        header_metadata(ticket.save_id, rank, world_size),
+        staging=staging,
+        on_moment=on_moment,
+    )
+    report = RankReport(
+        ticket.save_id,
+        rank,
+        file,
+        tensors,
+        contribution.rank_values,
+        contribution.aliases,
+        contribution.values,
+    )
+    report.write(ticket.temporary, on_moment)
+
+
+@final
+@attrs.define(eq=False)
+class Committer:
+    """The one process that gives names: rank 0."""
+
+    directory: CheckpointDirectory
+    keep: int | None = None
+    on_moment: OnMoment = nothing
+    lock: DirectoryLock = attrs.field()
+    _latest: tuple[int, str] | None = None
+
+    @lock.default
+    def _make_lock(self) -> DirectoryLock:
+        return DirectoryLock(self.directory.root)
+
+    def prepare(self, step: int) -> Ticket:
+        """Lock the directory, clear away what dead writers have left, and make the temporary directory.
+
+        Raises:
+            CheckpointError: if somebody else writes there, or `step` is there already.
+        """
+        directory = self.directory
+        directory.root.mkdir(parents=True, exist_ok=True)
+        if not self.lock.is_held:
+            self.lock.acquire()
+            self._recover()
+        self.on_moment(Moment.LOCKED)
+        directory.clean()
+        self.on_moment(Moment.CLEANED)
+        if directory.path_of(step).exists():
+            raise CheckpointError(
+                f"{directory.path_of(step)}: there is a checkpoint of step {step} already, and nothing committed is "
+                "ever changed",
+                path=directory.path_of(step),
+                hint="delete it, or save to another directory",
+            )
+        save_id = uuid.uuid4().hex
+        follows = None if self._latest is None else self._latest[1]
+        ticket = Ticket(step, save_id, follows, directory.temporary_path(step, save_id))
+        ticket.temporary.mkdir()
+        self.on_moment(Moment.PREPARED)
+        return ticket
+
+    def _recover(self) -> None:
+        """Have `latest` name what the writer before has committed last, if it died before it could say so."""
+        try:
+            chosen = self.directory.choose()
+        except CheckpointError:
+            # Nothing there is sound, but the new checkpoint will be.
+            chosen = None
+        if chosen is not None:
+            self._latest = chosen.manifest.step, chosen.manifest.save_id
+            try:
+                known = self.directory.latest()
+            except CheckpointError:
+                known = None
+            if known != self._latest:
+                self.directory.point_at(*self._latest)
+
+    def commit(self, ticket: Ticket, world_size: int) -> Path:
+        """Make the checkpoint of the ranks' files, once all have reported; returns where it is.
+
+        Raises:
+            CheckpointError: if they do not fit together.
+        """
+        directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
+        reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
+        manifest = merge(ticket, reports, __version__)
+        write_sealed(temporary / MANIFEST, manifest.to_json())
+        moment(Moment.MANIFEST_WRITTEN)
+        for rank in range(world_size):
+            report_path(temporary, rank).unlink()
+        sync_directory(temporary)
+        moment(Moment.TEMPORARY_SYNCED)
+        final = directory.path_of(ticket.step)
+        if final.exists():
+            raise CheckpointError(f"{final}: somebody has made this directory meanwhile", path=final)
+        temporary.rename(final)
+        moment(Moment.RENAMED)
+        sync_directory(directory.root)
+        moment(Moment.COMMITTED)
+        directory.point_at(ticket.step, ticket.save_id, moment)
+        self._latest = ticket.step, ticket.save_id
+        if self.keep is not None:
+            directory.retire(self.keep, ticket.step, moment)
+        return final
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Remove what there is of a save that has failed."""
+        shutil.rmtree(ticket.temporary, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others write to the directory."""
+        self.lock.release()

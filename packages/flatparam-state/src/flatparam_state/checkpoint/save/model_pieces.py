@@ -1,0 +1,55 @@
+"""The pieces of a sharded model that this rank saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from flatparam_runtime import Span
+from flatparam_state.checkpoint.manifest import TensorRecord
+from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
+from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_on_demand
+from flatparam_state.files import TensorInfo, join_path
+from flatparam_state.places import Place
+
+__all__ = ["add_model", "record_of", "share_of"]
+
+
+def share_of(span: Span, place: Place) -> Span:
+    """The part of `span` that this rank writes: of equal copies, each replica writes as much."""
+    replicate = place.unit.plan.topology.replicate
+    if replicate is None:
+        return span
+    begin, end = (
+        span.start + span.numel * index // replicate.size for index in (replicate.rank, replicate.rank + 1)
+    )
+    return Span(begin, end)
+
+
+def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRecord:
+    """The record of `tensor` in the manifest, or of something of a different dtype that is shaped like it."""
+    return TensorRecord(TensorInfo(tensor.info.shape, dtype or tensor.info.dtype), stride=tensor.stride)
+
+
+def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
+    """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
+    for tensor in model_tensors(model):
+        path = join_path(("model", tensor.name))
+        if tensor.place is not None:
+            share = share_of(tensor.span, tensor.place)
+            part = tensor.local[share.relative_to(tensor.span.start).as_slice()]
+            contribution.pieces.append(OwnedPiece(path, record_of(tensor), share, _give(part)))
+        elif rank == 0:
+            chunks = row_major_on_demand(tensor.local)
+            contribution.pieces.append(OwnedPiece(path, record_of(tensor), tensor.span, chunks))
+        for alias in tensor.names[1:]:
+            contribution.aliases[join_path(("model", alias))] = path
+    if rank == 0:
+        for name, module in extra_state_modules(model):
+            contribution.add_values(("model", name), module.get_extra_state())
+
+
+def _give(part: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (part,)

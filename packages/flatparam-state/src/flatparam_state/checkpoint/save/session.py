@@ -1,0 +1,141 @@
+"""Saving on all ranks: agree that it can begin, write, and commit; at once, or in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import final
+
+from flatparam_runtime import Collectives
+from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
+from flatparam_state.checkpoint.save.background import BackgroundSave
+from flatparam_state.checkpoint.save.commit import Committer, write_part
+from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
+from flatparam_state.checkpoint.save.readiness import Subject, check_optimizers, check_space
+from flatparam_state.files import CheckpointError, Staging, free_nbytes
+
+__all__ = ["Saver"]
+
+
+@final
+class Saver:
+    """Saves one model, its optimizers and other values again and again; every rank has a saver.
+
+    At most one save is under way: whoever begins the next one calls `settle` first.
+    """
+
+    def __init__(
+        self,
+        ranks: Collectives,
+        subject: Subject,
+        committer: Committer,
+        *,
+        asynchronous: bool,
+        on_moment: OnMoment,
+    ) -> None:
+        """Nothing is touched yet.
+
+        Args:
+            committer: commits on rank 0; the other ranks only learn from it where the checkpoints are.
+            asynchronous: copy everything to host memory, and write in the background.
+        """
+        self._ranks = ranks
+        self._subject = subject
+        self._committer = committer
+        self._root = committer.directory.root.absolute()
+        self._asynchronous = asynchronous
+        self._on_moment = on_moment
+        self._background: BackgroundSave | None = None
+
+    def save(self, step: int, extra: Any, rank_extra: Any) -> Path:
+        """Save everything as the checkpoint of `step`; returns where it is, or will be.
+
+        Raises:
+            CheckpointError: on every rank, if one has failed; see `settle` if the save goes on in the background.
+        """
+        self.settle()
+        contribution, ticket = self._begin(step, extra, rank_extra)
+        if self._asynchronous:
+            self._background = BackgroundSave(
+                self._ranks, self._committer, ticket, contribution.staged(), self._write_part
+            )
+        else:
+            self._write(ticket, contribution)
+        return self._committer.directory.path_of(step)
+
+    def _begin(self, step: int, extra: Any, rank_extra: Any) -> tuple[Contribution, Ticket]:
+        """Agree that the save can begin: every rank has what it writes, there is room, and rank 0 has the lock."""
+        contribution = Contribution()
+
+        def prepare() -> tuple[Any, Ticket | None]:
+            inventories = self._subject.contribute(contribution, extra, rank_extra)
+            return inventories, self._committer.prepare(step) if self._ranks.rank == 0 else None
+
+        attempted = attempt(prepare, self._ranks.rank, directory=self._root)
+        inventories, ticket = attempted.value or ({}, None)
+        fact = (ticket, contribution.disk_nbytes, free_nbytes(self._root), inventories)
+        try:
+            facts = agree(self._ranks, attempted, fact, label="begin to save")
+            tickets, needs, frees, told = zip(*facts, strict=True)
+            shared: Ticket = tickets[0]
+            check_optimizers(self._subject, contribution, told)
+            check_space(self._committer.directory.root, shared.step, needs, frees)
+        except CheckpointError:
+            if ticket is not None:
+                self._committer.abandon(ticket)
+            raise
+        return contribution, shared
+
+    def _write_part(self, ticket: Ticket, contribution: Contribution) -> None:
+        write_part(
+            ticket,
+            self._ranks.rank,
+            self._ranks.size,
+            contribution,
+            staging=Staging(),
+            on_moment=self._on_moment,
+        )
+
+    def _write(self, ticket: Ticket, contribution: Contribution) -> None:
+        """Write and commit, all ranks together."""
+        steps: list[tuple[str, Callable[[], object]]] = [
+            ("write", lambda: self._write_part(ticket, contribution)),
+            ("commit", lambda: self._ranks.rank == 0 and self._committer.commit(ticket, self._ranks.size)),
+        ]
+        for label, action in steps:
+            attempted = attempt(action, self._ranks.rank, directory=self._root, need=contribution.disk_nbytes)
+            try:
+                agree(self._ranks, attempted, label=f"{label} a checkpoint")
+            except CheckpointError:
+                if self._ranks.rank == 0:
+                    self._committer.abandon(ticket)
+                raise
+
+    def settle(self) -> None:
+        """Wait for the save in the background, if there is one; every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, if the save has failed on one.
+        """
+        if self._background is None:
+            return
+        attempted = self._background.finish()
+        ticket, self._background = self._background.ticket, None
+        try:
+            agree(self._ranks, attempted, label="finish a checkpoint")
+        except CheckpointError:
+            if self._ranks.rank == 0:
+                self._committer.abandon(ticket)
+            raise
+
+    def cancel(self) -> None:
+        """Finish what can be finished without a word with the other ranks: they may be elsewhere."""
+        if self._background is not None:
+            self._background.cancel()
+            self._background = None
+
+    def close(self) -> None:
+        """Let others write to the directory."""
+        self._committer.close()

@@ -1,0 +1,81 @@
+"""Reading byte ranges of a file, with errors that name it; without mapping it into memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self, final
+
+from flatparam_state.files.errors import CheckpointError
+
+__all__ = ["ByteFile"]
+
+
+@final
+class ByteFile:
+    """A file that is open for reading. It counts the bytes that were read."""
+
+    __slots__ = ("_descriptor", "nbytes", "nbytes_read", "path")
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path`.
+
+        Raises:
+            CheckpointError: if it cannot be opened, saying why.
+        """
+        self.path = Path(path)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be opened: {error.strerror}", path=path, hint="restore the file"
+            ) from error
+        self.nbytes = os.fstat(self._descriptor).st_size
+        self.nbytes_read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it; calling it twice is harmless."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def read(self, offset: int, nbytes: int) -> bytearray:
+        """The bytes `[offset, offset + nbytes)`.
+
+        Raises:
+            CheckpointError: if the file ends before, or cannot be read.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise CheckpointError(
+                f"{self.path}: expected {nbytes:,} bytes at offset {offset:,}, found a file of {self.nbytes:,} bytes",
+                path=self.path,
+                hint="it was truncated or replaced: use another checkpoint",
+            )
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: cannot be read at offset {offset + done:,}: {error.strerror}",
+                    path=self.path,
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: ended at {offset + done:,} while it was being read", path=self.path
+                )
+            done += count
+        self.nbytes_read += nbytes
+        return data

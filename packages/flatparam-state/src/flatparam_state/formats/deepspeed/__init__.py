@@ -1,0 +1,1 @@
+"""Checkpoints that DeepSpeed's ZeRO writes."""

@@ -1,0 +1,1 @@
+"""Models as Hugging Face libraries keep them."""

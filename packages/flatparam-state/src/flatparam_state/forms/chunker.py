@@ -1,0 +1,133 @@
+"""Between full tensors and those that torch shards over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import attrs
+import torch
+from typing_extensions import final
+
+from flatparam_runtime import Collectives, FlatParamError
+from flatparam_state.forms.tiling import Tiling
+from flatparam_state.places import Place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["OWN_CHUNKER", "Chunker", "OwnChunker", "is_dtensor"]
+
+
+class Chunker(Protocol):
+    """Between full tensors and torch's sharded ones; FSDP1's extension point has the same four."""
+
+    def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
+        """A `ShardedTensor` of which this rank holds `full.chunk(world_size, dim=0)[rank]`."""
+        ...
+
+    def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
+        """A `DTensor` over `mesh`, sharded over its dimension 0; `full` is one itself under tensor parallelism."""
+        ...
+
+    def local_shards(self, tensor: Any) -> Mapping[tuple[int, ...], torch.Tensor]:
+        """This rank's shards of a `ShardedTensor`, by their offsets."""
+        ...
+
+    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
+        """The tensor of which data parallelism shards parts: all of a `DTensor`, or, of one that modules are presented,
+        this rank's part of it; every rank calls it. `device` is where collectives work."""
+        ...
+
+
+@final
+@attrs.frozen(eq=False)
+class OwnChunker:
+    """The chunks as torch's own FSDP makes them."""
+
+    def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
+        """See `Chunker`."""
+        return self.chunk_over(full, place.unit.plan.topology.shard)
+
+    def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
+        """A `ShardedTensor` over `group`."""
+        tiling = Tiling.of_chunks(full.shape, group.size)
+        parts = [
+            box.of(full).clone(memory_format=torch.contiguous_format) for box in tiling.of_rank(group.rank)
+        ]
+        return tiling.sharded_tensor(parts, full.dtype, group)
+
+    def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
+        """See `Chunker`."""
+        return self.chunk_over_mesh(full, mesh, place.unit.plan.topology.shard.rank)
+
+    def chunk_over_mesh(self, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> Any:
+        """A `DTensor` over `mesh`, and over that of `full` if it is one itself."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if is_dtensor(full):
+            return _chunk_of_dtensor(full, mesh)
+        size = mesh.size(mesh.ndim - 1)
+        chunks = full.chunk(size) if full.dim() else [full] * size
+        local = chunks[rank] if rank < len(chunks) else full[:0]
+        cut, mesh = _place_in_root(mesh)
+        placements: list[Any] = [Replicate()] * mesh.ndim
+        if full.dim():
+            placements[cut] = Shard(0)
+        shape, stride = full.shape, full.stride()
+        return DTensor.from_local(
+            local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def local_shards(self, tensor: Any) -> Mapping[tuple[int, ...], torch.Tensor]:
+        """See `Chunker`."""
+        return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
+
+    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
+        """See `Chunker`."""
+        from torch.distributed.tensor import Replicate
+
+        kept = tensor.placements[-1:] if is_presented else ()
+        data_parallel = tensor.placements[: tensor.device_mesh.ndim - len(kept)]
+        if not all(placement.is_replicate() for placement in data_parallel):
+            placements = [*[Replicate()] * len(data_parallel), *kept]
+            tensor = tensor.to(device).redistribute(placements=placements)
+        local: torch.Tensor = tensor.to_local()
+        return local
+
+
+OWN_CHUNKER: Final = OwnChunker()
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether `value` is torch's `DTensor`; it is not imported for that."""
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
+
+
+def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
+    """A `DTensor` over `mesh` too. If both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
+    that order means it: so parts of tensors move between the ranks of `full`."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    cut, root = _place_in_root(mesh)
+    if root.ndim != mesh.ndim + full.device_mesh.ndim:
+        raise FlatParamError(
+            f"a parameter is a DTensor over {full.device_mesh} and is sharded over {mesh}: for its sharded state both "
+            f"have to be slices of one mesh of {mesh.ndim + full.device_mesh.ndim} dimensions, found {root}"
+        )
+    kept = list(full.placements)
+    outer: list[Any] = [Replicate()] * mesh.ndim
+    local, shape, stride = full.to_local().clone(), full.shape, full.stride()
+    whole = DTensor.from_local(local, root, [*outer, *kept], run_check=False, shape=shape, stride=stride)
+    outer[cut] = Shard(0)
+    return whole.redistribute(placements=[*outer, *kept])
+
+
+def _place_in_root(mesh: DeviceMesh) -> tuple[int, DeviceMesh]:
+    """Which dimension of the mesh that `mesh` is a slice of data parallelism shards over, and that mesh."""
+    # The method has no public name.
+    found: Any = mesh
+    root: DeviceMesh = found._get_root_mesh()
+    if root.ndim == mesh.ndim or root.mesh_dim_names is None or mesh.mesh_dim_names is None:
+        return mesh.ndim - 1, mesh
+    return root.mesh_dim_names.index(mesh.mesh_dim_names[-1]), root

@@ -1,0 +1,92 @@
+"""Values of a state that are not tensors here yet: in a file, on the first rank, or behind `__torch_function__`."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import attrs
+import torch
+from typing_extensions import final
+
+from flatparam_runtime import (
+    ParamSpec,
+    Span,
+    Topology,
+    broadcast_tensors,
+)
+
+__all__ = ["LazyTensor", "LazyValue", "Streamed", "as_tensor", "from_first", "is_tensor_like", "shape_of"]
+
+
+class LazyValue(abc.ABC):
+    """A value in a file, which is read when it is needed."""
+
+    @abc.abstractmethod
+    def whole(self) -> Any:
+        """Read it; the value has memory of its own."""
+
+
+class LazyTensor(LazyValue):
+    """A tensor in a file, of which a part can be read alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def part(self, spec: ParamSpec, span: Span) -> torch.Tensor:
+        """The elements `span`, in the memory order of `spec`: 1-D, on the CPU, with memory of their own."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Streamed:
+    """A full tensor that only the first rank has; the others know its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    topology: Topology | None = None
+    """The ranks that it is for; known when it is to arrive."""
+    device: torch.device | None = None
+    tensor: Any = None
+
+    def arrive(self) -> torch.Tensor:
+        """The tensor, on every rank; every rank calls it. Extra memory: the tensor, until it is dropped."""
+        assert self.topology is not None, "it is completed before it is used"
+        full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.tensor is not None:
+            full.copy_(as_tensor(self.tensor))
+        for group in (self.topology.replicate, self.topology.shard):
+            if group is not None and group.size > 1:
+                broadcast_tensors(group, [full], label="state of the first rank")
+        return full
+
+
+def is_tensor_like(value: Any) -> bool:
+    """Whether it is a tensor, or stands for one; see `as_tensor`."""
+    return isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """`value`, detached, if it is a tensor; else the tensor that it stands for, as torch's functions see it.
+
+    Something stands for a tensor if it has `__torch_function__`, as what is read from a file when it is needed.
+    """
+    tensor: torch.Tensor = torch.detach(value)
+    return tensor
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or of what stands for one; that is only made a tensor if it does not say."""
+    try:
+        return tuple(value.size() if isinstance(value, torch.Tensor) else value.shape)
+    except AttributeError:
+        return tuple(as_tensor(value).shape)
+
+
+def from_first(topology: Topology, value: Any, *, label: str) -> Any:
+    """The first rank's `value` (small, and picklable), on every rank."""
+    for group in (topology.replicate, topology.shard):
+        if group is not None and group.size > 1:
+            value = group.exchange(value if group.rank == 0 else None, label=label)[0]
+    return value

@@ -1,0 +1,162 @@
+"""Which rank holds which boxes of a tensor, and torch's `ShardedTensor` of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_runtime import Collectives, FlatParamError, ParamSpec, Span, process_group_of
+from flatparam_state.forms.boxes import Box, boxes_of
+
+__all__ = ["Tiling", "is_sharded_tensor"]
+
+
+@final
+@attrs.frozen
+class Tiling:
+    """The boxes of a tensor by the rank of the group that holds them; ranks that hold none are absent."""
+
+    shape: tuple[int, ...]
+    boxes: Mapping[int, tuple[Box, ...]]
+
+    @classmethod
+    def of_spans(cls, spec: ParamSpec, span_of: Callable[[int], Span], ranks: Iterable[int]) -> Self:
+        """Each of `ranks` holds an interval of the elements of `spec` in memory order; rank 0 holds what is empty."""
+        found = {rank: boxes_of(spec, span_of(rank)) for rank in ranks}
+        held = {rank: boxes for rank, boxes in found.items() if boxes}
+        return cls(spec.shape, held or {0: (Box((0,) * len(spec.shape), spec.shape),)})
+
+    @classmethod
+    def of_chunks(cls, shape: Sequence[int], size: int) -> Self:
+        """Rank `r` holds `tensor.chunk(size, dim=0)[r]`, if there are as many; rank 0 a 0-d tensor."""
+        shape = tuple(shape)
+        if not shape:
+            return cls(shape, {0: (Box((), ()),)})
+        rows = max(-(-shape[0] // size), 1)
+        rest = (0,) * (len(shape) - 1)
+        return cls(
+            shape,
+            {
+                start // rows: (Box((start, *rest), (min(rows, shape[0] - start), *shape[1:])),)
+                for start in range(0, max(shape[0], 1), rows)
+            },
+        )
+
+    @classmethod
+    def of_sharded_tensor(cls, tensor: Any, group: Collectives) -> Self:
+        """As the metadata of `tensor`, a `ShardedTensor`, says.
+
+        Raises:
+            FlatParamError: if it names ranks that are not in `group`.
+        """
+        ranks = _ranks_in(group)
+        boxes: dict[int, list[Box]] = {}
+        for shard in tensor.metadata().shards_metadata:
+            rank = None if shard.placement is None else ranks.get(shard.placement.rank() or 0)
+            if rank is None:
+                raise FlatParamError(
+                    f"a ShardedTensor has a shard on {shard.placement}, which is none of the {group.size} ranks that "
+                    "the model is sharded over; load it with torch.distributed.checkpoint, which can change the ranks"
+                )
+            boxes.setdefault(rank, []).append(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
+        return cls(
+            tuple(tensor.size()),
+            {rank: tuple(sorted(held, key=lambda box: box.offsets)) for rank, held in boxes.items()},
+        )
+
+    def of_rank(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of `rank`; empty if it holds nothing."""
+        return self.boxes.get(rank, ())
+
+    def agrees_with(self, other: Self) -> bool:
+        """Whether every rank holds the same in both."""
+        return self._sorted() == other._sorted()
+
+    def _sorted(self) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        return {
+            rank: sorted((box.offsets, box.sizes) for box in boxes if box.numel)
+            for rank, boxes in self.boxes.items()
+            if any(box.numel for box in boxes)
+        }
+
+    def sharded_tensor(
+        self,
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        group: Collectives,
+        *,
+        is_always_local: bool = False,
+    ) -> Any:
+        """Torch's `ShardedTensor`; no communication: every rank knows the whole tiling.
+
+        Args:
+            parts: this rank's boxes, with memory of their own.
+            group: the ranks of the tiling, over a process group of torch.
+            is_always_local: a rank without a part gets an empty one behind the end of the tensor. The planners of
+                `torch.distributed.checkpoint` forget a `ShardedTensor` that has no local shard, and then take the file
+                for one of an old torch.
+
+        Raises:
+            FlatParamError: if `group` is not one of torch's.
+        """
+        from torch.distributed._shard.metadata import ShardMetadata
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+        from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+        from torch.distributed._shard.sharded_tensor.shard import Shard
+
+        process_group = process_group_of(group)
+        if process_group is None:
+            raise FlatParamError(
+                "a sharded state dict is made of torch's ShardedTensor, which needs a process group of "
+                f"torch.distributed, found {group!r}; use a full state dict there, or flatparam's own checkpoints"
+            )
+        device = parts[0].device if parts else torch.device("cpu")
+        boxes = dict(self.boxes)
+        if is_always_local and not parts and self.shape:
+            rest = self.shape[1:]
+            boxes[group.rank] = (Box((self.shape[0], *(0 for _ in rest)), (0, *rest)),)
+            parts = [torch.empty(boxes[group.rank][0].sizes, dtype=dtype, device=device)]
+        metadata = {
+            rank: [
+                ShardMetadata(list(box.offsets), list(box.sizes), _placement(global_rank, device))
+                for box in boxes[rank]
+            ]
+            for global_rank, rank in _ranks_in(group).items()
+            if rank in boxes
+        }
+        shards = [Shard(part, facts) for part, facts in zip(parts, metadata.get(group.rank, ()), strict=True)]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards,
+            ShardedTensorMetadata(
+                [facts for rank in sorted(metadata) for facts in metadata[rank]],
+                torch.Size(self.shape),
+                TensorProperties(dtype=dtype),
+            ),
+            process_group=process_group,
+        )
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether `value` is torch's `ShardedTensor`; it is not imported for that."""
+    return any(kind.__name__ == "ShardedTensor" for kind in type(value).__mro__)
+
+
+def _ranks_in(group: Collectives) -> dict[int, int]:
+    """The ranks of the group, by their ranks in the world."""
+    import torch.distributed as dist
+
+    process_group = process_group_of(group)
+    if process_group is None:
+        return {rank: rank for rank in range(group.size)}
+    return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(process_group))}
+
+
+def _placement(rank: int, device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"rank:{rank}/cpu"
+    module = getattr(torch, device.type)
+    return f"rank:{rank}/{device.type}:{rank % module.device_count()}"

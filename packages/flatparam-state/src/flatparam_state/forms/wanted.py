@@ -1,0 +1,186 @@
+"""This rank's part of a tensor that comes in any of the forms that state dicts have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from typing_extensions import Self, final
+
+from flatparam_runtime import (
+    Collectives,
+    ParamSpec,
+    Span,
+    Topology,
+    memory_view,
+    process_group_of,
+)
+from flatparam_state.forms.boxes import cut
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_dtensor
+from flatparam_state.forms.deferred import LazyTensor, Streamed, as_tensor, is_tensor_like, shape_of
+from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
+from flatparam_state.places import Place
+
+__all__ = ["Wanted"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Wanted:
+    """A tensor of which each rank of a group wants an interval of the elements, in memory order."""
+
+    spec: ParamSpec
+    span_of: Callable[[int], Span]
+    ranks: range
+    """The ranks that want a part that is not empty."""
+    topology: Topology
+    rank: int
+    device: torch.device
+    """The device on which collectives work."""
+    is_presented: bool = False
+    """Whether modules see a `DTensor` of which the tensor is this rank's part."""
+
+    @classmethod
+    def of_parameter(cls, place: Place, index: int) -> Self:
+        """Parameter `index` of a flat parameter."""
+        handle = place.handle
+        layout = handle.layout
+        return cls(
+            layout.slots[index].spec,
+            lambda rank: layout.fragment(index, rank).in_param,
+            layout.ranks_of(index),
+            place.unit.plan.topology,
+            handle.rank,
+            handle.device,
+            handle.has_presenter(index),
+        )
+
+    @classmethod
+    def of_flat_parameter(cls, place: Place) -> Self:
+        """The flat parameter itself, without the padding at its end."""
+        handle = place.handle
+        layout = handle.layout
+        whole = Span(0, layout.slots[-1].span.stop)
+        return cls(
+            ParamSpec("flat parameter", (whole.numel,), layout.dtype, requires_grad=False),
+            lambda rank: whole.overlap(layout.shard_span(rank)),
+            range(-(-whole.numel // layout.shard_numel)) if whole else range(0),
+            place.unit.plan.topology,
+            handle.rank,
+            handle.device,
+        )
+
+    @property
+    def span(self) -> Span:
+        """The elements that this rank wants."""
+        return self.span_of(self.rank)
+
+    @property
+    def tiling(self) -> Tiling:
+        """The elements that every rank wants, as boxes."""
+        return Tiling.of_spans(self.spec, self.span_of, self.ranks)
+
+    @property
+    def _group(self) -> Collectives:
+        return self.topology.shard
+
+    def misfit(self, value: Any) -> str | None:
+        """The type or shape of `value` if it is not this tensor in one of its forms; the same on every rank."""
+        if isinstance(value, (Streamed, LazyTensor)):
+            return None if value.shape == self.spec.shape else f"shape {value.shape}"
+        if not is_tensor_like(value):
+            return type(value).__name__
+        shape = shape_of(value)
+        if is_dtensor(value) and self.is_presented:
+            shape = _local_shape(value)
+        return None if shape == self.spec.shape else f"shape {shape}"
+
+    def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
+        """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.
+
+        Nothing is moved between ranks for a full tensor, nor for a `ShardedTensor` that is cut like the model is.
+        Chunks of dimension 0 need the memory of the full tensor for a moment; what is cut otherwise, that of two.
+        """
+        if isinstance(value, LazyTensor):
+            return value.part(self.spec, self.span)
+        span = self.span.as_slice()
+        if not isinstance(value, torch.Tensor) and is_tensor_like(value):
+            value = as_tensor(value)
+        if isinstance(value, Streamed):
+            value = value.arrive()
+        elif is_dtensor(value):
+            if chunker is OWN_CHUNKER and not self.is_presented and _is_chunked_over(value, self._group):
+                held = Tiling.of_chunks(value.shape, self._group.size)
+                local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}
+                value = _gathered(local, held, value.dtype, self._group, self.device)
+            else:
+                value = chunker.whole(value, self.device, is_presented=self.is_presented)
+        elif is_sharded_tensor(value):
+            held = Tiling.of_sharded_tensor(value, self._group)
+            if held.agrees_with(self.tiling):
+                return self._own(value, chunker)
+            shards = chunker.local_shards(value)
+            value = _gathered(shards, held, value.dtype, self._group, self.device)
+        return memory_view(value, self.spec)[span]
+
+    def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
+        boxes = self.tiling.of_rank(self.rank)
+        shards = chunker.local_shards(value)
+        device = next((shard.device for shard in shards.values()), self.device)
+        part = torch.empty(self.span.numel, dtype=value.dtype, device=device)
+        for box, view in zip(boxes, cut(self.spec, boxes, part), strict=True):
+            if box.numel:
+                view.copy_(shards[box.offsets])
+        return part
+
+
+def _local_shape(value: Any) -> tuple[int, ...]:
+    """The shape of this rank's part over the last dimension of the mesh, that of tensor parallelism."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    last = value.device_mesh.ndim - 1
+    mesh = value.device_mesh if last == 0 else value.device_mesh[value.device_mesh.mesh_dim_names[last]]
+    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, value.placements[last:])
+    return tuple(shape)
+
+
+def _is_chunked_over(value: Any, group: Collectives) -> bool:
+    """Whether the ranks of `group` hold the chunks of a `DTensor`'s dimension 0, and all others copies."""
+    process_group = process_group_of(group)
+    cut = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+    if process_group is None or len(cut) != 1 or not value.placements[cut[0]].is_shard(0):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    return ranks(value.device_mesh.get_group(cut[0])) == ranks(process_group)
+
+
+def _gathered(
+    shards: Mapping[tuple[int, ...], torch.Tensor],
+    held: Tiling,
+    dtype: torch.dtype,
+    group: Collectives,
+    device: torch.device,
+) -> torch.Tensor:
+    """The full tensor, gathered from what every rank holds of it: `shards`, by their offsets."""
+    width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
+    everything = torch.empty(width * group.size, dtype=dtype, device=device)
+    start = group.rank * width
+    for box in held.of_rank(group.rank):
+        everything[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
+        start += box.numel
+    if width:
+        mine = everything[group.rank * width :][:width]
+        group.all_gather(everything, mine, label="sharded state").wait()
+    # The parts are the tensor, one after the other.
+    if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):
+        return everything[: math.prod(held.shape)].view(held.shape)
+    full = everything.new_empty(held.shape)
+    for rank, boxes in held.boxes.items():
+        start = rank * width
+        for box in boxes:
+            box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
+            start += box.numel
+    return full

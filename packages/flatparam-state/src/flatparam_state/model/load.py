@@ -1,0 +1,223 @@
+"""Model state in any form, back into shards, through torch's own `load_state_dict`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeGuard
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
+from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted
+from flatparam_state.model.collect import local_name
+from flatparam_state.places import Place, places_in
+
+__all__ = ["ModelLoad", "load_model_state"]
+
+
+@final
+@attrs.define(eq=False)
+class ModelLoad:
+    """One loading of a state into flat parameters, through torch's traversal.
+
+    While it is open, a hook of each module, which runs after the module's own, takes the entries of its sharded
+    parameters out of the state, and of what torch would copy itself: under the names and at the moment at which torch
+    would. Nothing is copied before `commit`, and nothing if anything did not fit. Each entry may have any form (see
+    `Wanted.part`); no bytes move between ranks for full tensors, nor for sharded ones that are cut like the model is.
+    """
+
+    _chunker: Chunker
+    _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
+    _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
+    """This rank's part of a shard, what belongs there, and what it is to be taken from."""
+    _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
+    """Tensors that are not sharded, buffers above all, and the values that go there."""
+    refused: bool = False
+    """Whether some entry did not fit."""
+    _taken: set[str] = attrs.field(factory=set)
+    """The clean names of entries that torch no longer finds, since this has taken them."""
+    _handles: dict[str, FlatParamHandle] = attrs.field(factory=dict)
+    """By the clean names of their parameters."""
+    in_flat: set[FlatParamHandle] = attrs.field(factory=set)
+    """Those that are in the state as flat parameters, so that their parameters need not be."""
+
+    @classmethod
+    def begin(
+        cls,
+        places: Iterable[Place],
+        modules: Collection[nn.Module] | None = None,
+        chunker: Chunker | None = None,
+    ) -> Self:
+        """Open the loading of `places`, whose full parameters are freed first.
+
+        Args:
+            modules: those whose entries are taken; by default all that hold a parameter of `places`.
+            chunker: what takes torch's sharded tensors apart.
+
+        Raises:
+            FlatParamError: inside a forward or backward pass.
+        """
+        loading = cls(chunker or OWN_CHUNKER)
+        named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
+        flat: dict[nn.Module, dict[str, Place]] = {}
+        for place in places:
+            if tree_of(place.unit).is_in_a_pass:
+                raise FlatParamError(
+                    f"unit {place.unit.name!r}: state cannot be loaded inside a forward or backward pass"
+                )
+            place.unit.reshard()
+            for index, infos in enumerate(place.handle.param_infos):
+                for info in infos:
+                    if modules is None or info.module in modules:
+                        named.setdefault(info.module, {})[info.param_name] = (place, index)
+            owner = place.unit.module
+            if modules is None or owner in modules:
+                flat.setdefault(owner, {})[local_name(place.unit.handles.index(place.handle))] = place
+        for module in {*named, *flat, *(modules or ())}:
+            loading.watch(
+                module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {}))
+            )
+        return loading
+
+    def watch(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Have `hook` run before `module` is loaded, after the module's own hooks, while this loading is open."""
+        registered = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        self._hooks.callback(registered.remove)
+
+    def _take(
+        self,
+        parameters: Mapping[str, tuple[Place, int]],
+        flat: Mapping[str, Place],
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for name, place in flat.items():
+            if prefix + name in state:
+                shard = place.handle.flat_param.detach()
+                self._plan(
+                    Wanted.of_flat_parameter(place), shard, prefix + name, state.pop(prefix + name), errors
+                )
+                self.in_flat.add(place.handle)
+        for name, (place, index) in parameters.items():
+            key = prefix + name
+            if key in state:
+                shard = place.handle.flat_param.detach()
+                part = shard[place.handle.layout.fragment(index, place.handle.rank).in_shard.as_slice()]
+                self._plan(Wanted.of_parameter(place, index), part, key, state.pop(key), errors)
+            elif module._parameters.get(name) is None:
+                # Torch itself reports the others as missing.
+                missing.append(key)
+            self._handles[clean_fqn(key)] = place.handle
+        if not metadata.get("assign_to_params_buffers", False):
+            self._take_plain(module, parameters.keys(), state, prefix)
+
+    def _take_plain(
+        self, module: nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str
+    ) -> None:
+        """Take what is not sharded, if it fits; the rest is left for torch to refuse."""
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
+        for name, target in {**module._parameters, **buffers}.items():
+            value = state.get(prefix + name)
+            if name in sharded or not (_is_plain(target) and _is_plain(value)) or target.shape != value.shape:
+                continue
+            self._taken.add(clean_fqn(prefix + name))
+            self._plain.append((target.detach(), state.pop(prefix + name)))
+
+    def _plan(self, wanted: Wanted, target: torch.Tensor, key: str, value: Any, errors: list[str]) -> None:
+        self._taken.add(clean_fqn(key))
+        found = wanted.misfit(value)
+        if found is None:
+            self._copies.append((target, wanted, value))
+            return
+        self.refused = True
+        errors.append(
+            f"parameter {clean_fqn(key)!r}: expected a tensor of shape {wanted.spec.shape}, found {found}."
+        )
+
+    def really_missing(self, missing: list[str]) -> list[str]:
+        """The keys of torch's `missing` that the state lacks: neither taken by this load, nor of a flat parameter."""
+        return [key for key in missing if not self._is_there(clean_fqn(key))]
+
+    def _is_there(self, name: str) -> bool:
+        if name in self._taken or name.rpartition(".")[2].startswith(FLAT_PARAM):
+            return True
+        return self.is_in(name, self.in_flat)
+
+    def is_in(self, key: str, handles: Collection[FlatParamHandle]) -> bool:
+        """Whether the unit's parameter `key` is part of one of these flat parameters."""
+        return self._handles.get(clean_fqn(key)) in handles
+
+    def commit(self) -> None:
+        """Copy what was taken to the shards, if all of it fits; every rank calls it."""
+        if not self.refused:
+            for target, wanted, value in self._copies:
+                target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
+            for target, tensor in self._plain:
+                target.copy_(tensor)
+        self.forget()
+
+    def forget(self) -> None:
+        """Copy nothing of what was taken."""
+        self._copies.clear()
+        self._plain.clear()
+
+    def stop(self) -> None:
+        """Take the hooks away: what was not in the state by now is not taken any more."""
+        self._hooks.close()
+
+    def close(self) -> None:
+        """Forget everything; calling it twice is harmless."""
+        self.stop()
+        self.forget()
+
+
+def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is an ordinary tensor with memory that exists already."""
+    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
+
+    Of full tensors every rank passes all, and copies its own part; nothing is changed if something does not fit.
+
+    Returns:
+        What `torch.nn.Module.load_state_dict` returns: the missing and the unexpected keys.
+
+    Raises:
+        RuntimeError: torch's, naming every key that does not fit.
+    """
+    loading = ModelLoad.begin(places_in(model), set(model.modules()))
+    torchs_errors: list[list[str]] = []
+
+    def begin(*arguments: Any) -> None:
+        torchs_errors[:] = [arguments[-1]]
+
+    def end(module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = loading.really_missing(incompatible.missing_keys)
+        if any(torchs_errors) or (strict and (incompatible.missing_keys or incompatible.unexpected_keys)):
+            loading.forget()
+        loading.commit()
+
+    loading.watch(model, begin)
+    registered = model.register_load_state_dict_post_hook(end)  # type: ignore[no-untyped-call]
+    try:
+        return model.load_state_dict(state, strict=strict)
+    finally:
+        registered.remove()
+        loading.close()

@@ -1,0 +1,26 @@
+"""The state of an optimizer over sharded parameters, by the names of the parameters."""
+
+from flatparam_state.optimizer.collect import optimizer_state_dict
+from flatparam_state.optimizer.entry import COUNTERS
+from flatparam_state.optimizer.groups import complete_groups
+from flatparam_state.optimizer.held import Held, Holding, held_by, held_parameters
+from flatparam_state.optimizer.inventory import Inventory, first_hole, group_numbers
+from flatparam_state.optimizer.load import load_optimizer_state
+from flatparam_state.optimizer.per_rank import PerRank
+from flatparam_state.optimizer.saved_states import AsItIs
+
+__all__ = [
+    "AsItIs",
+    "COUNTERS",
+    "Held",
+    "Holding",
+    "Inventory",
+    "PerRank",
+    "complete_groups",
+    "first_hole",
+    "group_numbers",
+    "held_by",
+    "held_parameters",
+    "load_optimizer_state",
+    "optimizer_state_dict",
+]

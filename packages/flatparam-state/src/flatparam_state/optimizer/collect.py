@@ -1,0 +1,100 @@
+"""The state of an optimizer over sharded parameters, by parameter name, in any of the forms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatparam_runtime import FlatParamError
+from flatparam_state.forms import StateForm
+from flatparam_state.optimizer.entry import copy_value
+from flatparam_state.optimizer.exchange import sharded_states
+from flatparam_state.optimizer.groups import complete_groups, named_group
+from flatparam_state.optimizer.held import Held, Holding
+from flatparam_state.optimizer.inventory import agree_on_holdings
+from flatparam_state.places import places_in
+
+__all__ = ["optimizer_state_dict"]
+
+
+def optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    offload_to_cpu: bool = True,
+    rank0_only: bool = False,
+    form: StateForm | None = None,
+    state_dict: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state as `{"state": {fqn: {name: value}}, "param_groups": [...]}`; every rank calls it.
+
+    A tensor that is shaped like its parameter's sharded form becomes full, or sharded like the parameter's shape, as
+    the form says; full ones are gathered one flat parameter at a time. Of any other value there is one if all ranks
+    have the same, else one for each rank (see `PER_RANK`). The groups list names in `"params"`. A tied parameter has
+    the first of its names in the model.
+
+    Args:
+        offload_to_cpu: put tensors on the CPU.
+        rank0_only: only rank 0 gets the state, other ranks an empty dict.
+        form: instead of the two; see `StateForm`.
+        state_dict: what `optimizer.state_dict()` gave, by number or by name; by default it is asked. If it has no
+            groups, the result has none.
+
+    Raises:
+        FlatParamError: on every rank, if an optimizer holds a parameter that is not the model's, the state one that the
+            optimizer does not hold, or if a rank's optimizer lacks a parameter or a state that another rank's has.
+    """
+    form = form or StateForm(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
+    raw = optimizer.state_dict() if state_dict is None else state_dict
+    places = list(places_in(model))
+    try:
+        holding = Holding.of(model, optimizer)
+        states, others = _by_parameter(raw["state"], holding)
+    except FlatParamError as error:
+        agree_on_holdings(places, (), error=error)
+        raise
+    held = agree_on_holdings(places, holding.by_group, states)
+    found: dict[str, dict[str, Any]] = {}
+    for place, fqn, name, value in sharded_states(places, states, form):
+        if form.keeps(place):
+            found.setdefault(fqn, {})[name] = value
+    for item, values in states.items():
+        if item.place is None:
+            found[item.fqns[0]] = {name: copy_value(value, form.device) for name, value in values.items()}
+    if form.rank0_only and not _is_first(model):
+        return {}
+    names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
+    named: dict[str, Any] = {"state": {fqn: found[fqn] for fqn in names if fqn in found} | others}
+    if "param_groups" in raw:
+        groups = [named_group(group, holding) for group in raw["param_groups"]]
+        complete_groups(groups, held)
+        named["param_groups"] = groups
+    return named
+
+
+def _by_parameter(
+    state: Mapping[Any, Mapping[str, Any]], holding: Holding
+) -> tuple[dict[Held, Mapping[str, Any]], dict[Any, Any]]:
+    """The states of parameters, and what else there is."""
+    meant = holding.resolve(state)
+    others = {key: copy_value(value, None) for key, value in state.items() if key not in meant}
+    for key in others:
+        if not isinstance(key, str):
+            raise FlatParamError(
+                f"the optimizer's state has an entry for parameter {key!r}, of which it holds {len(holding.items)}; "
+                "pass the state_dict() of this very optimizer"
+            )
+        warnings.warn(
+            f"the optimizer's state has an entry {key!r}, which is no parameter of the model; it is passed on as it is",
+            stacklevel=4,
+        )
+    return {item: state[key] for key, item in meant.items()}, others
+
+
+def _is_first(model: nn.Module) -> bool:
+    place = next(places_in(model), None)
+    return place is None or place.unit.plan.topology.group.rank == 0

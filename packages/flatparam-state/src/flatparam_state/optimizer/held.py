@@ -1,0 +1,131 @@
+"""The parameters of an optimizer, and the parameters of the sharded model that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from typing_extensions import Self, final
+
+from flatparam_runtime import FlatParamError, clean_fqn
+from flatparam_state.places import Place, places_in
+
+__all__ = ["Held", "Holding", "held_by", "held_parameters", "numbered"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Held:
+    """One parameter that an optimizer can hold, and the parameters of the model that it stands for.
+
+    A flat parameter stands for all of its parameters, an original for itself. Without a `place` it is not sharded.
+    """
+
+    parameter: torch.Tensor
+    fqns: tuple[str, ...]
+    place: Place | None = None
+    indices: tuple[int, ...] = ()
+    """The places of `fqns` in the layout."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is a flat parameter, whose states have the length of the shard."""
+        return self.place is not None and self.parameter is self.place.handle.flat_param
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is an original of which other ranks have all elements, so that it is never stepped here."""
+        if self.place is None or self.is_flat or self.parameter.numel():
+            return False
+        return any(self.place.handle.layout.slots[index].spec.numel for index in self.indices)
+
+
+def held_parameters(model: nn.Module) -> Mapping[int, Held]:
+    """Every parameter of `model` that an optimizer may hold, by identity."""
+    held: dict[int, Held] = {}
+    for place in places_in(model):
+        exposure, fqns = place.handle.exposure, place.fqns
+        flat = place.handle.flat_param
+        if exposure.parameters()[0] is flat:
+            held[id(flat)] = Held(flat, fqns, place, tuple(range(len(fqns))))
+        for index, parameter in exposure.originals().items():
+            held[id(parameter)] = Held(parameter, (fqns[index],), place, (index,))
+    for name, parameter in model.named_parameters():
+        held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
+    return held
+
+
+def held_by(
+    optimizer: torch.optim.Optimizer, held: Mapping[int, Held]
+) -> Iterator[tuple[dict[str, object], list[Held]]]:
+    """The groups of `optimizer`, each with what its parameters stand for.
+
+    Raises:
+        FlatParamError: if a parameter is not the model's, saying which.
+    """
+    number = 0
+    for group in optimizer.param_groups:
+        found = []
+        for parameter in group["params"]:
+            if id(parameter) not in held:
+                raise FlatParamError(
+                    f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is none of the model's; "
+                    "create the optimizer from model.parameters() after sharding, or shard with use_orig_params=True"
+                )
+            found.append(held[id(parameter)])
+            number += 1
+        yield group, found
+
+
+@final
+@attrs.frozen(eq=False)
+class Holding:
+    """The parameters that an optimizer holds, and the meaning of the keys of its state."""
+
+    groups: tuple[tuple[dict[str, Any], tuple[Held, ...]], ...]
+    """Each of its groups, and what the parameters in it stand for."""
+    _by_name: Mapping[str, Held]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Self:
+        """The parameters of `model` that `optimizer` holds.
+
+        Raises:
+            FlatParamError: if a parameter is not the model's, saying which.
+        """
+        held = held_parameters(model)
+        names = {clean_fqn(name): held[id(p)] for name, p in model.named_parameters() if id(p) in held}
+        names |= {fqn: item for item in held.values() if not item.is_flat for fqn in item.fqns}
+        return cls(tuple((group, tuple(found)) for group, found in held_by(optimizer, held)), names)
+
+    @property
+    def by_group(self) -> list[Sequence[Held]]:
+        """The parameters of the model that those of each group stand for."""
+        return [found for _, found in self.groups]
+
+    @property
+    def items(self) -> list[Held]:
+        """The parameters of the model that are held, in the order in which the optimizer numbers its own."""
+        return [item for _, found in self.groups for item in found]
+
+    def resolve(self, keys: Iterable[object]) -> dict[object, Held]:
+        """The parameter that each of `keys` stands for, which is a number or a name; other keys are absent."""
+        items = self.items
+        found: dict[object, Held] = {}
+        for key in keys:
+            if isinstance(key, int) and 0 <= key < len(items):
+                found[key] = items[key]
+            elif isinstance(key, str) and clean_fqn(key) in self._by_name:
+                found[key] = self._by_name[clean_fqn(key)]
+        return found
+
+
+def numbered(groups: Iterable[Sequence[object]]) -> Iterator[list[int]]:
+    """For each group, the numbers that an optimizer gives to its parameters."""
+    start = 0
+    for group in groups:
+        yield list(range(start, start + len(group)))
+        start += len(group)

@@ -1,0 +1,156 @@
+"""An optimizer state by parameter names, in any form, back into the optimizer of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatparam_runtime import FlatParamError
+from flatparam_state.forms import OWN_CHUNKER, Chunker
+from flatparam_state.optimizer.first_rank import arrived, streamed
+from flatparam_state.optimizer.groups import settings_of, with_settings
+from flatparam_state.optimizer.held import Held, Holding, held_parameters, numbered
+from flatparam_state.optimizer.inventory import agree_on_holdings
+from flatparam_state.optimizer.saved_states import SavedStates, State, has_cut_values
+from flatparam_state.places import Place, places_in
+
+__all__ = ["load_optimizer_state"]
+
+
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    rank0_only: bool = False,
+    is_named: bool = False,
+    chunker: Chunker | None = None,
+) -> dict[str, Any]:
+    """Turn what `optimizer_state_dict` returned into what this rank's `optimizer.load_state_dict` takes.
+
+    The world size and the units may have changed in between; the state may hold more parameters than the optimizer.
+    Every rank calls it. Nothing is moved between ranks for full tensors, nor for sharded ones that are cut like the
+    model is; the memory beyond the result is at most one full tensor, or two if it has to be gathered.
+
+    Args:
+        rank0_only: only the first rank has the (full) state; what the others pass is not looked at. Its tensors are
+            sent one after the other.
+        is_named: the optimizer's state has names as keys, not numbers; what it has for parameters without a saved
+            state stays.
+        chunker: what takes torch's sharded tensors apart.
+
+    Raises:
+        FlatParamError: if something does not fit, naming the parameter, the state and what to do. Nothing is
+            changed then.
+    """
+    if rank0_only:
+        state_dict = streamed(model, state_dict)
+    places = list(places_in(model))
+    moves_between_ranks = rank0_only or has_cut_values(state_dict)
+    try:
+        saved, saved_groups = _checked(state_dict)
+        holding = Holding.of(model, optimizer)
+    except FlatParamError as error:
+        if moves_between_ranks:
+            agree_on_holdings(places, (), error=error)
+        raise
+    held = agree_on_holdings(places, holding.by_group) if moves_between_ranks else {}
+    states = SavedStates.of(holding, saved, chunker or OWN_CHUNKER)
+    loaded = _loaded(model, places, holding, held, states)
+    state: dict[Any, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    current = optimizer.state_dict() if is_named else None
+    for keys, (group, found) in zip(_keys(holding, current), holding.groups, strict=True):
+        for key, item in zip(keys, found, strict=True):
+            values = loaded[item]
+            if values:
+                state[key] = values
+            elif current is not None and key in current["state"]:
+                state[key] = current["state"][key]
+        settings = settings_of(
+            [fqn for item in found for fqn in with_settings(item, saved, saved_groups)], saved_groups
+        )
+        groups.append({**group, **settings, "params": list(keys)})
+    of_parameters = {fqn for group in saved_groups for fqn in group["params"]}
+    others = {key: arrived(value) for key, value in saved.items() if key not in of_parameters}
+    return {"state": {**state, **others}, "param_groups": groups}
+
+
+def _loaded(
+    model: nn.Module,
+    places: Sequence[Place],
+    holding: Holding,
+    held: Collection[str],
+    states: SavedStates,
+) -> dict[Held, dict[str, Any]]:
+    """The state of each parameter that the optimizer holds, made in the order of the model, the same on every rank.
+
+    A rank that has no element of a parameter, and so need not hold it, takes part in what the others do for it.
+    """
+    mine = _by_place(holding.items)
+    known = _by_place(held_parameters(model).values())
+    order = [
+        mine.get(at) or known[at]
+        for place in places
+        for at, fqn in zip(_places_of_parameters(place), place.fqns, strict=True)
+        if at in mine or fqn in held
+    ]
+    order += sorted((item for item in holding.items if item.place is None), key=lambda item: item.fqns)
+    loaded: dict[Held, dict[str, Any]] = {}
+    for item in dict.fromkeys(order):
+        names = list(dict.fromkeys(name for fqn in item.fqns for name in states.saved.get(fqn, {})))
+        values = {name: states.value(item, name) for name in sorted(names)}
+        loaded[item] = {} if item.is_elsewhere else {name: values[name] for name in names}
+    return loaded
+
+
+def _by_place(items: Iterable[Held]) -> dict[tuple[int, int], Held]:
+    """By handle and index there, the first of `items` for each."""
+    found: dict[tuple[int, int], Held] = {}
+    for item in items:
+        if item.place is not None:
+            for index in item.indices:
+                found.setdefault((id(item.place.handle), index), item)
+    return found
+
+
+def _places_of_parameters(place: Place) -> list[tuple[int, int]]:
+    return [(id(place.handle), index) for index in range(len(place.fqns))]
+
+
+def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]]:
+    """For each group, the keys that the optimizer gives to its parameters."""
+    if current is None:
+        return [list(numbers) for numbers in numbered([found for _, found in holding.groups])]
+    keys = [key for group in current["param_groups"] for key in group["params"]]
+    by_item = {item: key for key, item in holding.resolve(keys).items()}
+    return [[by_item[item] for item in found] for _, found in holding.groups]
+
+
+def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = (
+            f"the keys {sorted(map(str, state_dict))}"
+            if isinstance(state_dict, Mapping)
+            else repr(state_dict)
+        )
+        raise FlatParamError(
+            f"expected an optimizer state with 'state' and 'param_groups', found {found}; every rank needs it: "
+            "if it was saved with rank0_only, load it on every rank, or load it with rank0_only too, so that it is "
+            "sent from rank 0"
+        )
+    names = [
+        *state_dict["state"],
+        *(name for group in state_dict["param_groups"] for name in group["params"]),
+    ]
+    for name in names:
+        if not isinstance(name, str):
+            raise FlatParamError(
+                f"expected an optimizer state by parameter names, found the key {name!r}; it looks like "
+                "the state_dict() of an ordinary optimizer, which numbers parameters: give its keys names first "
+                "(rekey_optim_state_dict does)"
+            )
+    return state_dict["state"], state_dict["param_groups"]

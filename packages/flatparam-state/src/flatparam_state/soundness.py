@@ -1,0 +1,60 @@
+"""The one loop that verifies checkpoints, whatever their format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+import attrs
+from typing_extensions import final
+
+from flatparam_state.files import CheckpointError
+
+__all__ = ["Check", "BytesRead", "Soundness", "examine"]
+
+
+@final
+@attrs.frozen
+class Soundness:
+    """The bytes of a checkpoint that were read, and what is wrong with them: nothing, if `problems` is empty.
+
+    `unproven_nbytes` of the `nbytes` that were read have no checksum in their format: they are there, and that is all
+    that can be said.
+    """
+
+    nbytes: int
+    unproven_nbytes: int
+    problems: tuple[str, ...]
+
+
+@final
+@attrs.frozen
+class BytesRead:
+    """Bytes that a check has read, and whether a checksum proves that they are what was written."""
+
+    nbytes: int
+    is_proven: bool = True
+
+
+Check: TypeAlias = Callable[[], Iterable[BytesRead]]
+"""Reads a part of a checkpoint and compares it with its checksum; raises a CheckpointError if they differ."""
+
+
+def examine(checks: Iterator[Check], observe: Callable[[int], object] = lambda nbytes: None) -> Soundness:
+    """Carry out all `checks`, also those after one that has found a problem.
+
+    Args:
+        checks: are asked for one after the other, so that a check may depend on what those before it have found.
+        observe: is called with the bytes of each reading.
+    """
+    nbytes = unproven_nbytes = 0
+    problems: dict[str, None] = {}
+    for check in checks:
+        try:
+            for reading in check():
+                nbytes += reading.nbytes
+                unproven_nbytes += 0 if reading.is_proven else reading.nbytes
+                observe(reading.nbytes)
+        except CheckpointError as error:
+            problems[str(error)] = None
+    return Soundness(nbytes, unproven_nbytes, tuple(problems))
