@@ -222,15 +222,15 @@ print(0 if found is None or found.type == "mps" else torch.accelerator.device_co
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Lines and branches of each layer that its own tests run, 95 % at least; not in `tests` (`-- core comm -k x`)."""
+    """Lines and branches of each layer that the layers' tests run, 95 % at least; not in `tests` (`-- core comm`)."""
     install_all_layers(session)
     chosen, extra = split_layers(session.posargs)
     data = ROOT / "build" / "coverage"
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir(parents=True)
     for name in chosen:
-        # Ranks that are threads are counted by themselves, and processes by `patch` in pyproject.toml.
-        measured = (f"--cov={name.replace('-', '_')}", "--cov-report=", "--cov-config=pyproject.toml")
+        # All packages are measured (pyproject.toml), as the tests of a layer run those beneath it, too.
+        measured = ("--cov", "--cov-report=", "--cov-config=pyproject.toml")
         data_file = {"COVERAGE_FILE": str(data / name)}
         pytest(session, *measured, "-m", "not gpu", f"packages/{name}/tests", *extra, env=data_file)
     python(session, "tools/covered.py", *(str(data / name) for name in chosen))

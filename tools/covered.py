@@ -1,7 +1,9 @@
 """Lines and branches of packages that tests have run: `python tools/covered.py build/coverage/flatparam-core ...`.
 
-Each argument is a file of measurements, named after its package. Prints a row per package, the files of which most is
-left, and exits with 1 if a figure is below the bound.
+Each argument is what the tests of one package have measured, in a file that is named after the package. Prints a row
+per package: how much of it its own tests have run, and how much the tests of all the arguments have (those of the layers
+above run it on several ranks, as threads). Names the files of which most is left, and exits with 1 if a figure of all is
+below the bound.
 """
 
 from __future__ import annotations
@@ -55,48 +57,60 @@ class Covered:
         return self.lines - self.lines_run + self.branches - self.branches_run
 
 
-def table(packages: Sequence[Covered]) -> str:
-    """Return the packages' figures, a row each."""
-    rows = [f"{'package':<20} {'lines':>16} {'branches':>16}"]
-    for each in packages:
-        lines, branches = each.percent
-        rows.append(
-            f"{each.name:<20} {lines:7.2f} % {f'of {each.lines:,}':>9}"
-            f"{branches:7.2f} % {f'of {each.branches:,}':>9}"
-        )
-    return "\n".join(rows)
+def table(rows: Sequence[tuple[Covered, Covered]]) -> str:
+    """Return the figures of packages, a row each: by their own tests, and by all."""
+    heads = ("lines", "by own tests", "by all", "branches", "by own tests", "by all")
+    printed = [f"{'package':<18}" + "".join(f"{head:>14}" for head in heads)]
+    for own, every in rows:
+        cells = [f"{every.lines:,}", *(f"{each.percent[0]:.2f} %" for each in (own, every))]
+        cells += [f"{every.branches:,}", *(f"{each.percent[1]:.2f} %" for each in (own, every))]
+        printed.append(f"{every.name:<18}" + "".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(printed)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the figures of each file of measurements; return 1 if one is below the bound."""
-    packages: list[Covered] = []
-    for argument in arguments:
-        report = _report(Path(argument).resolve())
-        packages.append(Covered.of(Path(argument).name, report["totals"]))
-        files = [Covered.of(name, found["summary"]) for name, found in report["files"].items()]
-        most = sorted(files, key=lambda each: each.left, reverse=True)[:_NAMED]
+    """Print the figures of the packages; return 1 if one is below the bound."""
+    files = [Path(argument).resolve() for argument in arguments]
+    for file in files:
+        _gather(file)
+    everything = files[0].with_name("all")
+    _coverage("combine", "--quiet", "--keep", f"--data-file={everything}", *map(str, files))
+    rows = []
+    for file in files:
+        own, report = _report(file, file.name), _report(everything, file.name)
+        rows.append((Covered.of(file.name, own["totals"]), Covered.of(file.name, report["totals"])))
+        found = [Covered.of(name, each["summary"]) for name, each in report["files"].items()]
+        most = sorted(found, key=lambda each: each.left, reverse=True)[:_NAMED]
         named = ", ".join(f"{Path(each.name).name} {each.left}" for each in most if each.left)
-        print(f"{packages[-1].name}: most lines and branches are left in {named or 'no file'}")
-    print(table(packages))
-    short = [each.name for each in packages if min(each.percent) < BOUND]
+        print(f"{file.name}: most lines and branches are left in {named or 'no file'}")
+    print(table(rows))
+    short = [every.name for _, every in rows if min(every.percent) < BOUND]
     if short:
         print(f"Below {BOUND:g} %: {', '.join(short)}")
     return 1 if short else 0
 
 
-def _report(data: Path) -> dict[str, Any]:
-    """Combine what the processes wrote beside `data`, and return coverage's JSON of it."""
-    coverage = (sys.executable, "-m", "coverage")
-    output = data.with_name(f"{data.name}.json")
-    if list(data.parent.glob(f"{data.name}.*.*")):
-        subprocess.run(
-            [*coverage, "combine", "--quiet", "--append", f"--data-file={data}"], cwd=ROOT, check=True
-        )
-    subprocess.run(
-        [*coverage, "json", "--quiet", f"--data-file={data}", "-o", str(output)], cwd=ROOT, check=True
-    )
+def _gather(data: Path) -> None:
+    """Add to `data` what processes wrote beside it after pytest had ended; a process that was killed wrote nothing."""
+    late = list(data.parent.glob(f"{data.name}.*.*"))
+    written = [str(path) for path in late if path.stat().st_size]
+    if written:
+        _coverage("combine", "--quiet", "--append", f"--data-file={data}", *written)
+    for path in late:
+        path.unlink(missing_ok=True)
+
+
+def _report(data: Path, package: str) -> dict[str, Any]:
+    """Return coverage's JSON about the files of `package`."""
+    output = data.with_name(f"{data.name}-of-{package}.json")
+    inside = f"--include=*/{package.replace('-', '_')}/*"
+    _coverage("json", "--quiet", inside, f"--data-file={data}", "-o", str(output))
     found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return found
+
+
+def _coverage(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, check=True)
 
 
 def _percent(part: int, whole: int) -> float:
