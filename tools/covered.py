@@ -1,9 +1,9 @@
 """Lines and branches of packages that tests have run: `python tools/covered.py build/coverage/flatparam-core ...`.
 
 Each argument is what the tests of one package have measured, in a file that is named after the package. Prints a row
-per package: how much of it its own tests have run, and how much the tests of all the arguments have (those of the layers
-above run it on several ranks, as threads). Names the files of which most is left, and exits with 1 if a figure of all is
-below the bound.
+per package: how much of it its own tests have run, and how much the tests of all the arguments have (those of the
+layers above run it on several ranks, as threads). Names the files of which most is left, and exits with 1 if a figure
+of all is below the bound.
 """
 
 from __future__ import annotations
