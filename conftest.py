@@ -1,6 +1,6 @@
 """What holds for every test: bits that depend on values alone, and patience with a busy machine.
 
-`FLATPARAM_TEST_PATIENCE` also scales what the layers' tests wait for; see `patience.py` beside them.
+`FLATPARAM_TEST_PATIENCE` also scales what the layers' tests wait for; see `flatparam_comm.testing`.
 """
 
 import os

@@ -1,19 +1,27 @@
-"""Every check there is, and the main job: `nox -l` lists them, `nox -s NAME` runs one, plain `nox` runs all.
+"""Every check there is, and the main job: `nox -l` lists them, `nox -s NAME` runs one, plain `nox` runs what CI runs.
 
-All of it happens in one environment, .venv, which tools/run.py makes on first use (torch is large, so once is enough).
-Our own packages come into it as wheels built from this checkout, by `alone` one layer after the other, and by every
-other session all at once whenever the sources have changed since. So what is tested is what would be released.
+There are two kinds of sessions. What `tests` runs happens in one environment, .venv, which tools/run.py makes on first
+use (torch is large, so once is enough). The sessions below "Environments of their own" get one from nox each, with the
+versions that their names say, and `fill` installs into all of these. In both kinds our own packages are wheels built
+from this checkout, so what is tested is what would be released.
 """
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+import run as setup
+from matrix.lowest import lowest_versions
+from matrix.rows import HOME_PYTHON, HOME_TORCH, PYTHONS, TORCHES
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -130,46 +138,6 @@ def programs(session: nox.Session) -> None:
     python(session, "-m", "integration_tests.programs.searching", *session.posargs)
 
 
-@nox.session(venv_backend="venv")
-def deepspeed(session: nox.Session) -> None:
-    """The import of DeepSpeed's checkpoints against DeepSpeed itself, in an environment of its own; not in `tests`."""
-    quick = install_beside_deepspeed(session, "pytest", "pytest-timeout", "safetensors")
-    quiet = ("-o", "faulthandler_timeout=0")
-    session.run("python", "-m", "pytest", *quiet, "integration_tests/deepspeed", *session.posargs, env=quick)
-
-
-@nox.session(venv_backend="venv")
-def bench(session: nox.Session) -> None:
-    """The benchmark with every peer, in an environment of its own; not in `tests` (`-- steps --workloads wide`)."""
-    environment = install_beside_deepspeed(session, "fairscale", "matplotlib")
-    if session.posargs:
-        session.run("python", "tools/bench", *session.posargs, env=environment)
-        return
-    for command in ("steps", "instructions", "growth", "optimizer", "profile", "page"):
-        session.run("python", "tools/bench", command, env=environment)
-
-
-@nox.session(venv_backend="venv")
-def models(session: nox.Session) -> None:
-    """Real models, of transformers and diffusers, in an environment of its own; not in `tests` (`-- -k Llama`)."""
-    prepare(session)
-    build_wheels(session)
-    locked = ("--quiet", "--constraint", str(VENV / "constraints.txt"))
-    # What the tests need beside the models; and what our packages depend on.
-    tools = ("numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors")
-    session.install(*locked, "torch", "transformers", "diffusers", *tools)
-    session.install("--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
-    session.install(*locked, "flatparam")
-    results = str(ROOT / "build" / "models.xml")
-    # The tests of a model stay together: they share what torch has trained.
-    spread = ("-n", WORKERS, "--dist", "loadgroup", "-o", "faulthandler_timeout=0", f"--junitxml={results}")
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    tests = "integration_tests/models/test_models.py"
-    session.run("python", "-m", "pytest", *spread, tests, *session.posargs, env=quiet)
-    if not session.posargs:
-        session.run("python", "tools/models_page.py", results)  # docs/models.md
-
-
 @nox.session
 def overlap(session: nox.Session) -> None:
     """What is hidden behind computing, on the simulated device: a table, and pictures (`-- --ratios 0.5 1 2`)."""
@@ -197,14 +165,6 @@ TWINS = (
     "--ignore=packages/flatparam/tests/command",
     "integration_tests/lifted",
 )
-
-
-@nox.session
-def matrix(session: nox.Session) -> None:
-    """Each torch on one Python and each Python with one torch; not in `tests` (`-- 2.15.0 3.12`, `-- --help`)."""
-    prepare(session)
-    build_wheels(session)
-    python(session, "tools/matrix", *session.posargs)
 
 
 @nox.session
@@ -260,7 +220,192 @@ print(0 if found is None or found.type == "mps" else torch.accelerator.device_co
 """
 
 
-# The environment
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Lines and branches of each layer that the layers' tests run, 95 % at least; not in `tests` (`-- core comm`)."""
+    install_all_layers(session)
+    chosen, extra = split_layers(session.posargs)
+    data = ROOT / "build" / "coverage"
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir(parents=True)
+    for name in chosen:
+        # All packages are measured (pyproject.toml), as the tests of a layer run those beneath it, too.
+        measured = ("--cov", "--cov-report=", "--cov-config=pyproject.toml")
+        data_file = {"COVERAGE_FILE": str(data / name)}
+        pytest(session, *measured, "-m", "not gpu", f"packages/{name}/tests", *extra, env=data_file)
+    python(session, "tools/covered.py", *(str(data / name) for name in chosen))
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Release a package: changelog, version, neighbours' ranges, commit, tag (`-- core 0.2.0 --dry-run`)."""
+    prepare(session)
+    python(session, "tools/release", *session.posargs)
+
+
+# Environments of their own
+
+
+def layer_session(layer: str) -> None:
+    """Define the session `tests(LAYER)`.
+
+    nox would run every session of a parametrised `tests` if it were asked for `tests`, which is the name of the one
+    command that CI runs. So these are sessions with names of their own, and the parentheses are a part of the name.
+    """
+    rung = LADDER.index(layer) + 1
+    short = layer.removeprefix("flatparam-")
+
+    def tests_of_layer(session: nox.Session) -> None:
+        fill(session, layers=LADDER[:rung])
+        session.run(*PYTEST, "-m", "not gpu", f"packages/{layer}/tests", *session.posargs, env=ISOLATED)
+
+    tests_of_layer.__doc__ = f"The tests of {layer}, in an environment with nothing above it (`-- -k x`)."
+    nox.session(name=f"tests({short})", venv_backend="venv")(tests_of_layer)
+
+
+for each_layer in LADDER:
+    layer_session(each_layer)
+
+
+@nox.session(name="tests-torch", python=HOME_PYTHON, venv_backend="venv")
+@nox.parametrize("torch", TORCHES, ids=[torch.rpartition(".")[0] for torch in TORCHES])
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """Layers and the short integration tests with this torch (`-- -k x`; on another Python: `--force-python 3.12`)."""
+    test_row(session, {"torch": torch})
+
+
+@nox.session(
+    name="tests-python", python=[each for each in PYTHONS if each != HOME_PYTHON], venv_backend="venv"
+)
+def tests_python(session: nox.Session) -> None:
+    """The same tests on this Python, with the one torch."""
+    test_row(session, {"torch": HOME_TORCH})
+
+
+@nox.session(python=PYTHONS[0], venv_backend="venv")
+def oldest(session: nox.Session) -> None:
+    """The same tests on the oldest Python with the lowest version of everything that the packages' ranges allow."""
+    test_row(session, lowest_versions())
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Run `tests-torch` and `tests-python` whole, one at a time, and enter what they find in docs/compatibility.md."""
+    names = [f"tests-torch-{HOME_PYTHON}({torch.rpartition('.')[0]})" for torch in TORCHES]
+    names += [f"tests-python-{python}" for python in PYTHONS if python != HOME_PYTHON]
+    for name in names:
+        session.notify(name, ["--enter", "--remove", *session.posargs])
+
+
+@nox.session(venv_backend="venv")
+def deepspeed(session: nox.Session) -> None:
+    """The import of DeepSpeed's checkpoints against DeepSpeed itself, in an environment of its own; not in `tests`."""
+    quick = fill_beside_deepspeed(session, "pytest", "pytest-timeout", "safetensors")
+    quiet = ("-o", "faulthandler_timeout=0")
+    session.run("python", "-m", "pytest", *quiet, "integration_tests/deepspeed", *session.posargs, env=quick)
+
+
+@nox.session(venv_backend="venv")
+def bench(session: nox.Session) -> None:
+    """The benchmark with every peer, in an environment of its own; not in `tests` (`-- steps --workloads wide`)."""
+    environment = fill_beside_deepspeed(session, "fairscale", "matplotlib")
+    if session.posargs:
+        session.run("python", "tools/bench", *session.posargs, env=environment)
+        return
+    for command in ("steps", "instructions", "growth", "optimizer", "profile", "page"):
+        session.run("python", "tools/bench", command, env=environment)
+
+
+@nox.session(venv_backend="venv")
+def models(session: nox.Session) -> None:
+    """Real models, of transformers and diffusers, in an environment of its own; not in `tests` (`-- -k Llama`)."""
+    fill(session, "transformers", "diffusers")
+    results = str(ROOT / "build" / "models.xml")
+    # The tests of a model stay together: they share what torch has trained.
+    spread = ("-n", WORKERS, "--dist", "loadgroup", "-o", "faulthandler_timeout=0", f"--junitxml={results}")
+    quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    tests = "integration_tests/models/test_models.py"
+    session.run("python", "-m", "pytest", *spread, tests, *session.posargs, env=quiet)
+    if not session.posargs:
+        session.run("python", "tools/models_page.py", results)  # docs/models.md
+
+
+# Filling an environment of its own
+
+
+# What the tests need beside what our packages depend on; the versions are those of tools/constraints.txt.
+TEST_TOOLS = ("hypothesis", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors", "tomli")
+PYTEST = ("python", "-m", "pytest", "-n", WORKERS, "--dist", "worksteal")
+# No other packages than the environment's, and one thread.
+ISOLATED: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "PYTHONHOME": None}
+# Leaves the bytecode of what the tests import: without it, each process of a test would compile it again.
+WARM_UP = "import torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor"
+
+
+def fill(
+    session: nox.Session,
+    *tools: str,
+    layers: Sequence[str] = (),
+    versions: Mapping[str, str] | None = None,
+) -> None:
+    """Install torch, the tests' tools, `tools` and our packages (all, or `layers`) into the session's environment.
+
+    The versions are those of tools/constraints.txt, with `versions` in place of the ones that it has.
+    """
+    locked = locked_to(session, versions or {})
+    session.install(*locked, "torch", "build", "hatchling", *TEST_TOOLS)
+    if tools:
+        session.install(*locked, *tools)
+    install_wheels(session, locked, layers or LADDER)
+    session.run("python", "-W", "ignore", "-c", WARM_UP, env=ISOLATED)
+
+
+def fill_beside_deepspeed(session: nox.Session, *tools: str) -> dict[str, str | None]:
+    """Install DeepSpeed, `tools` and our packages into the session's environment; return the variables it runs with."""
+    locked = locked_to(session, {})
+    session.install(*locked, "torch", "numpy", "setuptools", "wheel", "build", "hatchling")
+    # Its setup looks at torch, and would compile for a GPU. It compiles what it needs on CPU when it is first used.
+    on_cpu = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+    session.install(*locked, "--no-build-isolation", "deepspeed", *tools, env=on_cpu)
+    install_wheels(session, locked, LADDER)
+    # It compiles an extension at its first start, in a minute or two.
+    extensions = str(Path(session.virtualenv.location) / "extensions")
+    return {**ISOLATED, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+
+
+def locked_to(session: nox.Session, versions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the arguments with which pip takes the locked versions, or `versions` if they name a package."""
+    kept = [
+        line
+        for line in setup.constraints().splitlines()
+        if re.split(r"[=<> ]", line, maxsplit=1)[0] not in versions
+    ]
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    pins = [f"{name}=={version}" for name, version in versions.items()]
+    constraints.write_text("\n".join([*kept, *pins]) + "\n", encoding="utf-8")
+    return ("--quiet", "--constraint", str(constraints))
+
+
+def install_wheels(session: nox.Session, locked: Sequence[str], layers: Sequence[str]) -> None:
+    """Install the wheels of `layers` and what they depend on: pip sees whether the ranges fit."""
+    build_wheels(session, lambda *arguments: session.run("python", *arguments, silent=True))
+    session.run("python", "-m", "pip", "uninstall", "-qq", "--yes", *LADDER)
+    session.install("--quiet", "--no-deps", *FROM_DIST, *layers)
+    session.install(*locked, *layers)
+
+
+def test_row(session: nox.Session, versions: Mapping[str, str]) -> None:
+    """Fill the environment with these versions and run the matrix's tests there (`--remove`: then remove it)."""
+    arguments = [argument for argument in session.posargs if argument != "--remove"]
+    try:
+        fill(session, versions=versions)
+        session.run("python", "tools/matrix", *arguments, env=ISOLATED)
+    finally:
+        if "--remove" in session.posargs:  # it takes five gigabytes
+            shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+
+# The environment that `tests` shares
 
 
 def prepare(session: nox.Session) -> None:
@@ -274,36 +419,17 @@ def python(session: nox.Session, *arguments: str, **options: Any) -> None:
     session.run(str(PYTHON), *arguments, external=True, **options)
 
 
-def pytest(session: nox.Session, *arguments: str, workers: str = WORKERS) -> None:
+def pytest(
+    session: nox.Session, *arguments: str, workers: str = WORKERS, env: Mapping[str, str] | None = None
+) -> None:
     """Run pytest in `workers` processes, each with one thread for torch."""
     spread = ["-n", workers, "--dist", "worksteal"] if workers != "0" else []
-    python(session, "-m", "pytest", *spread, *arguments, env={"OMP_NUM_THREADS": "1"})
+    python(session, "-m", "pytest", *spread, *arguments, env={"OMP_NUM_THREADS": "1", **(env or {})})
 
 
 # Our own packages in it
 
 FROM_DIST = ("--no-index", "--find-links", str(DIST), "--no-compile", "--disable-pip-version-check")
-
-
-def install_beside_deepspeed(session: nox.Session, *packages: str) -> dict[str, str]:
-    """Put DeepSpeed, `packages` and our own into the session's environment; returns the variables it runs with."""
-    prepare(session)
-    build_wheels(session)
-    locked = ("--quiet", "--constraint", str(VENV / "constraints.txt"))
-    session.install(*locked, "torch", "numpy", "setuptools", "wheel")
-    # Its setup looks at torch, and would compile for a GPU. It compiles what it needs on CPU when it is first used.
-    session.install(
-        *locked,
-        "--no-build-isolation",
-        "deepspeed",
-        *packages,
-        env={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"},
-    )
-    session.install("--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
-    session.install(*locked, "flatparam")  # what our packages depend on
-    # It compiles an extension at its first start, in a minute or two.
-    extensions = str(Path(session.virtualenv.location) / "extensions")
-    return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
 
 
 def source_root(name: str) -> Path:
@@ -320,17 +446,19 @@ def fingerprint_of_sources() -> str:
     return digest.hexdigest()
 
 
-def build_wheels(session: nox.Session) -> None:
-    """Build the five sdists, and from each its wheel, into dist/, unless those there are of these sources."""
+def build_wheels(session: nox.Session, run_python: Callable[..., Any] | None = None) -> None:
+    """Build the five sdists, and from each its wheel, into dist/, unless those there are of these sources.
+
+    `run_python` runs a Python that has `build` and hatchling; without it .venv's does.
+    """
     stamp, sources = DIST / ".sources", fingerprint_of_sources()
     if stamp.exists() and stamp.read_text() == sources:
         return
     shutil.rmtree(DIST, ignore_errors=True)
     session.log("Building the sdist and the wheel of each package into dist/")
+    run_python = run_python or (lambda *arguments: python(session, *arguments, silent=True))
     for name in LADDER:
-        python(
-            session, "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}", silent=True
-        )
+        run_python("-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}")
     stamp.write_text(sources)
 
 
@@ -364,6 +492,17 @@ def assert_absent(session: nox.Session, name: str) -> None:
         f"import importlib.util as u, sys; sys.exit(u.find_spec('{module}') and '{module} can be imported')"
     )
     python(session, "-I", "-c", check, log=False)
+
+
+def split_layers(posargs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of `coverage` into the layers that they begin with (all if with none) and the rest."""
+    names = {name.removeprefix("flatparam-"): name for name in LADDER} | {name: name for name in LADDER}
+    chosen: list[str] = []
+    for argument in posargs:
+        if argument not in names:
+            break
+        chosen.append(names[argument])
+    return chosen or list(LADDER), list(posargs[len(chosen) :])
 
 
 def split_rung(posargs: list[str]) -> tuple[str | None, list[str]]:

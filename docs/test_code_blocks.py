@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 

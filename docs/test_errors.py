@@ -416,7 +416,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "loaded a tensor of another shape": partial(loaded, bias=torch.zeros(3)),
         "loaded a state with a name missing": partial(loaded, bias=None),
         "loaded a state with a name too many": partial(loaded, scale=torch.zeros(2)),
-        "passed another model's optimizer (or one made before wrapping)": optimizer_of_another_model,
+        "passed another model's optimizer": optimizer_of_another_model,
         "called one of torch's own functions for distributed state": lambda: torchs.get_model_state_dict(
             wrapped()
         ),

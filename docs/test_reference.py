@@ -57,7 +57,9 @@ def test_page_has_the_names_of_a_public_module(module: str) -> None:
     package = module.partition(".")[0]
     repeated = set(importlib.import_module(package).__all__)
     names = [name for name in importlib.import_module(module).__all__ if name not in repeated]
-    torchs = {name for name in names if resolve(f"{module}.{name}").__module__.startswith("torch.")}
+    # A constant is of no module.
+    homes = {name: getattr(resolve(f"{module}.{name}"), "__module__", "") for name in names}
+    torchs = {name for name, home in homes.items() if home.startswith("torch.")}
     public = {f"{module}.{name}" for name in names if name not in torchs}
     assert {name for name in documented(package) if name.rpartition(".")[0] == module} == public
 

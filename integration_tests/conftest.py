@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from integration_tests.patience import be_patient
+from flatparam_comm.testing import be_patient
 
 torch.set_num_threads(1)
 be_patient()

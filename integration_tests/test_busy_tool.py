@@ -13,7 +13,7 @@ from pathlib import Path
 import busy
 import pytest
 
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 
 KILLED = """
 import busy, time

@@ -17,7 +17,7 @@ from checkpoint_costs.rounds import save_and_load
 from gpt.model import GPT
 
 from flatparam_comm import SingleCollectives
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "compare_checkpoints.py"
 PARAMETERS = 20_000

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 
 TRAIN = Path(__file__).resolve().parent.parent / "tools" / "train.py"
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(4 * PATIENCE)]

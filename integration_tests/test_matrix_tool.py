@@ -1,32 +1,18 @@
-"""tools/matrix: which versions it chooses, which interpreters it finds, what it enters, and which names it reads."""
+"""tools/matrix: which versions it tests, what it enters, and which names it reads."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from matrix import main as tool
 from matrix import names
-from matrix.environments import RowError, find_python
-from matrix.main import counts, main, node_id, repeated, verdict
-from matrix.rows import HOME_PYTHON, HOME_TORCH, PYTHONS, TORCHES, Row, all_rows, choose
+from matrix.lowest import lowest_versions
+from matrix.main import counts, main, node_id, repeated, this_row, verdict
+from matrix.rows import PYTHONS, TORCHES, Row, all_rows
 
-HERE = ".".join(map(str, sys.version_info[:2]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "rows", "for_pytest"),
-    [
-        ([], all_rows(), []),
-        (["2.15.0"], [Row("2.15.0", HOME_PYTHON)], []),
-        (["3.10", "3.13"], [Row(HOME_TORCH, "3.10"), Row(HOME_TORCH, "3.13")], []),
-        (["2.14.1", "3.12"], [Row("2.14.1", "3.12")], []),
-        (["2.15.0", "-k", "2.11.0"], [Row("2.15.0", HOME_PYTHON)], ["-k", "2.11.0"]),
-        (["-x"], all_rows(), ["-x"]),
-    ],
-    ids=["all", "a torch", "two Pythons", "both", "some tests", "stop at a failure"],
-)
-def test_arguments_choose_rows(arguments: list[str], rows: list[Row], for_pytest: list[str]) -> None:
-    """Leading versions choose rows, and what follows is for pytest."""
-    assert choose(arguments) == (rows, for_pytest)
+FINE = {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
 
 
 def test_rows_cover_all_versions() -> None:
@@ -43,41 +29,79 @@ def test_the_command_lists_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [str(row) for row in all_rows()]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="an interpreter is stood for by a shell script")
-def test_an_interpreter_of_pyenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the PATH has none, the newest of pyenv that works is taken."""
-    for version, does in {f"{HERE}.9": f'exec {sys.executable} "$@"', f"{HERE}.10": "exit 1"}.items():
-        command = tmp_path / "versions" / version / "bin" / "python"
-        command.parent.mkdir(parents=True)
-        command.write_text(f"#!/bin/sh\n{does}\n")
-        command.chmod(0o755)
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert find_python(HERE) == str(tmp_path / "versions" / f"{HERE}.9" / "bin" / "python")
+def test_the_row_is_that_of_this_environment() -> None:
+    """The command tests the torch and the Python that run it."""
+    row = this_row()
+    assert torch.__version__.startswith(row.torch)
+    assert sys.version.startswith(f"{row.python}.")
 
 
-def test_an_interpreter_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which Python is wanted, and where it was looked for."""
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(
-        RowError, match=r"Python 3\.99 with venv is neither on the PATH nor in .*versions: install it"
-    ):
-        find_python("3.99")
+@pytest.fixture
+def untested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command enters in a folder of its own, and pytest is not run: what it would run is in this list."""
+    called: list[list[str]] = []
+
+    def pretend(arguments: list[str]) -> int:
+        called.append(list(arguments))
+        reports = [each.partition("=")[2] for each in arguments if each.startswith("--junit-xml=")]
+        for report in reports:
+            Path(report).write_text('<testsuite><testcase classname="a" name="fine"/></testsuite>')
+        return 0
+
+    results = tmp_path / "compatibility.json"
+    page = tool.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    results.with_suffix(".md").write_text(page, encoding="utf-8")
+    for name, value in {"_run": pretend, "RESULTS": results, "HOME": tmp_path / "reports"}.items():
+        monkeypatch.setattr(tool, name, value)
+    return called
 
 
-def test_a_row_without_its_python_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_is_entered(untested: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --enter the row's counts are in the results; without it nothing is."""
+    row = all_rows()[0]
+    monkeypatch.setattr(tool, "this_row", lambda: row)
+    assert main([]) == 0
+    assert not tool.RESULTS.exists()
+    assert main(["--enter"]) == 0
+    entered = json.loads(tool.RESULTS.read_text())["rows"]
+    assert list(entered) == [row.name]
+    assert all(entered[row.name][suite] == FINE for suite in tool.SUITES)
+    assert len(untested) == 2 * len(tool.SUITES)
+    assert main(["--enter", "--again"]) == 0  # nothing had failed
+    assert len(untested) == 2 * len(tool.SUITES)
+
+
+def test_some_tests(untested: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no option of the command goes to pytest, and is not entered."""
+    assert main(["-k", "mesh"]) == 0
+    assert untested[0][-2:] == ["-k", "mesh"]
+    assert main(["--enter", "-k", "mesh"]) == 1
+    assert "a part of the tests is not entered: leave out -k mesh, or --enter" in capsys.readouterr().out
+
+
+def test_a_row_that_is_not_in_the_table(
+    untested: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Python that is not there makes the command fail, and the others are tried all the same."""
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["3.98", "3.99"]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in said[-2:]] == [
-        f"torch {HOME_TORCH}, Python {each}" for each in ("3.98", "3.99")
-    ]
-    assert all("FAILED: Python 3.9" in line for line in said[-2:])
+    """Only the versions of the table are entered in it."""
+    monkeypatch.setattr(tool, "this_row", lambda: Row("2.10.0", "3.10"))
+    assert main(["--enter"]) == 1
+    assert (
+        "torch 2.10.0, Python 3.10 is not in the table: its rows are torch 2.11.0" in capsys.readouterr().out
+    )
+    assert untested == []
+
+
+def test_the_lowest_versions(tmp_path: Path) -> None:
+    """Of several ranges the highest lower end counts, in three numbers; neighbours are not named."""
+    for name, needs in {"flatparam-a": ["attrs>=23.2", "flatparam>=0.1"], "flatparam": ["attrs>=24"]}.items():
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        extras = {"test": ["pytest>=8.1.2"], "train": ["numpy>=2"]}
+        text = f"[project]\ndependencies = {needs}\n[project.optional-dependencies]\n"
+        text += "".join(f"{extra} = {lines}\n" for extra, lines in extras.items())
+        (folder / "pyproject.toml").write_text(text)
+    assert lowest_versions(tmp_path) == {"attrs": "24.0.0", "pytest": "8.1.2"}
+    assert lowest_versions()["torch"] == TORCHES[0]
 
 
 REPORT = """<testsuites><testsuite>
@@ -116,10 +140,9 @@ def test_a_test_is_found_again() -> None:
 
 def test_what_makes_a_row_fail() -> None:
     """A test that fails, and a name that is lacking without anything in its place."""
-    fine = {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
-    entry = {"layers": fine, "integration": fine, "lacks": list(names.INSTEAD), "seconds": 60}
+    entry = {"layers": FINE, "integration": FINE, "lacks": list(names.INSTEAD), "seconds": 60}
     assert verdict(entry) == "ok, layers 1 passed, integration 1 passed, 1 minutes"
-    assert verdict({**entry, "integration": {**fine, "failed": 1}}).startswith("FAILED: 1 tests failed")
+    assert verdict({**entry, "integration": {**FINE, "failed": 1}}).startswith("FAILED: 1 tests failed")
     assert verdict({**entry, "lacks": ["torch.gone"]}).endswith("names it lacks: torch.gone")
 
 

@@ -11,6 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from release.changelog import Changelog
+from release.packages import read_version
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -33,8 +36,8 @@ def names_in_sdist(path: Path) -> set[str]:
 
 def problems_of(package: Path, dist: Path) -> list[str]:
     """Return what is wrong with the sdist and the wheel of one package, in sentences."""
-    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, version = project["name"].replace("-", "_"), project["version"]
+    name = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    module, version = name.replace("-", "_"), read_version(package)
     wheel = dist / f"{module}-{version}-py3-none-any.whl"
     sdist = dist / f"{module}-{version}.tar.gz"
     missing = [f"{path.name} was not built" for path in (wheel, sdist) if not path.exists()]
@@ -56,8 +59,11 @@ def problems_of(package: Path, dist: Path) -> list[str]:
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", f"src/{module}/py.typed"):
         if name not in in_sdist:
             problems.append(f"{sdist.name} lacks {name}")
-    if f"## [{version}]" not in (package / "CHANGELOG.md").read_text(encoding="utf-8"):
-        problems.append(f"{package.name}/CHANGELOG.md has no section for version {version}")
+    changelog = Changelog.read(package / "CHANGELOG.md")
+    if version not in changelog.versions and not changelog.unreleased:
+        problems.append(
+            f"{package.name}/CHANGELOG.md has nothing about version {version}, and nothing unreleased"
+        )
     return problems
 
 

@@ -40,6 +40,7 @@ TOOLS = [
     "typing-extensions",
     "xxhash",
     "build",
+    "coverage",
     "hatchling",
     "hypothesis",
     "import-linter",
@@ -49,9 +50,12 @@ TOOLS = [
     "mkdocstrings-python",
     "mypy",
     "numpy",  # the oracle, torch's own FSDP, and warnings of torch without it
+    "packaging",
     "pytest",
+    "pytest-cov",
     "pytest-timeout",
     "pytest-xdist",
+    "pyyaml",
     "ruff",
     "safetensors",  # other programs' reader and writer of these files, to compare with
     "tomli",

@@ -13,8 +13,7 @@ from bench.training import Setting
 from bench.workloads import stack
 
 from flatparam_comm import Collectives
-from flatparam_comm.testing import run_processes
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE, run_processes
 
 pytestmark = pytest.mark.processes
 

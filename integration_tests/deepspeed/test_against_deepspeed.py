@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
+from flatparam_comm.testing import PATIENCE
 from flatparam_runtime import Span
 from flatparam_state.checkpoint import Checkpointer
 from flatparam_state.formats import open_source, write_checkpoint
-from integration_tests.patience import PATIENCE
 
 pytestmark = [
     pytest.mark.processes,

@@ -38,8 +38,7 @@ import flatparam
 import flatparam.sharded_grad_scaler
 import flatparam.wrap
 from flatparam_comm import Collectives
-from flatparam_comm.testing import run_processes
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE, run_processes
 
 DIFFERENCES = Path(__file__).parents[2] / "docs" / "differences-from-torch.md"
 

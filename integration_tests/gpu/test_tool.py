@@ -14,7 +14,7 @@ import torch
 from attrs import define
 from gpu.main import MEASUREMENTS
 
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 from integration_tests.simulated import build
 
 pytestmark = pytest.mark.processes

@@ -1,58 +1,113 @@
-"""The other half of every test here: ours, in a world of threads, beside the unsharded model."""
+"""The other half of every test here: ours, in a world of threads, beside one unsharded model."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel
+from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
+from integration_tests.parity import zoo
+from integration_tests.parity.local import reduce_by_rule
 from integration_tests.parity.models import Block
-from integration_tests.parity.runs import assert_same_tensors, gradients_of
-from integration_tests.parity.zoo import batch, seeded
+from integration_tests.parity.runs import assert_same_tensors, gradients_of, parameters_of
 
-Build = Callable[[], nn.Module]
-Wrap = Callable[[nn.Module, Collectives], nn.Module]
+Build: TypeAlias = Callable[[], nn.Module]
+Wrap: TypeAlias = Callable[[nn.Module, Collectives], nn.Module]
+Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
+"""Of a model, a step and a rank."""
+MakeOptimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 FSDP = FullyShardedDataParallel
 STEPS = 3
+RANKS = 2
+
+both_exposures = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+
+
+def seeded(build: Build, seed: int = 0) -> nn.Module:
+    """The same module at each call."""
+    return zoo.seeded(build, seed)()
+
+
+def batch(step: int, rank: int, width: int = 4) -> Tensor:
+    """The rank's input of this step, 3 rows."""
+    return zoo.batch(step, rank, 3, width)
+
+
+def square_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    """The mean square of what the model makes of a batch."""
+    return model(batch(step, rank)).square().mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """With momentum, so that a gradient counts in later steps too."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """With a weight decay that is seen at once."""
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5)
+
+
+def mlp() -> nn.Sequential:
+    """Three layers whose sizes two does not divide."""
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
 
 
 def blocks() -> nn.Module:
     """Two blocks and a layer; the same in every call."""
-    return seeded(lambda: nn.Sequential(Block(4), Block(4), nn.Linear(4, 2)))()
-
-
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    """The loss of a rank in a step."""
-    return model(batch(step, rank, 3, 4)).square().mean()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with a state of its own."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return seeded(lambda: nn.Sequential(Block(4), Block(4), nn.Linear(4, 2)))
 
 
 def train(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     rank: int,
+    loss: Loss = square_loss,
     steps: Sequence[int] = range(STEPS),
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Train a wrapped model as its rank."""
-    optimizer = optimizer or sgd(model)
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, step, rank).backward()
+        loss(model, step, rank).backward()
         optimizer.step()
 
 
-def train_alone(model: nn.Module, ranks: int, steps: Sequence[int] = range(STEPS)) -> nn.Module:
+def train_local(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss = square_loss
+) -> dict[str, Tensor]:
+    """The parameters after the same steps of one process, each with the mean of the ranks' gradients."""
+    for step in range(STEPS):
+        mean_gradients(model, functools.partial(_backward, loss, step))
+        optimizer.step()
+    return parameters_of(model)
+
+
+def _backward(loss: Loss, step: int, model: nn.Module, rank: int) -> None:
+    loss(model, step, rank).backward()
+
+
+def mean_gradients(model: nn.Module, backward: Callable[[nn.Module, int], object]) -> None:
+    """Leave the mean of the gradients in the model that `backward(model, rank)` computes for each rank."""
+    of_ranks = []
+    for rank in range(RANKS):
+        model.zero_grad()
+        backward(model, rank)
+        of_ranks.append(gradients_of(model))
+    for name, parameter in model.named_parameters():
+        parameter.grad = reduce_by_rule([gradients[name] for gradients in of_ranks])
+
+
+def train_alone(model: nn.Module, ranks: int = RANKS, steps: Sequence[int] = range(STEPS)) -> nn.Module:
     """Train an unsharded model on the mean of the losses of that many ranks, and return it."""
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     for step in steps:
         give_gradients(model, [gradient_of(model, [step], rank) for rank in range(ranks)])
         optimizer.step()
@@ -63,14 +118,14 @@ def gradient_of(model: nn.Module, steps: Sequence[int], rank: int) -> dict[str, 
     """What an unsharded model has for a rank after the backward passes of these steps."""
     model.zero_grad()
     for step in steps:
-        loss_of(model, step, rank).backward()
+        square_loss(model, step, rank).backward()
     return gradients_of(model)
 
 
 def give_gradients(model: nn.Module, of_ranks: Sequence[dict[str, Any]], divide: float | None = None) -> None:
     """Have an unsharded model hold the ranks' mean, or their sum divided by another number.
 
-    Of neighbours first, then of pairs: where each pair is a shard group this is the order in which ours adds.
+    Of neighbours first, then of pairs: if each pair is a shard group this is the order in which ours adds.
     """
     for name, parameter in model.named_parameters():
         terms = [gradients[name] for gradients in of_ranks]
@@ -84,7 +139,7 @@ def assert_trains_as_one(build: Build, wrap: Wrap, ranks: int = 2) -> None:
 
     def rank(group: Collectives) -> dict[str, Any]:
         model = wrap(build(), group)
-        train(model, group.rank)
+        train(model, sgd(model.parameters()), group.rank)
         return model.state_dict()
 
     expected = train_alone(build(), ranks).state_dict()
@@ -92,10 +147,34 @@ def assert_trains_as_one(build: Build, wrap: Wrap, ranks: int = 2) -> None:
         assert_same_tensors(state, expected, "after training:")
 
 
-def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of every gradient of a wrapped model, whole, by the names of the unwrapped one."""
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+def full_parameters(model: Any) -> dict[str, Tensor]:
+    """A copy of every parameter, by the names of the unwrapped model, of torch's wrapper or of ours."""
+    with type(model).summon_full_params(model, writeback=False):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+        }
+
+
+def full_gradients(model: Any) -> dict[str, Tensor | None]:
+    """The same for the gradients of our wrapper."""
+    with type(model).summon_full_params(model, writeback=False, with_grads=True):
         return gradients_of(model)
+
+
+def wrapped(module: nn.Module, *units: type[nn.Module], **arguments: Any) -> FullyShardedDataParallel:
+    """Our wrapper, with the modules of these classes as units."""
+    policy = ModuleWrapPolicy(set(units)) if units else None
+    return FullyShardedDataParallel(module, auto_wrap_policy=policy, **arguments)
+
+
+def on_two_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `fn(group, *args)` returns on each of two ranks in a world of threads."""
+
+    def rank(group: Collectives) -> Any:
+        return fn(group, *args)
+
+    return run_threads(RANKS, rank)
 
 
 def hybrid(group: Collectives) -> tuple[Collectives, Collectives]:

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecision as TorchPrecision
 
 from flatparam import CPUOffload, MixedPrecision
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     RANKS,
     batch,
     both_exposures,
@@ -27,6 +26,7 @@ from integration_tests.lifted.training import (
     square_loss,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of, parameters_of
 
 MICRO_BATCHES = 3
@@ -56,13 +56,6 @@ def torch_l09(group: Collectives, use_orig_params: bool) -> None:
     square_loss(model, 0, group.rank).backward()
 
 
-HALVES = (
-    torch_l08,
-    torch_l09,
-)
-
-
-@pytest.mark.processes
 @both_exposures
 def test_l08_torch_accumulates_in_the_compute_dtype(processes: Outcomes, use_orig_params: bool) -> None:
     """L-08: with reduce_dtype=float32 torch still adds up the gradients in no_sync as bfloat16: 256 + 1 = 256."""
@@ -121,7 +114,6 @@ def low_precision_sum(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return total
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l09_torch_does_not_offload_on_the_cpu(processes: Outcomes, use_orig_params: bool) -> None:
     """L-09: without an accelerator torch refuses CPUOffload altogether.

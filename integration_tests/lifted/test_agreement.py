@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, ForwardingCollectives, RecordingCollectives, run_threads
 from flatparam_runtime import DivergenceError
-from integration_tests.lifted.our_half import FSDP, loss_of
-from integration_tests.lifted.probes import Saw, assert_raised, wrapped
-from integration_tests.parity.zoo import seeded
+from integration_tests.lifted.our_half import FSDP, seeded, square_loss
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """On the CPU torch gathers parameters by another function; this one is left to the check."""
@@ -24,7 +23,7 @@ COMPARED = 16
 
 
 def layers(count: int) -> nn.Module:
-    return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))))()
+    return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))))
 
 
 def with_debug_level(level: Any, run: Any, *args: Any) -> Any:
@@ -38,9 +37,9 @@ def with_debug_level(level: Any, run: Any, *args: Any) -> Any:
 
 def torch_checks(rank: int, units: int) -> int:
     """How many all-gathers the check of the order makes in the first step of this many units."""
-    model = wrapped(nn.Sequential(*(wrapped(layer) for layer in layers(units))))
+    model = fsdp1(nn.Sequential(*(fsdp1(layer) for layer in layers(units))))
     with unittest.mock.patch.object(dist, GATHER, side_effect=getattr(dist, GATHER)) as gather:
-        loss_of(model, 0, rank).backward()
+        square_loss(model, 0, rank).backward()
     return gather.call_count
 
 
@@ -66,7 +65,7 @@ class Astray(nn.Module):
 
 
 def torch_l49_silence(group: Collectives) -> str:
-    wrapped(Astray(group.rank, wrapped))(torch.ones(1, 4)).sum().backward()
+    fsdp1(Astray(group.rank, fsdp1))(torch.ones(1, 4)).sum().backward()
     return "no word"
 
 
@@ -74,15 +73,15 @@ def torch_l49_detail(group: Collectives) -> str:
     return with_debug_level(dist.DebugLevel.DETAIL, torch_l49_silence, group)
 
 
-def test_l49_torch_gathers_twice_for_every_unit(torch_saw: Saw) -> None:
+def test_l49_torch_gathers_twice_for_every_unit(processes: Outcomes) -> None:
     """Torch checks with the debug level DETAIL only, by two gathers for each unit, and compares all pairs of ranks."""
-    assert torch_saw["torch_l49_count"] == [[[0, 0], [2 * 2, 2 * 5]]] * 2
+    assert processes.values(torch_l49_count) == [[[0, 0], [2 * 2, 2 * 5]]] * 2
 
 
-def test_l49_torch_says_nothing_without_detail(torch_saw: Saw) -> None:
+def test_l49_torch_says_nothing_without_detail(processes: Outcomes) -> None:
     """Torch trains ranks that run different layers without a word; only with DETAIL it raises."""
-    assert torch_saw["torch_l49_silence"] == ["no word"] * 2
-    assert_raised(torch_saw["torch_l49_detail"], "RuntimeError", "Forward order differs across ranks")
+    assert processes.values(torch_l49_silence) == ["no word"] * 2
+    processes.assert_raised(torch_l49_detail, "RuntimeError", "Forward order differs across ranks")
 
 
 class Counted(ForwardingCollectives):
@@ -110,7 +109,7 @@ def compared(group: Collectives, units: int) -> tuple[list[list[Any]], list[dict
     model = FSDP(nn.Sequential(*(FSDP(layer, where) for layer in layers(units))), where)
     exchanges, reduced = [], []
     for step in range(3):
-        loss_of(model, step, group.rank).backward()
+        square_loss(model, step, group.rank).backward()
         exchanges.append(list(counted.values))
         reduced.append({label: t for label, t in ledger.by_label().items() if "gradient" in label})
         counted.values.clear()
@@ -156,7 +155,7 @@ def test_l49_ranks_that_go_astray_are_told() -> None:
     def rank(group: Collectives) -> str:
         model = FSDP(Astray(group.rank, FSDP))
         with pytest.raises(DivergenceError) as caught:
-            loss_of(model, 0, group.rank).backward()
+            square_loss(model, 0, group.rank).backward()
         return str(caught.value)
 
     for message in run_threads(2, rank):

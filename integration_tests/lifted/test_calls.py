@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,14 +21,14 @@ from integration_tests.lifted.our_half import (
     full_gradients,
     give_gradients,
     gradient_of,
-    loss_of,
+    seeded,
     sgd,
+    square_loss,
     train,
     train_alone,
 )
-from integration_tests.lifted.probes import Saw, assert_raised, wrapped
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
-from integration_tests.parity.zoo import seeded
 
 X = torch.ones(3, 4)
 
@@ -97,19 +98,19 @@ class Around(nn.Module):
 
 
 def torch_l46_root(group: Collectives) -> None:
-    tensor_in(wrapped(Odd(Plain))(X)).sum().backward()
+    tensor_in(fsdp1(Odd(Plain))(X)).sum().backward()
 
 
 def torch_l46_inside(group: Collectives) -> None:
     model = Around(Plain)
-    model.odd = wrapped(model.odd)
-    wrapped(model)(X).sum().backward()
+    model.odd = fsdp1(model.odd)
+    fsdp1(model)(X).sum().backward()
 
 
-def test_l46_torch_misses_tensors_in_objects(torch_saw: Saw) -> None:
+def test_l46_torch_misses_tensors_in_objects(processes: Outcomes) -> None:
     """Torch fails late, in backward, where a wrapper returns an object of a class of the user's."""
-    assert_raised(torch_saw["torch_l46_root"], "ValueError", "but current state is TrainingState.IDLE")
-    assert_raised(torch_saw["torch_l46_inside"], "RuntimeError", "out of bounds for storage of size 0")
+    processes.assert_raised(torch_l46_root, "ValueError", "but current state is TrainingState.IDLE")
+    processes.assert_raised(torch_l46_inside, "RuntimeError", "out of bounds for storage of size 0")
 
 
 @pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
@@ -121,7 +122,7 @@ def test_l46_a_unit_returns_any_object(make: Callable[[Tensor], Any], strategy: 
         model.odd = FSDP(model.odd, sharding_strategy=ShardingStrategy[strategy])
         return FSDP(model, sharding_strategy=ShardingStrategy[strategy])
 
-    assert_trains_as_one(seeded(lambda: Around(make)), wrap)
+    assert_trains_as_one(functools.partial(seeded, lambda: Around(make)), wrap)
 
 
 class AtRoot(nn.Module):
@@ -145,10 +146,10 @@ def test_l46_a_root_returns_any_object(make: Callable[[Tensor], Any]) -> None:
 
     def rank(group: Collectives) -> dict[str, Any]:
         model: Any = wrap(build(), group)
-        train(model, group.rank)
+        train(model, sgd(model.parameters()), group.rank)
         return model.odd.state_dict()
 
-    build = seeded(lambda: AtRoot(Odd(make)))
+    build = functools.partial(seeded, lambda: AtRoot(Odd(make)))
     expected: Any = train_alone(build(), 2)
     for state in run_threads(2, rank):
         assert_same_tensors(state, expected.odd.state_dict(), "after training:")
@@ -180,12 +181,12 @@ def two_units(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
 def torch_two_units() -> nn.Module:
     """Torch under SHARD_GRAD_OP, with original parameters."""
     more = {"sharding_strategy": TorchStrategy.SHARD_GRAD_OP, "use_orig_params": True}
-    return two_units(lambda module: wrapped(module, **more))
+    return two_units(lambda module: fsdp1(module, **more))
 
 
 def torch_l56_data(group: Collectives) -> None:
     model = torch_two_units()
-    loss = loss_of(model, 0, 0)
+    loss = square_loss(model, 0, 0)
     replace_data(model.parameters())
     loss.backward()
 
@@ -193,18 +194,18 @@ def torch_l56_data(group: Collectives) -> None:
 def torch_l56_step(group: Collectives) -> str:
     model = torch_two_units()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loss_of(model, 0, 0).backward()
-    loss = loss_of(model, 0, 0)
+    square_loss(model, 0, 0).backward()
+    loss = square_loss(model, 0, 0)
     optimizer.step()
     loss.backward()
     return "no word"
 
 
-def test_l56_torch_raises_or_is_silent(torch_saw: Saw) -> None:
+def test_l56_torch_raises_or_is_silent(processes: Outcomes) -> None:
     """Torch raises AssertionError for replaced data; after an optimizer's step between the passes it says nothing."""
     words = "does not support changing the parameters between forward and backward"
-    assert_raised(torch_saw["torch_l56_data"], "AssertionError", words)
-    assert torch_saw["torch_l56_step"] == ["no word"] * 2
+    processes.assert_raised(torch_l56_data, "AssertionError", words)
+    assert processes.values(torch_l56_step) == ["no word"] * 2
 
 
 def ours(strategy: str, original: bool) -> nn.Module:
@@ -232,12 +233,12 @@ def test_l56_a_step_between_the_passes_is_told(strategy: str, original: bool) ->
 
     def rank(group: Collectives) -> dict[str, Any]:
         model = ours(strategy, original)
-        optimizer = sgd(model)
-        loss = loss_of(model, 0, group.rank)
+        optimizer = sgd(model.parameters())
+        loss = square_loss(model, 0, group.rank)
         add(held_by(optimizer))
         with pytest.raises(FlatParamError, match=r"unit '.+' on rank \d: its parameters were changed"):
             loss.backward()
-        train(model, group.rank, optimizer=optimizer)
+        train(model, optimizer, group.rank)
         return model.state_dict()
 
     for state in run_threads(2, rank):
@@ -251,14 +252,14 @@ def test_l56_replaced_data(strategy: str, original: bool) -> None:
 
     def rank(group: Collectives) -> Any:
         model = ours(strategy, original)
-        optimizer = sgd(model)
-        loss = loss_of(model, 0, group.rank)
+        optimizer = sgd(model.parameters())
+        loss = square_loss(model, 0, group.rank)
         replace_data(held_by(optimizer))
         gradients = None
         with contextlib.suppress(FlatParamError):
             loss.backward()
             gradients = full_gradients(model)
-        train(model, group.rank, optimizer=optimizer)
+        train(model, optimizer, group.rank)
         return gradients, model.state_dict()
 
     alone = blocks()
@@ -275,8 +276,8 @@ def test_l56_full_parameters_are_a_copy(change: Change) -> None:
 
     def rank(group: Collectives) -> dict[str, Any]:
         model = FSDP(blocks(), use_orig_params=True)
-        optimizer = sgd(model)
-        loss = loss_of(model, 0, group.rank)
+        optimizer = sgd(model.parameters())
+        loss = square_loss(model, 0, group.rank)
         change(
             shown
             for module in model.modules()
@@ -286,7 +287,7 @@ def test_l56_full_parameters_are_a_copy(change: Change) -> None:
         with contextlib.suppress(RuntimeError):
             loss.backward()
             assert change is replace_data, "autograd tells of a change in place"
-        train(model, group.rank, optimizer=optimizer)
+        train(model, optimizer, group.rank)
         return model.state_dict()
 
     for state in run_threads(2, rank):
@@ -300,12 +301,12 @@ def test_l56_an_optimizer_made_late(failed: bool) -> None:
     def rank(group: Collectives) -> dict[str, Any]:
         model = ours("FULL_SHARD", original=True)
         held = list(model.parameters())
-        loss = loss_of(model, 0, group.rank)
+        loss = square_loss(model, 0, group.rank)
         if failed:
             add(held)
             with pytest.raises(FlatParamError):
                 loss.backward()
-        train(model, group.rank)
+        train(model, sgd(model.parameters()), group.rank)
         return model.state_dict()
 
     expected = changed_alone(add if failed else lambda parameters: None)
@@ -315,10 +316,10 @@ def test_l56_an_optimizer_made_late(failed: bool) -> None:
 
 def torch_l56_late_optimizer(group: Collectives) -> None:
     model = torch_two_units()
-    loss_of(model, 0, 0)
-    sgd(model)
+    square_loss(model, 0, 0)
+    sgd(model.parameters())
 
 
-def test_l56_torch_refuses_a_late_optimizer(torch_saw: Saw) -> None:
+def test_l56_torch_refuses_a_late_optimizer(processes: Outcomes) -> None:
     """Torch shows views between the passes, which an optimizer refuses."""
-    assert_raised(torch_saw["torch_l56_late_optimizer"], "ValueError", "can't optimize a non-leaf Tensor")
+    processes.assert_raised(torch_l56_late_optimizer, "ValueError", "can't optimize a non-leaf Tensor")

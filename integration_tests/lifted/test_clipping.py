@@ -17,16 +17,17 @@ from flatparam import ShardingStrategy
 from flatparam_comm import Collectives, run_threads
 from integration_tests.lifted.our_half import (
     FSDP,
+    batch,
     blocks,
     full_gradients,
     give_gradients,
     gradient_of,
     hybrid,
-    loss_of,
+    seeded,
+    square_loss,
 )
-from integration_tests.lifted.probes import Saw, assert_raised, wrapped
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
-from integration_tests.parity.zoo import batch, seeded
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -35,12 +36,12 @@ def torch_l36_groups(group: Collectives) -> list[float]:
     """The norm by torch where the root's group is smaller than another unit's, and the true one; equal inputs."""
     alone = [dist.new_group([rank]) for rank in range(2)][group.rank]
     model: Any = blocks()
-    loss_of(model, 0, 0).backward()
+    square_loss(model, 0, 0).backward()
     true = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     model = blocks()
-    model[0] = wrapped(model[0])
-    model = wrapped(model, process_group=alone)
-    loss_of(model, 0, 0).backward()
+    model[0] = fsdp1(model[0])
+    model = fsdp1(model, process_group=alone)
+    square_loss(model, 0, 0).backward()
     return [model.clip_grad_norm_(math.inf).item(), true.item()]
 
 
@@ -56,45 +57,45 @@ def half_frozen() -> nn.Module:
 
 
 def torch_l36_dtype(group: Collectives) -> torch.dtype:
-    model = wrapped(half_frozen(), use_orig_params=True)
+    model = fsdp1(half_frozen(), use_orig_params=True)
     loss_of_bf16(model, group.rank).backward()
     return model.clip_grad_norm_(1.0).dtype
 
 
 def loss_of_bf16(model: nn.Module, rank: int) -> Tensor:
-    return model(batch(0, rank, 3, 4).bfloat16()).square().mean()
+    return model(batch(0, rank).bfloat16()).square().mean()
 
 
 def torch_l35_clip(group: Collectives) -> None:
-    model = wrapped(nn.Sequential(wrapped(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    model = fsdp1(nn.Sequential(fsdp1(nn.Linear(4, 4)), nn.Linear(4, 4)))
     model(torch.ones(1, 4)).sum().backward()
     model.module[0].clip_grad_norm_(1.0)
 
 
 def torch_l55(group: Collectives) -> None:
     """Without the gather itself, in which gloo ends the process where ranks send different dtypes."""
-    model = wrapped(half_frozen(), use_orig_params=True)
+    model = fsdp1(half_frozen(), use_orig_params=True)
     loss_of_bf16(model, group.rank).backward()
     summoned = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
     with unittest.mock.patch.object(dist, GATHER), summoned:
         pass
 
 
-def test_l36_torch_uses_the_roots_group_for_all(torch_saw: Saw) -> None:
+def test_l36_torch_uses_the_roots_group_for_all(processes: Outcomes) -> None:
     """Torch's norm is wrong, and another on each rank, where a unit is sharded over more ranks than the root."""
-    for found, true in torch_saw["torch_l36_groups"]:
+    for found, true in processes.values(torch_l36_groups):
         assert abs(found - true) > 0.01 * true
-    assert torch_saw["torch_l36_groups"][0][0] != torch_saw["torch_l36_groups"][1][0]
+    assert processes.values(torch_l36_groups)[0][0] != processes.values(torch_l36_groups)[1][0]
 
 
-def test_l36_torch_knows_two_arguments(torch_saw: Saw) -> None:
+def test_l36_torch_knows_two_arguments(processes: Outcomes) -> None:
     """Torch's clip_grad_norm_ has neither error_if_nonfinite nor foreach."""
-    assert torch_saw["torch_l36_signature"] == [["self", "max_norm", "norm_type"]] * 2
+    assert processes.values(torch_l36_signature) == [["self", "max_norm", "norm_type"]] * 2
 
 
-def test_l36_torch_returns_two_dtypes(torch_saw: Saw) -> None:
+def test_l36_torch_returns_two_dtypes(processes: Outcomes) -> None:
     """Torch returns the norm in bf16 on the rank that has gradients, and in fp32 on the one that has none."""
-    assert torch_saw["torch_l36_dtype"] == [torch.bfloat16, torch.float32]
+    assert processes.values(torch_l36_dtype) == [torch.bfloat16, torch.float32]
 
 
 def over_several_groups(group: Collectives) -> Any:
@@ -104,7 +105,7 @@ def over_several_groups(group: Collectives) -> Any:
     model[0] = FSDP(model[0], **more)
     model[1] = FSDP(model[1], sharding_strategy=ShardingStrategy.NO_SHARD)
     model = FSDP(model)
-    loss_of(model, 0, group.rank).backward()
+    square_loss(model, 0, group.rank).backward()
     return model
 
 
@@ -148,7 +149,7 @@ def test_l36_a_norm_that_is_not_finite() -> None:
 
     def rank(group: Collectives) -> bool:
         model = FSDP(blocks())
-        loss_of(model, 0, group.rank).backward()
+        square_loss(model, 0, group.rank).backward()
         (parameter,) = model.parameters()
         if group.rank == 1:
             parameter.grad[0] = math.inf
@@ -166,7 +167,7 @@ def test_l36_one_dtype_on_every_rank(inputs: int, original: bool) -> None:
     """The norm has one dtype and value on all ranks, also where one holds no element of any parameter."""
 
     def rank(group: Collectives) -> Tensor:
-        model = FSDP(seeded(lambda: nn.Linear(inputs, 1, bias=False).bfloat16())(), use_orig_params=original)
+        model = FSDP(seeded(lambda: nn.Linear(inputs, 1, bias=False).bfloat16()), use_orig_params=original)
         model(torch.ones(1, inputs).bfloat16()).sum().backward()
         return model.clip_grad_norm_(10.0)
 
@@ -193,9 +194,9 @@ def test_l36_what_no_sync_holds_does_not_count() -> None:
     def rank(group: Collectives) -> list[Tensor]:
         model = FSDP(blocks())
         with model.no_sync():
-            loss_of(model, 0, group.rank).backward()
+            square_loss(model, 0, group.rank).backward()
         waiting = model.clip_grad_norm_(math.inf, math.inf)
-        loss_of(model, 1, group.rank).backward()
+        square_loss(model, 1, group.rank).backward()
         return [waiting, model.clip_grad_norm_(math.inf, math.inf)]
 
     alone = blocks()
@@ -206,9 +207,9 @@ def test_l36_what_no_sync_holds_does_not_count() -> None:
         assert torch.equal(norm, expected)
 
 
-def test_l35_torch_clips_at_the_root_only(torch_saw: Saw) -> None:
+def test_l35_torch_clips_at_the_root_only(processes: Outcomes) -> None:
     """Torch refuses clip_grad_norm_ on a wrapper that is not the root."""
-    assert_raised(torch_saw["torch_l35_clip"], "RuntimeError", "only be called on the root FSDP instance")
+    processes.assert_raised(torch_l35_clip, "RuntimeError", "only be called on the root FSDP instance")
 
 
 def test_l35_the_norm_of_one_unit() -> None:
@@ -218,7 +219,7 @@ def test_l35_the_norm_of_one_unit() -> None:
         model: Any = blocks()
         model[0] = FSDP(model[0])
         model = FSDP(model)
-        loss_of(model, 0, group.rank).backward()
+        square_loss(model, 0, group.rank).backward()
         return model.module[0].clip_grad_norm_(0.125, math.inf), full_gradients(model)
 
     alone: Any = blocks()
@@ -230,16 +231,16 @@ def test_l35_the_norm_of_one_unit() -> None:
         assert_same_tensors(gradients, gradients_of(alone), "gradient")
 
 
-def test_l55_torch_makes_up_fp32_zeros(torch_saw: Saw) -> None:
+def test_l55_torch_makes_up_fp32_zeros(processes: Outcomes) -> None:
     """Torch stands in for bf16 gradients that a rank has not with fp32 zeros, and fails over their dtype there."""
-    here, there = torch_saw["torch_l55"]
+    here, there = processes.reports(torch_l55)
     assert here is None
     assert (there.kind, "gradient with dtype 'float'" in there.message) == ("RuntimeError", True)
 
 
 def bf16() -> nn.Module:
     """Two layers of one size in bf16: each of two ranks holds one of them."""
-    return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).bfloat16())()
+    return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).bfloat16())
 
 
 @pytest.mark.parametrize("original", [False, True])

@@ -21,9 +21,9 @@ from integration_tests.lifted.our_half import (
     give_gradients,
     gradient_of,
     hybrid,
-    loss_of,
+    square_loss,
 )
-from integration_tests.lifted.probes import Saw, assert_raised, wrapped
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
@@ -33,12 +33,12 @@ def torch_hybrid(group: Collectives) -> nn.Module:
     """One shard group of both ranks, of which there is one copy."""
     alone = [dist.new_group([rank]) for rank in range(2)][group.rank]
     strategy = dist.fsdp.ShardingStrategy.HYBRID_SHARD
-    return wrapped(nn.Linear(4, 4), process_group=(dist.group.WORLD, alone), sharding_strategy=strategy)
+    return fsdp1(nn.Linear(4, 4), process_group=(dist.group.WORLD, alone), sharding_strategy=strategy)
 
 
 def torch_below_a_root() -> Any:
     """A wrapper inside another one, after a step."""
-    model = wrapped(nn.Sequential(wrapped(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    model = fsdp1(nn.Sequential(fsdp1(nn.Linear(4, 4)), nn.Linear(4, 4)))
     model(torch.ones(1, 4)).sum().backward()
     return model.module[0]
 
@@ -48,13 +48,13 @@ def torch_l29_hybrid(group: Collectives) -> None:
 
 
 def torch_l29_twice(group: Collectives) -> None:
-    model = wrapped(nn.Linear(4, 4))
+    model = fsdp1(nn.Linear(4, 4))
     model.register_comm_hook(None, print)
     model.register_comm_hook(None, print)
 
 
 def torch_l29_none(group: Collectives) -> None:
-    wrapped(nn.Linear(4, 4)).register_comm_hook(None, None)
+    fsdp1(nn.Linear(4, 4)).register_comm_hook(None, None)
 
 
 def torch_l35_no_sync(group: Collectives) -> None:
@@ -75,11 +75,11 @@ def torch_l50(group: Collectives) -> list[Any]:
     return [all_reduce.call_count, *(hasattr(model, method) for method in methods)]
 
 
-def test_l29_torch_has_one_hook_and_none_for_hybrid(torch_saw: Saw) -> None:
+def test_l29_torch_has_one_hook_and_none_for_hybrid(processes: Outcomes) -> None:
     """Torch refuses a hook for HYBRID_SHARD, a second one, and None to take it away."""
-    assert_raised(torch_saw["torch_l29_hybrid"], "AssertionError", "not supported for hybrid strategies")
-    assert_raised(torch_saw["torch_l29_twice"], "AssertionError", "already registered")
-    assert_raised(torch_saw["torch_l29_none"], "ValueError", "must be callable")
+    processes.assert_raised(torch_l29_hybrid, "AssertionError", "not supported for hybrid strategies")
+    processes.assert_raised(torch_l29_twice, "AssertionError", "already registered")
+    processes.assert_raised(torch_l29_none, "ValueError", "must be callable")
 
 
 class Calls:
@@ -173,7 +173,7 @@ def test_l29_hooks_are_replaced_and_taken_away() -> None:
             model.register_comm_hook(group, None)
             model.register_comm_hook(group, hook)
             model.zero_grad()
-            loss_of(model, 0, group.rank).backward()
+            square_loss(model, 0, group.rank).backward()
             counts += [first.count, second.count]
             gradients.append(full_gradients(model))
         return counts, gradients
@@ -184,10 +184,10 @@ def test_l29_hooks_are_replaced_and_taken_away() -> None:
             assert_same_tensors(gradients, before, "gradient")
 
 
-def test_l35_torch_hooks_and_no_sync_at_the_root_only(torch_saw: Saw) -> None:
+def test_l35_torch_hooks_and_no_sync_at_the_root_only(processes: Outcomes) -> None:
     """Torch refuses no_sync and a hook on a wrapper that is not the root."""
-    assert_raised(torch_saw["torch_l35_no_sync"], "RuntimeError", "on inner FSDP instances is not supported")
-    assert_raised(torch_saw["torch_l35_hook"], "AssertionError", "only be called on a root instance")
+    processes.assert_raised(torch_l35_no_sync, "RuntimeError", "on inner FSDP instances is not supported")
+    processes.assert_raised(torch_l35_hook, "AssertionError", "only be called on a root instance")
 
 
 def test_l35_a_hook_for_one_unit() -> None:
@@ -209,13 +209,13 @@ def test_l35_no_sync_of_one_unit(strategy: str) -> None:
     def rank(group: Collectives) -> tuple[dict[str, int], Any]:
         ledger = ByteLedger()
         model: Any = hooked(blocks(), RecordingCollectives(group, ledger), strategy, lambda *given: None)
-        loss_of(model, 0, group.rank).backward()
+        square_loss(model, 0, group.rank).backward()
         model.zero_grad()
         ledger.reset()
         with model.module[0].no_sync():
-            loss_of(model, 0, group.rank).backward()
+            square_loss(model, 0, group.rank).backward()
         counts = {op: totals.count for op, totals in ledger.by_op().items()}
-        loss_of(model, 1, group.rank).backward()
+        square_loss(model, 1, group.rank).backward()
         return counts, full_gradients(model)
 
     model = blocks()
@@ -238,9 +238,9 @@ def test_l35_no_sync_of_one_unit(strategy: str) -> None:
         assert_same_tensors(gradients, expected, "gradient")
 
 
-def test_l50_torch_sums_over_copies_in_every_micro_batch(torch_saw: Saw) -> None:
+def test_l50_torch_sums_over_copies_in_every_micro_batch(processes: Outcomes) -> None:
     """Torch all-reduces in both micro-batches of HYBRID_SHARD, and has neither of FSDP2's two methods."""
-    assert torch_saw["torch_l50"] == [[2, False, False]] * 2
+    assert processes.values(torch_l50) == [[2, False, False]] * 2
 
 
 def counted(group: Collectives) -> tuple[dict[str, Any], ByteLedger]:
@@ -267,7 +267,7 @@ def test_l50_copies_are_summed_once_for_many_micro_batches() -> None:
         counts = []
         for step, last in ((0, False), (1, True)):
             model.set_requires_all_reduce(last)
-            loss_of(model, step, group.rank).backward()
+            square_loss(model, step, group.rank).backward()
             counts.append(sums(ledger))
         return counts, full_gradients(model)
 
@@ -292,7 +292,7 @@ def test_l50_another_divisor(factor: float, ranks: int) -> None:
         model[0] = FSDP(model[0], **more)
         model = FSDP(model, **more)
         model.set_gradient_divide_factor(factor)
-        loss_of(model, 0, group.rank).backward()
+        square_loss(model, 0, group.rank).backward()
         return full_gradients(model)
 
     model = blocks()

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_runtime import EventLog, observe
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     both_exposures,
     full_parameters,
     on_two_ranks,
@@ -21,6 +20,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors
 
 
@@ -122,23 +122,11 @@ def trained_mixed(group: Collectives, use_orig_params: bool, strategy: ShardingS
     return full_parameters(model)
 
 
-HALVES = (
-    torch_l24,
-    torch_l25_mixed,
-    torch_l25_complex,
-    torch_l25_integer,
-    torch_l26,
-    ours_l25,
-)
-
-
-@pytest.mark.processes
 def test_l24_torch_refuses_frozen_beside_trainable(processes: Outcomes) -> None:
     """L-24: with use_orig_params=False torch demands that all of a unit is frozen, or nothing."""
     assert "uniform `requires_grad`" in processes.error(torch_l24, False)
 
 
-@pytest.mark.processes
 def test_l24_torch_holds_gradients_of_what_is_frozen(processes: Outcomes) -> None:
     """L-24: with use_orig_params=True torch's gradient is as large as the whole unit."""
     for of_gradient, of_parameters in processes.values(torch_l24, True):
@@ -169,7 +157,6 @@ def test_l24_gradients_of_what_is_trained_only(use_orig_params: bool) -> None:
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l25_torch_holds_one_floating_dtype(processes: Outcomes, use_orig_params: bool) -> None:
     """L-25: torch refuses two dtypes in a unit, and complex and integer parameters anywhere."""
@@ -193,7 +180,6 @@ def test_l25_several_dtypes_in_a_unit(strategy: str, use_orig_params: bool) -> N
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l25_several_dtypes_over_gloo(processes: Outcomes, use_orig_params: bool) -> None:
     """L-25: the same over gloo, which has to be able to move every one of these dtypes."""
@@ -218,7 +204,6 @@ def test_l25_state_of_several_dtypes(use_orig_params: bool) -> None:
             assert_same_tensors(state, seeded(Mixed).state_dict(), "state")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l26_torch_refuses_numbers(processes: Outcomes, use_orig_params: bool) -> None:
     """L-26: torch refuses a parameter without a dimension, and asks for a vector of one."""

@@ -10,8 +10,7 @@ from torch.func import functional_call
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     Loss,
     batch,
     both_exposures,
@@ -27,6 +26,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 
 both_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -74,15 +74,6 @@ def torch_l23(group: Collectives, use_orig_params: bool) -> list[Tensor | None]:
     return list(torch.autograd.grad(square_loss(model, 0, group.rank), parameters, allow_unused=True))
 
 
-HALVES = (
-    torch_l21_penalty,
-    torch_l21_create_graph,
-    torch_l22,
-    torch_l23,
-)
-
-
-@pytest.mark.processes
 @both_exposures
 def test_l21_torch_has_no_gradients_of_gradients(processes: Outcomes, use_orig_params: bool) -> None:
     """L-21: a gradient penalty finds freed storage in torch, and create_graph is refused in the backward pass."""
@@ -208,7 +199,6 @@ def test_l21_maml(use_orig_params: bool) -> None:
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l22_torch_cannot_go_through_a_graph_again(processes: Outcomes, use_orig_params: bool) -> None:
     """L-22: a second backward pass through a retained graph finds freed storage in torch."""
@@ -243,14 +233,12 @@ def test_l22_a_graph_may_be_gone_through_again(units: Units, strategy: str, use_
         assert_same_tensors(found, expected, "gradient")
 
 
-@pytest.mark.processes
 def test_l23_torch_gives_nothing_for_originals(processes: Outcomes) -> None:
     """L-23: with use_orig_params=True torch.autograd.grad gives None for every parameter in torch."""
     for grads in processes.values(torch_l23, True):
         assert grads == [None] * len(list(mlp().parameters()))
 
 
-@pytest.mark.processes
 def test_l23_torch_gives_a_gradient_of_another_shape_for_flat_parameters(processes: Outcomes) -> None:
     """L-23 holds for originals only: for a flat parameter torch 2.13 gives this rank's, unsharded and not reduced.
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     adamw,
     batch,
     both_exposures,
@@ -25,6 +24,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of, parameters_of
 
 
@@ -83,14 +83,6 @@ def torch_l07_groups_by_ndim(group: Collectives, use_orig_params: bool) -> list[
     return [p.ndim for p in model.parameters()]
 
 
-HALVES = (
-    torch_l06,
-    torch_l07_optimizer_first,
-    torch_l07_groups_by_ndim,
-)
-
-
-@pytest.mark.processes
 @both_exposures
 def test_l06_torch_decays_what_was_not_used(processes: Outcomes, use_orig_params: bool) -> None:
     """L-06: what was not used in a used unit has a gradient of zero in torch, and AdamW decays it, originals too."""
@@ -140,14 +132,12 @@ def test_l06_a_flat_parameter_that_no_rank_used_has_no_gradient() -> None:
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 def test_l07_torch_does_not_train_what_was_listed_before(processes: Outcomes) -> None:
     """L-07: with use_orig_params=False an optimizer from before the wrapping changes nothing in torch, in silence."""
     for found in processes.values(torch_l07_optimizer_first, False):
         assert_same_tensors(found, parameters_of(seeded(mlp)), "parameter")
 
 
-@pytest.mark.processes
 def test_l07_torch_trains_originals_that_were_listed_before(processes: Outcomes) -> None:
     """L-07 holds for flat parameters only: with use_orig_params=True torch 2.13 keeps the objects, and trains them."""
     reference = seeded(mlp)
@@ -156,7 +146,6 @@ def test_l07_torch_trains_originals_that_were_listed_before(processes: Outcomes)
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l07_torch_shows_vectors_only(processes: Outcomes, use_orig_params: bool) -> None:
     """L-07: every parameter has one dimension in torch, so that groups by `p.ndim` are wrong in silence."""

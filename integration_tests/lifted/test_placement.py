@@ -20,14 +20,15 @@ from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
     blocks,
-    loss_of,
+    seeded,
+    sgd,
+    square_loss,
     train,
     train_alone,
 )
-from integration_tests.lifted.probes import Saw, assert_raised, wrapped
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.models import Block
 from integration_tests.parity.runs import assert_same_tensors
-from integration_tests.parity.zoo import seeded
 
 X = torch.ones(3, 4)
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch finds an accelerator")
@@ -38,21 +39,21 @@ def torch_l31_no_device(group: Collectives) -> None:
 
 
 def torch_l31_sync(group: Collectives) -> None:
-    wrapped(blocks(), sync_module_states=True)
+    fsdp1(blocks(), sync_module_states=True)
 
 
 def torch_l31_offload(group: Collectives) -> None:
-    wrapped(blocks(), cpu_offload=TorchOffload(True))(X)
+    fsdp1(blocks(), cpu_offload=TorchOffload(True))(X)
 
 
 @NO_ACCELERATOR
-def test_l31_torch_wants_an_accelerator(torch_saw: Saw) -> None:
+def test_l31_torch_wants_an_accelerator(processes: Outcomes) -> None:
     """On a machine with a CPU only, torch refuses to run without device_id, to sync module states and to offload."""
-    assert_raised(torch_saw["torch_l31_no_device"], "RuntimeError", "needs a non-CPU accelerator device")
-    assert_raised(torch_saw["torch_l31_sync"], "ValueError", "requires them to be on GPU")
+    processes.assert_raised(torch_l31_no_device, "RuntimeError", "needs a non-CPU accelerator device")
+    processes.assert_raised(torch_l31_sync, "ValueError", "requires them to be on GPU")
     # The second one is what a torch that was built for CUDA says where there is no driver.
     no_device = ("Cannot access accelerator device", "Found no NVIDIA driver")
-    assert_raised(torch_saw["torch_l31_offload"], "RuntimeError", *no_device)
+    processes.assert_raised(torch_l31_offload, "RuntimeError", *no_device)
 
 
 @NO_ACCELERATOR
@@ -70,13 +71,13 @@ def test_l31_all_ranks_start_from_the_first() -> None:
     """On the CPU too, sync_module_states has all ranks train the first one's model, whatever they had built."""
 
     def build(seed: int) -> nn.Module:
-        return seeded(lambda: nn.Sequential(Block(4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2)), seed)()
+        return seeded(lambda: nn.Sequential(Block(4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2)), seed)
 
     def rank(group: Collectives) -> dict[str, Any]:
         model = build(group.rank)
         model[1].running_mean.fill_(1 + group.rank)
         made = FSDP(model, sync_module_states=True, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        train(made, group.rank)
+        train(made, sgd(made.parameters()), group.rank)
         return made.state_dict()
 
     alone = build(0)
@@ -88,7 +89,7 @@ def test_l31_all_ranks_start_from_the_first() -> None:
 
 def on_two_devices() -> nn.Module:
     """The first block on the CPU, the second on the meta device: what two devices there are without an accelerator."""
-    return nn.Sequential(seeded(lambda: Block(4))(), *_meta_layers(), nn.Linear(4, 2, device="meta"))
+    return nn.Sequential(seeded(lambda: Block(4)), *_meta_layers(), nn.Linear(4, 2, device="meta"))
 
 
 def _meta_layers() -> list[nn.Module]:
@@ -99,9 +100,9 @@ def torch_l32(group: Collectives) -> None:
     torch_init._check_single_device_module(on_two_devices(), set(), None)
 
 
-def test_l32_torch_refuses_two_devices(torch_saw: Saw) -> None:
+def test_l32_torch_refuses_two_devices(processes: Outcomes) -> None:
     """Torch raises RuntimeError for parameters on two devices without device_id; on a CPU its check is asked itself."""
-    assert_raised(torch_saw["torch_l32"], "RuntimeError", "please pass in device_id argument")
+    processes.assert_raised(torch_l32, "RuntimeError", "please pass in device_id argument")
 
 
 @NO_ACCELERATOR
@@ -114,7 +115,7 @@ def test_l32_two_devices_become_one(policy: Any) -> None:
         torch.manual_seed(5)
         made = FSDP(model, auto_wrap_policy=policy)
         assert made.compute_device == torch.device("cpu")
-        train(made, group.rank)
+        train(made, sgd(made.parameters()), group.rank)
         return made.state_dict()
 
     alone = on_two_devices()
@@ -153,13 +154,13 @@ def weighed() -> tuple[nn.Module, list[int]]:
 
 def torch_l51(group: Collectives) -> list[int]:
     model, held = weighed()
-    wrapped(model)
+    fsdp1(model)
     return held
 
 
-def test_l51_torch_makes_whole_units(torch_saw: Saw) -> None:
+def test_l51_torch_makes_whole_units(processes: Outcomes) -> None:
     """Torch holds all of a unit's parameters before it shards them."""
-    assert [held[-1] for held in torch_saw["torch_l51"]] == [4 * LAYER_NBYTES] * 2
+    assert [held[-1] for held in processes.values(torch_l51)] == [4 * LAYER_NBYTES] * 2
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["reset_parameters", "param_init_fn"])
@@ -199,7 +200,7 @@ class Rotary(nn.Module):
 
 
 def torch_l52_cast(group: Collectives) -> list[torch.dtype]:
-    model = wrapped(Rotary(), mixed_precision=TorchMixedPrecision(buffer_dtype=torch.bfloat16))
+    model = fsdp1(Rotary(), mixed_precision=TorchMixedPrecision(buffer_dtype=torch.bfloat16))
     model(X)
     return [buffer.dtype for buffer in model.buffers()]
 
@@ -215,14 +216,14 @@ def turns(rank: int) -> Tensor:
     return torch.polar(torch.ones(4), torch.arange(4.0) + rank)
 
 
-def test_l52_torch_casts_every_buffer(torch_saw: Saw) -> None:
+def test_l52_torch_casts_every_buffer(processes: Outcomes) -> None:
     """Torch casts all floating-point buffers to buffer_dtype, those that need their precision too."""
-    assert torch_saw["torch_l52_cast"] == [[torch.bfloat16] * 2] * 2
+    assert processes.values(torch_l52_cast) == [[torch.bfloat16] * 2] * 2
 
 
-def test_l52_torch_can_send_complex_buffers_over_gloo(torch_saw: Saw) -> None:
+def test_l52_torch_can_send_complex_buffers_over_gloo(processes: Outcomes) -> None:
     """The row says that torch cannot broadcast complex buffers; over gloo the broadcast that it makes can, in 2.13."""
-    assert torch_saw["torch_l52_complex"] == [True, True]
+    assert processes.values(torch_l52_complex) == [True, True]
 
 
 def test_l52_a_policy_for_each_buffer() -> None:
@@ -232,12 +233,12 @@ def test_l52_a_policy_for_each_buffer() -> None:
         return torch.bfloat16 if name == "scale" else None
 
     def rank(group: Collectives) -> Any:
-        model = FSDP(seeded(Rotary)(), mixed_precision=MixedPrecision(buffer_dtype=dtype_of))
-        train(model, group.rank)
+        model = FSDP(seeded(Rotary), mixed_precision=MixedPrecision(buffer_dtype=dtype_of))
+        train(model, sgd(model.parameters()), group.rank)
         dtypes = [model.module.inv_freq.dtype, model.module.scale.dtype]
         return dtypes, {n: t for n, t in model.state_dict().items() if n.startswith("layer")}
 
-    alone: Any = seeded(Rotary)()
+    alone: Any = seeded(Rotary)
     alone.scale = alone.scale.bfloat16()
     expected = train_alone(alone, 2).layer.state_dict(prefix="layer.")
     for dtypes, state in run_threads(2, rank):
@@ -254,7 +255,7 @@ def test_l52_complex_buffers() -> None:
         model = FSDP(
             module, sync_module_states=True, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
         )
-        loss_of(model, 0, group.rank).backward()
+        square_loss(model, 0, group.rank).backward()
         return model.module.turns
 
     for found in run_threads(2, rank):

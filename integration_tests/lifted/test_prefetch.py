@@ -33,13 +33,13 @@ from integration_tests.lifted.our_half import (
     full_gradients,
     give_gradients,
     gradient_of,
-    loss_of,
+    seeded,
+    square_loss,
 )
-from integration_tests.lifted.probes import Saw, wrapped
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.models import Level
 from integration_tests.parity.runs import assert_same_tensors, gradients_of
 from integration_tests.parity.sharded import replace
-from integration_tests.parity.zoo import seeded
 
 X = torch.ones(3, 4)
 UNITS = ("0.inner", "0", "1.inner", "1", "")
@@ -49,7 +49,7 @@ def levels() -> nn.Module:
     """Two units, each with one inside, and a root with parameters of its own."""
     return seeded(
         lambda: nn.Sequential(Level(4, nn.Linear(4, 4)), Level(4, nn.Linear(4, 4)), nn.Linear(4, 2))
-    )()
+    )
 
 
 class Changing(nn.Module):
@@ -98,14 +98,14 @@ def torch_prefetches(model: nn.Module, run: Callable[[], Any]) -> list[str]:
 
 def torch_l47_nested(group: Collectives) -> list[str]:
     def wrap(module: nn.Module) -> Any:
-        return wrapped(module, backward_prefetch=TorchPrefetch.BACKWARD_POST)
+        return fsdp1(module, backward_prefetch=TorchPrefetch.BACKWARD_POST)
 
     model = wrap_all(levels(), UNITS, wrap)
-    return torch_prefetches(model, loss_of(model, 0, group.rank).backward)
+    return torch_prefetches(model, square_loss(model, 0, group.rank).backward)
 
 
 def torch_l47_learned(group: Collectives) -> list[list[str]]:
-    model = wrap_all(seeded(Changing)(), LAYERS, lambda module: wrapped(module, forward_prefetch=True))
+    model = wrap_all(seeded(Changing), LAYERS, lambda module: fsdp1(module, forward_prefetch=True))
     found = []
     for _ in range(3):
         found.append(torch_prefetches(model, lambda: model(X)))
@@ -114,7 +114,7 @@ def torch_l47_learned(group: Collectives) -> list[list[str]]:
 
 
 def torch_l47_limit(group: Collectives) -> list[int]:
-    model = wrapped(nn.Sequential(*(wrapped(nn.Linear(4, 4)) for _ in range(4))))
+    model = fsdp1(nn.Sequential(*(fsdp1(nn.Linear(4, 4)) for _ in range(4))))
     model(X).sum().backward()
     order = model._exec_order_data
     limits = [order._backward_prefetch_limit, order._forward_prefetch_limit]
@@ -124,29 +124,29 @@ def torch_l47_limit(group: Collectives) -> list[int]:
     return [*limits, handles.index(order.get_handle_to_backward_prefetch(handles[3]))]
 
 
-def test_l47_torch_looks_one_unit_ahead(torch_saw: Saw) -> None:
+def test_l47_torch_looks_one_unit_ahead(processes: Outcomes) -> None:
     """Torch's two limits are fixed at 1, and with the larger one its loop still returns one unit only: the farthest."""
-    assert torch_saw["torch_l47_limit"] == [[1, 1, 1]] * 2
+    assert processes.values(torch_l47_limit) == [[1, 1, 1]] * 2
 
 
-def test_l47_torch_gathers_one_of_two_nested_units_ahead(torch_saw: Saw) -> None:
+def test_l47_torch_gathers_one_of_two_nested_units_ahead(processes: Outcomes) -> None:
     """Torch's BACKWARD_POST gathers the next outer unit when an inner one ends, and never the inner ones."""
-    assert torch_saw["torch_l47_nested"] == [["1.inner: 0"]] * 2
+    assert processes.values(torch_l47_nested) == [["1.inner: 0"]] * 2
 
 
-def test_l47_torch_keeps_the_order_of_the_first_pass(torch_saw: Saw) -> None:
+def test_l47_torch_keeps_the_order_of_the_first_pass(processes: Outcomes) -> None:
     """Torch's forward prefetch goes by the first pass for ever: here it gathers the layer that runs last, first."""
-    assert torch_saw["torch_l47_learned"] == [[[], [": layers.0"], [": layers.0"]]] * 2
+    assert processes.values(torch_l47_learned) == [[[], [": layers.0"], [": layers.0"]]] * 2
 
 
 def events_of(model: nn.Module, rank: int, passes: int = 2) -> tuple[list[Event], list[Event]]:
     """What happens in the last of some forward and backward passes."""
     for _ in range(passes - 1):
-        loss_of(model, 0, rank).backward()
+        square_loss(model, 0, rank).backward()
     model.zero_grad()
     log = EventLog()
     with observe(model, log):
-        loss = loss_of(model, 0, rank)
+        loss = square_loss(model, 0, rank)
         forward = list(log.events)
         loss.backward()
     return forward, log.events[len(forward) :]
@@ -170,7 +170,7 @@ def test_l47_the_order_is_learned_again() -> None:
     """The third pass gathers ahead in the order of the second, which was not that of the first."""
 
     def rank(group: Collectives) -> tuple[list[Event], list[Event]]:
-        model = wrap_all(seeded(Changing)(), LAYERS, lambda module: FSDP(module, forward_prefetch=True))
+        model = wrap_all(seeded(Changing), LAYERS, lambda module: FSDP(module, forward_prefetch=True))
         return events_of(model, group.rank, passes=3)
 
     for forward, _ in run_threads(2, rank):
@@ -258,9 +258,9 @@ def torch_l48(group: Collectives) -> list[Any]:
     ]
 
 
-def test_l48_torch_has_two_gathers_in_flight(torch_saw: Saw) -> None:
+def test_l48_torch_has_two_gathers_in_flight(processes: Outcomes) -> None:
     """Torch's limiter has a limit of 2 that no argument changes; that it blocks the host needs a GPU to be seen."""
-    assert torch_saw["torch_l48"] == [[2, 0]] * 2
+    assert processes.values(torch_l48) == [[2, 0]] * 2
 
 
 DEPTH = 5
@@ -269,7 +269,7 @@ LAYER_NBYTES = 4 * (4 * 4 + 4)
 
 def chain() -> nn.Module:
     """Layers of equal size, and a root with a layer of its own."""
-    return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(DEPTH + 1))))()
+    return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(DEPTH + 1))))
 
 
 def peak_nbytes(events: Sequence[Event], held: int = 0) -> int:

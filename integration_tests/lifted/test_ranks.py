@@ -14,8 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_runtime import DivergenceError
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     RANKS,
     STEPS,
     batch,
@@ -31,6 +30,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, parameters_of
 
 
@@ -117,16 +117,6 @@ def trained_in(group: Collectives, use_orig_params: bool, **where: Any) -> dict[
     return full_parameters(model)
 
 
-HALVES = (
-    torch_l01,
-    torch_l03,
-    torch_l12,
-    ours_l01_later,
-    ours_l03,
-)
-
-
-@pytest.mark.processes
 @both_exposures
 def test_l01_torch_gathers_weights_of_another_unit(processes: Outcomes, use_orig_params: bool) -> None:
     """L-01: ranks that run different units of one size get outputs of neither unit in torch, and no error."""
@@ -151,7 +141,6 @@ def test_l01_ranks_that_run_different_units_are_told(use_orig_params: bool, reco
         assert_names_both(message)
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l01_ranks_that_part_later_are_told(processes: Outcomes, use_orig_params: bool) -> None:
     """L-01: over gloo, ranks that part after a step in common are told at the end of the pass, before any can step."""
@@ -174,7 +163,6 @@ def test_l01_ranks_that_run_the_same_units_are_right(use_orig_params: bool) -> N
             assert torch.equal(found, reference(batch(0, number), branch))
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l03_torch_never_averages_over_copies(processes: Outcomes, use_orig_params: bool) -> None:
     """L-03: HYBRID_SHARD over a mesh of (2, 1) is NO_SHARD in torch, and the two copies come to different models."""
@@ -183,7 +171,6 @@ def test_l03_torch_never_averages_over_copies(processes: Outcomes, use_orig_para
     assert all(not torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l03_every_shape_of_mesh_averages(processes: Outcomes, use_orig_params: bool) -> None:
     """L-03: over meshes of (2, 1) and of (1, 2), every rank comes to the unsharded model on the mean of the losses."""
@@ -218,7 +205,6 @@ def test_l03_shard_groups_of_one_rank_average(use_orig_params: bool, strategy: s
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l12_torch_lets_buffers_diverge(processes: Outcomes, use_orig_params: bool) -> None:
     """L-12: the statistics of a BatchNorm are each rank's own in torch, and there is no argument against it."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_runtime import EventLog, observe, units_in
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     batch,
     both_exposures,
     full_parameters,
@@ -24,6 +23,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors
 
 
@@ -83,14 +83,6 @@ def torch_l20_generate(group: Collectives, use_orig_params: bool) -> Tensor:
     return fsdp1(seeded(Coder), nn.Linear, use_orig_params=use_orig_params).generate(batch(0, 0))
 
 
-HALVES = (
-    torch_l20_first,
-    torch_l20_after_root,
-    torch_l20_generate,
-)
-
-
-@pytest.mark.processes
 @both_exposures
 @pytest.mark.parametrize("half", [torch_l20_first, torch_l20_generate])
 def test_l20_torch_fails_outside_of_the_root(
@@ -100,14 +92,12 @@ def test_l20_torch_fails_outside_of_the_root(
     assert processes.error(half, use_orig_params).startswith("RuntimeError")
 
 
-@pytest.mark.processes
 def test_l20_torch_works_by_accident(processes: Outcomes) -> None:
     """L-20: with use_orig_params=False, once the root has run, its own parameters are still there in torch."""
     for found in processes.values(torch_l20_after_root, False):
         assert torch.equal(found, seeded(Coder).decoder(batch(0, 0)))
 
 
-@pytest.mark.processes
 def test_l20_torch_fails_on_originals_after_the_root_too(processes: Outcomes) -> None:
     """L-20: with use_orig_params=True not even these are."""
     assert processes.error(torch_l20_after_root, True).startswith("RuntimeError")

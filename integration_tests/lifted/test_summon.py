@@ -17,8 +17,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
 from flatparam_core import FlatParamError
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     batch,
     both_exposures,
     full_gradients,
@@ -32,6 +31,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors, gradients_of, parameters_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated")
@@ -89,13 +89,6 @@ def torch_l28_forward(group: Collectives, use_orig_params: bool) -> tuple[Tensor
         )
 
 
-HALVES = (
-    torch_l27,
-    torch_l28_nested,
-    torch_l28_forward,
-)
-
-
 @functools.cache
 def reference_after_backward() -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """The parameters and the gradients that every test here begins with."""
@@ -104,7 +97,6 @@ def reference_after_backward() -> tuple[dict[str, Tensor], dict[str, Tensor | No
     return parameters_of(reference), gradients_of(reference)
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l27_torch_refuses_combinations(processes: Outcomes, use_orig_params: bool) -> None:
     """L-27: each of these is a NotImplementedError in torch; gradients of originals on the device are implemented."""
@@ -213,20 +205,17 @@ def test_l27_training_goes_on(wishes: dict[str, bool], use_orig_params: bool) ->
         assert_same_tensors(found, expected, "parameter")
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l28_torch_does_not_nest(processes: Outcomes, use_orig_params: bool) -> None:
     """L-28: a context in a context is an AssertionError in torch."""
     assert processes.error(torch_l28_nested, use_orig_params).startswith("AssertionError")
 
 
-@pytest.mark.processes
 def test_l28_torch_has_no_forward_inside_for_flat_parameters(processes: Outcomes) -> None:
     """L-28: with use_orig_params=False a forward pass inside breaks the context that it is in, in torch."""
     assert processes.error(torch_l28_forward, False).startswith("AssertionError")
 
 
-@pytest.mark.processes
 def test_l28_torch_shows_shards_after_a_forward_inside(processes: Outcomes) -> None:
     """L-28: with use_orig_params=True torch 2.13 runs the forward pass, but then the context shows shards."""
     for rank, (found, shows_full) in enumerate(processes.values(torch_l28_forward, True)):

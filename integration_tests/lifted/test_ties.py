@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from flatparam import ShardingStrategy
 from flatparam_comm import Collectives
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     STEPS,
     Build,
     batch,
@@ -25,6 +24,7 @@ from integration_tests.lifted.training import (
     train_local,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 from integration_tests.parity.runs import assert_same_tensors
 
 
@@ -86,17 +86,12 @@ def torch_l02(group: Collectives, use_orig_params: bool) -> dict[str, Tensor]:
     return named_twice(model)
 
 
-HALVES = (torch_l02,)
-
-
-@pytest.mark.processes
 def test_l02_torch_unties_flat_parameters(processes: Outcomes) -> None:
     """L-02: with use_orig_params=False torch trains two weights where there was one, and says nothing."""
     for found in processes.values(torch_l02, False):
         assert not torch.allclose(found["first.weight"], found["second.weight"], atol=0.01)
 
 
-@pytest.mark.processes
 def test_l02_torch_fails_on_originals(processes: Outcomes) -> None:
     """L-02: with use_orig_params=True torch's forward pass fails."""
     assert "mat2 must be a matrix" in processes.error(torch_l02, True)

@@ -15,8 +15,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
 from flatparam_runtime import tree_of
 from flatparam_runtime.agreement import fingerprint
-from integration_tests.lifted.torch_half import Outcomes, fsdp1
-from integration_tests.lifted.training import (
+from integration_tests.lifted.our_half import (
     batch,
     both_exposures,
     mlp,
@@ -24,6 +23,7 @@ from integration_tests.lifted.training import (
     seeded,
     wrapped,
 )
+from integration_tests.lifted.torch_half import Outcomes, fsdp1
 
 PASSES = 4
 MANY = 20
@@ -50,13 +50,6 @@ def torch_l11(group: Collectives, use_orig_params: bool) -> list[int]:
     return lengths
 
 
-HALVES = (
-    torch_l10,
-    torch_l11,
-)
-
-
-@pytest.mark.processes
 @both_exposures
 def test_l10_torch_keeps_the_type_of_a_failed_context(processes: Outcomes, use_orig_params: bool) -> None:
     """L-10: an exception in torch's state_dict_type() leaves the new type set on every wrapper."""
@@ -86,7 +79,6 @@ def test_l10_a_failed_context_restores_the_type(use_orig_params: bool) -> None:
     on_two_ranks(rank)
 
 
-@pytest.mark.processes
 @both_exposures
 def test_l11_torch_grows_in_inference(processes: Outcomes, use_orig_params: bool) -> None:
     """L-11: each forward pass without a backward adds all of its units to a list of torch's that nothing empties."""

@@ -18,27 +18,29 @@ from flatparam_comm import Collectives, run_threads
 from integration_tests.lifted.our_half import (
     FSDP,
     assert_trains_as_one,
+    batch,
     blocks,
+    seeded,
+    sgd,
     train,
     train_alone,
 )
-from integration_tests.lifted.probes import Saw, assert_raised, wrapped
+from integration_tests.lifted.torch_half import Half, Outcomes, fsdp1
 from integration_tests.parity.models import Block
 from integration_tests.parity.runs import assert_same_tensors
-from integration_tests.parity.zoo import batch, seeded
 
 X = torch.ones(3, 4)
 
 
 def torch_l33(group: Collectives) -> None:
     model: Any = blocks()
-    model[0].up = wrapped(model[0].up)
-    wrapped(model, auto_wrap_policy=torch_wrap.ModuleWrapPolicy({Block}))
+    model[0].up = fsdp1(model[0].up)
+    fsdp1(model, auto_wrap_policy=torch_wrap.ModuleWrapPolicy({Block}))
 
 
-def test_l33_torch_refuses_a_policy_over_what_is_wrapped(torch_saw: Saw) -> None:
+def test_l33_torch_refuses_a_policy_over_what_is_wrapped(processes: Outcomes) -> None:
     """Torch raises ValueError where a policy is to wrap around a module that is wrapped by hand."""
-    assert_raised(torch_saw["torch_l33"], "ValueError", "to not already have FSDP applied but found 0.up")
+    processes.assert_raised(torch_l33, "ValueError", "to not already have FSDP applied but found 0.up")
 
 
 def test_l33_by_hand_and_by_policy() -> None:
@@ -57,27 +59,27 @@ def test_l33_by_hand_and_by_policy() -> None:
 
 
 def torch_l34(group: Collectives) -> None:
-    child = wrapped(nn.Linear(4, 4))
+    child = fsdp1(nn.Linear(4, 4))
     child(X).sum().backward()
-    wrapped(nn.Sequential(child, nn.Linear(4, 4)))(X)
+    fsdp1(nn.Sequential(child, nn.Linear(4, 4)))(X)
 
 
-def test_l34_torch_has_one_root_for_ever(torch_saw: Saw) -> None:
+def test_l34_torch_has_one_root_for_ever(processes: Outcomes) -> None:
     """Torch raises AssertionError where a wrapper has run before another is put around it."""
-    assert_raised(torch_saw["torch_l34"], "AssertionError", "Non-root FSDP instance's `_is_root`")
+    processes.assert_raised(torch_l34, "AssertionError", "Non-root FSDP instance's `_is_root`")
 
 
 def test_l34_a_root_becomes_a_child() -> None:
     """A part is trained by itself, then as part of a larger model: the same bits as unsharded."""
 
     def part() -> nn.Module:
-        return seeded(lambda: Block(4), 1)()
+        return seeded(lambda: Block(4), 1)
 
     def rank(group: Collectives) -> Any:
         child = FSDP(part())
-        train(child, group.rank)
+        train(child, sgd(child.parameters()), group.rank)
         model: Any = FSDP(nn.Sequential(child, blocks()))
-        train(model, group.rank, range(3, 6))
+        train(model, sgd(model.parameters()), group.rank, steps=range(3, 6))
         return model.check_is_root(), child.check_is_root(), model.state_dict()
 
     expected = train_alone(nn.Sequential(train_alone(part(), 2), blocks()), 2, range(3, 6)).state_dict()
@@ -87,17 +89,17 @@ def test_l34_a_root_becomes_a_child() -> None:
 
 
 def torch_l44_use_orig_params(group: Collectives) -> None:
-    wrapped(nn.Sequential(wrapped(nn.Linear(4, 4), use_orig_params=True), nn.Linear(4, 4)))(X)
+    fsdp1(nn.Sequential(fsdp1(nn.Linear(4, 4), use_orig_params=True), nn.Linear(4, 4)))(X)
 
 
 def torch_l44_limit_all_gathers(group: Collectives) -> None:
-    wrapped(nn.Sequential(wrapped(nn.Linear(4, 4), limit_all_gathers=False), nn.Linear(4, 4)))(X)
+    fsdp1(nn.Sequential(fsdp1(nn.Linear(4, 4), limit_all_gathers=False), nn.Linear(4, 4)))(X)
 
 
-@pytest.mark.parametrize("name", ["use_orig_params", "limit_all_gathers"])
-def test_l44_torch_wants_one_value_for_a_tree(torch_saw: Saw, name: str) -> None:
+@pytest.mark.parametrize("half", [torch_l44_use_orig_params, torch_l44_limit_all_gathers])
+def test_l44_torch_wants_one_value_for_a_tree(processes: Outcomes, half: Half) -> None:
     """Torch raises ValueError at the first forward where wrappers of a model differ in one of two arguments."""
-    assert_raised(torch_saw[f"torch_l44_{name}"], "ValueError", "one homogeneous value")
+    processes.assert_raised(half, "ValueError", "one homogeneous value")
 
 
 @pytest.mark.parametrize("original", [(True, False, False), (False, True, True)])
@@ -126,7 +128,7 @@ class Layers(nn.Module):
 
 
 def layers() -> nn.Module:
-    return seeded(lambda: Layers(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])))()
+    return seeded(lambda: Layers(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])))
 
 
 def torch_l53_nested(group: Collectives) -> None:
@@ -137,13 +139,13 @@ def torch_l53_nested(group: Collectives) -> None:
 
 def torch_l53_list(group: Collectives) -> None:
     policy = torch_wrap.ModuleWrapPolicy({nn.ModuleList})
-    wrapped(layers(), auto_wrap_policy=policy)(X).sum().backward()
+    fsdp1(layers(), auto_wrap_policy=policy)(X).sum().backward()
 
 
-def test_l53_torch_refuses_nested_contexts_and_lists(torch_saw: Saw) -> None:
+def test_l53_torch_refuses_nested_contexts_and_lists(processes: Outcomes) -> None:
     """Torch raises NotImplementedError for nested contexts; a wrapped list ends in an error about views."""
-    assert_raised(torch_saw["torch_l53_nested"], "NotImplementedError", "nested autowrap")
-    assert_raised(torch_saw["torch_l53_list"], "RuntimeError", "is a view and its base")
+    processes.assert_raised(torch_l53_nested, "NotImplementedError", "nested autowrap")
+    processes.assert_raised(torch_l53_list, "RuntimeError", "is a view and its base")
 
 
 def test_l53_nested_contexts() -> None:
@@ -179,14 +181,14 @@ def test_l53_a_list_is_named_in_a_warning(by_policy: bool) -> None:
 
 
 def torch_l59(group: Collectives) -> Any:
-    model = wrapped(blocks(), use_orig_params=True)
+    model = fsdp1(blocks(), use_orig_params=True)
     return [name for name, _ in model.named_parameters()], list(model.state_dict())
 
 
-def test_l59_torch_puts_its_prefix_into_names(torch_saw: Saw) -> None:
+def test_l59_torch_puts_its_prefix_into_names(processes: Outcomes) -> None:
     """Torch's named_parameters() has a prefix that its state_dict() has not."""
     names = [name for name, _ in blocks().named_parameters()]
-    assert torch_saw["torch_l59"] == [([f"_fsdp_wrapped_module.{name}" for name in names], names)] * 2
+    assert processes.values(torch_l59) == [([f"_fsdp_wrapped_module.{name}" for name in names], names)] * 2
 
 
 def test_l59_clean_names() -> None:
@@ -199,7 +201,7 @@ def test_l59_clean_names() -> None:
         policy = ModuleWrapPolicy({nn.Linear, nn.Sequential})
         model = FSDP(make(), auto_wrap_policy=policy, use_orig_params=True, clean_names=True)
         before = _names(model)
-        model(batch(0, group.rank, 3, 4)).sum().backward()
+        model(batch(0, group.rank)).sum().backward()
         return before, _names(model)
 
     for found in run_threads(2, rank):
@@ -226,9 +228,9 @@ def torch_l60(group: Collectives) -> list[bool]:
     ]
 
 
-def test_l60_torch_shares_one_dict_of_arguments(torch_saw: Saw) -> None:
+def test_l60_torch_shares_one_dict_of_arguments(processes: Outcomes) -> None:
     """Torch gives the modules that only the precision override wraps the root's own dict, and changes it."""
-    assert torch_saw["torch_l60"] == [[True, True, True]] * 2
+    assert processes.values(torch_l60) == [[True, True, True]] * 2
 
 
 class Kept(ModuleWrapPolicy):
@@ -251,7 +253,7 @@ def test_l60_the_roots_arguments_stay_as_they_are() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says which modules it leaves out
             made = FSDP(model, mixed_precision=bf16, auto_wrap_policy=policy)
-        made(batch(0, group.rank, 3, 4)).sum().backward()
+        made(batch(0, group.rank)).sum().backward()
         dtypes = [unit._unit.plan.precision.param_dtype for unit in FSDP.fsdp_modules(made)]
         return dtypes, policy.root_kwargs["mixed_precision"]
 

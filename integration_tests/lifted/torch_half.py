@@ -1,14 +1,16 @@
 """The half of a row that is about torch: its FSDP1 on two gloo processes, every row in one launch.
 
-A test file lists the functions that are to run there in `HALVES`.
+A half is a function of a test file that is called `torch_l<row>...`, or `ours_l<row>...` if it is ours that must run on
+processes. It is called as `half(group)`, or, if it has a parameter `use_orig_params`, as `half(group, use_orig_params)`
+with either value. Halves fail on every rank or on none, so that no rank waits for another one that has failed.
 """
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import attrs
@@ -20,75 +22,95 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 
-Half: TypeAlias = Callable[[Collectives, bool], Any]
-"""What one rank does, with this value of use_orig_params; what it returns travels by pickle."""
+Half: TypeAlias = Callable[..., Any]
+"""What one rank does; what it returns travels by pickle."""
+
+Key: TypeAlias = tuple[str, bool | None]
+"""The name of a half, and its value of use_orig_params, if it takes one."""
 
 
-@attrs.frozen(eq=False)
-class Outcome:
-    """What a half came to on one rank: its value, or the type and the message of its error."""
+@attrs.frozen
+class Raised:
+    """The error of a half."""
 
-    value: Any = None
-    error: str | None = None
+    kind: str
+    message: str
 
 
 @attrs.frozen(eq=False)
 class Outcomes:
-    """What the halves came to, on each rank."""
+    """What each rank returned from each half, or the error that it raised there."""
 
-    of_ranks: list[Mapping[tuple[str, bool], Outcome]]
+    of_ranks: list[Mapping[Key, Any]]
 
-    def values(self, half: Half, use_orig_params: bool) -> list[Any]:
+    def reports(self, half: Half, use_orig_params: bool | None = None) -> list[Any]:
+        """What the half returned on each rank, or how it failed there."""
+        return [outcomes[half.__name__, use_orig_params] for outcomes in self.of_ranks]
+
+    def values(self, half: Half, use_orig_params: bool | None = None) -> list[Any]:
         """What the half returned on each rank; it must not have failed."""
-        outcomes = self._of(half, use_orig_params)
-        assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-        return [outcome.value for outcome in outcomes]
+        reports = self.reports(half, use_orig_params)
+        assert not [report for report in reports if isinstance(report, Raised)], reports
+        return reports
 
-    def error(self, half: Half, use_orig_params: bool) -> str:
-        """The half's error, with which it must have failed on all ranks."""
-        found = {outcome.error for outcome in self._of(half, use_orig_params)}
-        assert len(found) == 1, found
-        (error,) = found
-        assert error is not None, "it did not fail"
+    def errors(self, half: Half, use_orig_params: bool | None = None) -> list[Raised]:
+        """The half's error on each rank; it must have failed on all."""
+        reports = self.reports(half, use_orig_params)
+        assert all(isinstance(report, Raised) for report in reports), reports
+        return reports
+
+    def error(self, half: Half, use_orig_params: bool | None = None) -> str:
+        """The half's error, which must be the same on all ranks."""
+        (error,) = {f"{each.kind}: {each.message}" for each in self.errors(half, use_orig_params)}
         return error
 
-    def _of(self, half: Half, use_orig_params: bool) -> list[Outcome]:
-        return [outcomes[half.__name__, use_orig_params] for outcomes in self.of_ranks]
+    def assert_raised(self, half: Half, kind: str, *words: str) -> None:
+        """Demand that the half raised, on every rank, an error of this kind with one of these texts in it."""
+        for error in self.errors(half):
+            assert error.kind == kind, error
+            assert any(each in error.message for each in words), error
 
 
 def fsdp1(module: nn.Module, *units: type[nn.Module], **arguments: Any) -> FullyShardedDataParallel:
     """torch's wrapper on the CPU, with the modules of these classes as units."""
-    policy = ModuleWrapPolicy(set(units)) if units else None
-    return FullyShardedDataParallel(
-        module, auto_wrap_policy=policy, device_id=torch.device("cpu"), **arguments
-    )
+    if units:
+        arguments["auto_wrap_policy"] = ModuleWrapPolicy(set(units))
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **arguments)
 
 
-def halves() -> Iterator[Half]:
-    """Those of every test file beside this one."""
-    for file in sorted(Path(__file__).parent.glob("test_*.py")):
-        module = importlib.import_module(f"integration_tests.lifted.{file.stem}")
-        yield from getattr(module, "HALVES", ())  # the others have probes; see `probes`
+def halves_of(modules: Iterable[ModuleType]) -> list[Half]:
+    """The halves of these test files, in an order that is the same in every process."""
+    found = {
+        half
+        for module in modules
+        for name, half in vars(module).items()
+        if name.startswith(("torch_l", "ours_l")) and half.__module__ == module.__name__
+    }
+    return sorted(found, key=lambda half: half.__name__)
 
 
-def attempt_all(group: Collectives) -> dict[tuple[str, bool], Outcome]:
-    """This rank's outcomes. Halves fail on every rank or on none, so that none leaves another waiting."""
+def launch(halves: list[Half]) -> Outcomes:
+    """Run all halves, one after the other, in one pair of processes."""
+    return Outcomes(run_processes(2, _attempt_all, halves))
+
+
+def _attempt_all(group: Collectives, halves: list[Half]) -> dict[Key, Any]:
+    return {
+        (half.__name__, use_orig_params): _attempt(half, group, use_orig_params)
+        for half in halves
+        for use_orig_params in _exposures(half)
+    }
+
+
+def _exposures(half: Half) -> Iterator[bool | None]:
+    yield from (False, True) if "use_orig_params" in inspect.signature(half).parameters else (None,)
+
+
+def _attempt(half: Half, group: Collectives, use_orig_params: bool | None) -> Any:
+    torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's wrapper is deprecated, and says so at every turn
-        return {
-            (half.__name__, use_orig_params): _attempt(half, group, use_orig_params)
-            for half in halves()
-            for use_orig_params in (False, True)
-        }
-
-
-def _attempt(half: Half, group: Collectives, use_orig_params: bool) -> Outcome:
-    try:
-        return Outcome(value=half(group, use_orig_params))
-    except Exception as error:
-        return Outcome(error=f"{type(error).__name__}: {error}")
-
-
-def launch() -> Outcomes:
-    """Run every half on two processes."""
-    return Outcomes(run_processes(2, attempt_all))
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so at every turn
+        try:
+            return half(group) if use_orig_params is None else half(group, use_orig_params)
+        except Exception as error:
+            return Raised(type(error).__name__, str(error))

@@ -11,9 +11,9 @@ import hypothesis
 import pytest
 
 from flatparam import FullyShardedDataParallel
+from flatparam_comm.testing import PATIENCE
 from flatparam_core import all_thresholds
 from flatparam_runtime import units_in
-from integration_tests.patience import PATIENCE
 from integration_tests.programs.axes import AXES, axes_of
 from integration_tests.programs.checking import check
 from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step

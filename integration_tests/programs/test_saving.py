@@ -8,7 +8,7 @@ import pytest
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 from integration_tests.programs.processes import check_in_processes
 from integration_tests.programs.recipes import Configuration, Program, Step
 from integration_tests.programs.running import Sharded, Training, shard

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives
-from flatparam_comm.testing import run_processes
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE, run_processes
 from integration_tests.simulated.models import Block, Model, batch
 
 STEPS: Final = 3

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 from integration_tests.simulated import build
 from integration_tests.simulated.not_twinned import NOT_TWINNED, stands_for
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flatparam_comm import PREMULTIPLYING
-from flatparam_comm.testing import run_processes
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE, run_processes
 from integration_tests.simulated import build
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from flatparam_comm import Collectives, ProcessGroupCollectives
-from flatparam_comm.testing import run_processes
-from integration_tests.patience import PATIENCE
+from flatparam_comm.testing import PATIENCE, run_processes
 from integration_tests.state.ours import write_ours
 from integration_tests.state.torch_files import Files, write_torchs
 

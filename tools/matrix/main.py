@@ -1,19 +1,16 @@
-"""Test flatparam with each torch and on each Python that it supports, each in an environment of its own.
+"""Test flatparam in this environment, which has one torch on one Python, and enter what was found.
 
-    nox -s matrix                     each torch on one Python, and each Python with one torch
-    nox -s matrix -- 2.15.0           one torch, on the one Python
-    nox -s matrix -- 2.14.1 3.12      this torch on this Python
-    nox -s matrix -- --keep 2.15.0    keep the environment, in build/matrix, for the next time
-    nox -s matrix -- 2.15.0 -k mesh   some tests: what is not a version goes to pytest, and nothing is entered
-    nox -s matrix -- --again          what failed in the rows that were entered, and nothing else (`-- --again 2.15.0`)
-    nox -s matrix -- --list           the rows
-    nox -s matrix -- --page           docs/compatibility.md from the results
+    python tools/matrix              run the tests, and say how it went
+    python tools/matrix -k mesh      some of them: what is not an option of this command goes to pytest
+    python tools/matrix --enter      enter the result in docs/compatibility.json, and write the page from it
+    python tools/matrix --again      what failed in the row that was entered, and nothing else (with --enter: enters it)
+    python tools/matrix --list       the rows
+    python tools/matrix --page       docs/compatibility.md from the results
 
-In each environment are an ordinary `pip install torch==VERSION`, the tools of the tests as tools/constraints.txt has
-them, and the five packages as wheels. Tested are all tests of the layers and the short ones of integration, without
-those marked `slow` or `gpu`. Tests that fail run once more, one after the other: a failure is one that fails twice, and
-what passes alone is named in the results as "repeated". Results are entered in docs/compatibility.json, and the page is
-written from it. An environment takes five gigabytes of disk and some minutes to download; there is one at a time.
+nox makes the environments and calls this in each: `nox -s "tests-torch(2.15)"`, `nox -s tests-python-3.12`,
+`nox -s oldest`, and `nox -s matrix`, which runs all of the first two with --enter. Tested are all tests of the layers
+and the short ones of integration, without those marked `slow` or `gpu`. Tests that fail run once more, one after the
+other: a failure is one that fails twice, and what passes alone is named in the results as "repeated".
 """
 
 from __future__ import annotations
@@ -21,19 +18,23 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .environments import HOME, LADDER, ROOT, Environment, RowError, environment
-from .names import INSTEAD, names_used, private_names, unplaced
+from .names import INSTEAD, lacks, names_used, private_names, unplaced
 from .page import write
-from .rows import Row, all_rows, choose
+from .rows import Row, all_rows
 
-__all__ = ["RESULTS", "SUITES", "counts", "main", "node_id", "repeated", "verdict"]
+__all__ = ["RESULTS", "SUITES", "RowError", "counts", "main", "node_id", "repeated", "this_row", "verdict"]
 
+ROOT: Final = Path(__file__).resolve().parents[2]
+HOME: Final = ROOT / "build" / "matrix"
+LADDER: Final = ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam")
 RESULTS: Final = ROOT / "docs" / "compatibility.json"
 SUITES: Final = {
     "layers": tuple(f"packages/{name}/tests" for name in LADDER),
@@ -51,26 +52,63 @@ PYTEST: Final = ("-m", "pytest", "-q", "--tb", "native", "--timeout", "900", "-o
 SPREAD: Final = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal")
 
 
+class RowError(Exception):
+    """A row cannot be tested here: a sentence for the user."""
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Do what the arguments say, and return the exit status: 1 where a row is not green."""
-    known = ("--again", "--keep", "--list", "--page", "--help", "-h")
+    """Do what the arguments say, and return the exit status: 1 if the row is not green."""
+    known = ("--again", "--enter", "--list", "--page", "--help", "-h")
     options = {option for option in known if option in arguments}
-    rows, for_pytest = choose([argument for argument in arguments if argument not in options])
+    for_pytest = [argument for argument in arguments if argument not in options]
     if options & {"--help", "-h"}:
         print(__doc__)
-    elif "--list" in options:
+        return 0
+    if "--list" in options:
         print("\n".join(map(str, all_rows())))
-    elif "--page" in options:
+        return 0
+    if "--page" in options:
         write(_results(), RESULTS.with_suffix(".md"))
-    else:
-        again = "--again" in options
-        if again:
-            rows = [row for row in rows if _failed_before(row)]
-        outcomes = {row: _outcome(row, for_pytest, keep="--keep" in options, again=again) for row in rows}
-        for row, outcome in outcomes.items():
-            print(f"{row!s:<28} {outcome}")
-        return 0 if all(outcome.startswith("ok") for outcome in outcomes.values()) else 1
-    return 0
+        return 0
+    row = this_row()
+    try:
+        outcome = _outcome(row, for_pytest, enter="--enter" in options, again="--again" in options)
+    except RowError as error:
+        outcome = f"FAILED: {error}"
+    print(f"{row!s:<28} {outcome}")
+    return 0 if outcome.startswith("ok") else 1
+
+
+def this_row() -> Row:
+    """Return the torch and the Python of this process."""
+    import torch
+
+    return Row(torch.__version__.partition("+")[0], ".".join(map(str, sys.version_info[:2])))
+
+
+def _outcome(row: Row, for_pytest: Sequence[str], *, enter: bool, again: bool) -> str:
+    """Test the row, and say how it went in a line that begins with `ok` if it went well."""
+    if unplaced():
+        raise RowError(f"say in tools/matrix/names.py whose attributes these are: {', '.join(unplaced())}")
+    HOME.mkdir(parents=True, exist_ok=True)
+    if for_pytest:
+        if enter or again:
+            raise RowError(
+                f"a part of the tests is not entered: leave out {' '.join(for_pytest)}, or --enter"
+            )
+        folders = [folder for suite in SUITES.values() for folder in suite]
+        code = _run([*_pytest(row, "chosen", folders), *SPREAD, *for_pytest])
+        return "ok, not entered" if code == 0 else f"FAILED: pytest ended with {code}"
+    if enter and row not in all_rows():
+        raise RowError(f"{row} is not in the table: its rows are {', '.join(map(str, all_rows()))}")
+    if again and not _failed_before(row):
+        return "ok, nothing had failed"
+    started = time.monotonic()
+    entry = _tested_again(row) if again else _tested(row)
+    entry["seconds"] = round(time.monotonic() - started) + (entry["seconds"] if again else 0)
+    if enter:
+        _enter(row, entry)
+    return verdict(entry)
 
 
 def _failed_before(row: Row) -> bool:
@@ -79,45 +117,27 @@ def _failed_before(row: Row) -> bool:
     return entry is not None and any(entry[suite]["failed"] for suite in SUITES)
 
 
-def _outcome(row: Row, for_pytest: Sequence[str], *, keep: bool, again: bool) -> str:
-    """Test the row, and say how it went in a line that begins with `ok` where it went well."""
-    print(f"\n{row}", flush=True)
-    started = time.monotonic()
-    try:
-        if unplaced():
-            raise RowError(
-                f"say in tools/matrix/names.py whose attributes these are: {', '.join(unplaced())}"
-            )
-        with environment(row, keep=keep) as made:
-            if for_pytest:
-                folders = [folder for suite in SUITES.values() for folder in suite]
-                code = made.show(*_pytest(row, "chosen", folders), *SPREAD, *for_pytest)
-                return "ok, not entered" if code == 0 else f"FAILED: pytest ended with {code}"
-            entry = _tested_again(row, made) if again else _tested(row, made)
-    except RowError as error:
-        return f"FAILED: {error}"
-    entry["seconds"] = round(time.monotonic() - started) + (entry["seconds"] if again else 0)
-    _enter(row, entry)
-    return verdict(entry)
+def _tested(row: Row) -> dict[str, Any]:
+    import torch
 
-
-def _tested(row: Row, made: Environment) -> dict[str, Any]:
-    facts = "import platform, torch; print(platform.python_version(), torch.__version__)"
-    python, installed = made.run("-W", "ignore", "-c", facts).stdout.split()
-    lacks = json.loads(made.run("-W", "ignore", "tools/matrix/names.py").stdout)
-    entry: dict[str, Any] = {"torch": row.torch, "installed": installed, "python": python, "lacks": lacks}
+    entry: dict[str, Any] = {
+        "torch": row.torch,
+        "installed": str(torch.__version__),
+        "python": platform.python_version(),
+        "lacks": lacks(),
+    }
     for suite, folders in SUITES.items():
-        entry[suite] = _suite(row, made, suite, folders)
+        entry[suite] = _suite(row, suite, folders)
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return {**entry, "date": time.strftime("%Y-%m-%d"), "machine": machine}
 
 
-def _tested_again(row: Row, made: Environment) -> dict[str, Any]:
+def _tested_again(row: Row) -> dict[str, Any]:
     entry: dict[str, Any] = {**_results()["rows"][row.name]}
     for suite in SUITES:
         if entry[suite]["failed"]:
             tests = [node_id(name) for name in entry[suite]["failures"]]
-            entry[suite] = repeated(entry[suite], _reported(row, made, suite, tests))
+            entry[suite] = repeated(entry[suite], _reported(row, suite, tests))
     return entry
 
 
@@ -127,22 +147,27 @@ def node_id(name: str) -> str:
     return f"{module.replace('.', '/')}.py::{function}"
 
 
-def _suite(row: Row, made: Environment, suite: str, folders: Sequence[str]) -> dict[str, Any]:
+def _suite(row: Row, suite: str, folders: Sequence[str]) -> dict[str, Any]:
     """Run the tests of a suite, and those that fail once more, alone."""
-    first = _reported(row, made, suite, folders, *SPREAD)
+    first = _reported(row, suite, folders, *SPREAD)
     if not first["failed"]:
         return first
-    again = _reported(row, made, suite, folders, "--last-failed", "--last-failed-no-failures", "none")
+    again = _reported(row, suite, folders, "--last-failed", "--last-failed-no-failures", "none")
     return repeated(first, again)
 
 
-def _reported(row: Row, made: Environment, suite: str, folders: Sequence[str], *how: str) -> dict[str, Any]:
+def _reported(row: Row, suite: str, folders: Sequence[str], *how: str) -> dict[str, Any]:
     report = HOME / f"{row.name}-{suite}.xml"
     report.unlink(missing_ok=True)
-    code = made.show(*_pytest(row, suite, folders), *how, f"--junit-xml={report}")
+    code = _run([*_pytest(row, suite, folders), *how, f"--junit-xml={report}"])
     if code not in (0, 1) or not report.exists():
         raise RowError(f"pytest ended with {code} in the tests of {suite}")
     return counts(report)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run this Python in the root of the checkout, showing what it prints; return the exit code."""
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT).returncode
 
 
 def _pytest(row: Row, suite: str, folders: Sequence[str]) -> list[str]:
@@ -176,7 +201,7 @@ def counts(report: Path) -> dict[str, Any]:
 
 
 def verdict(entry: Mapping[str, Any]) -> str:
-    """Say how a row went, in a line that begins with `ok` where it went well."""
+    """Say how a row went, in a line that begins with `ok` if it went well."""
     missing = [name for name in entry["lacks"] if name not in INSTEAD]
     failed = sum(entry[suite]["failed"] for suite in SUITES)
     said = ", ".join(f"{suite} {entry[suite]['passed']} passed" for suite in SUITES)

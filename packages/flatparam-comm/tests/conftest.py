@@ -23,9 +23,7 @@ from flatparam_comm import (
     shared_memory,
 )
 from flatparam_comm.processes import world as processes
-from flatparam_comm.testing import run_processes, run_threads
-
-from .patience import PATIENCE, be_patient
+from flatparam_comm.testing import PATIENCE, be_patient, run_processes, run_threads
 
 be_patient()
 

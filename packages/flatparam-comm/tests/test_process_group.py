@@ -24,9 +24,7 @@ from flatparam_comm import (
     scaled,
 )
 from flatparam_comm.process_group import c10d as c10d_names
-from flatparam_comm.testing import run_processes, run_threads
-
-from .patience import BRIEFLY
+from flatparam_comm.testing import BRIEFLY, run_processes, run_threads
 
 pytestmark = pytest.mark.processes
 

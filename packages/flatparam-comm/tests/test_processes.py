@@ -27,9 +27,7 @@ from flatparam_comm import (
 from flatparam_comm.processes import child as process_child
 from flatparam_comm.processes import world as processes
 from flatparam_comm.processes.function import FunctionReference
-from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
-
-from .patience import PATIENCE, longer_and_longer
+from flatparam_comm.testing import PATIENCE, Fault, FaultyCollectives, Kill, longer_and_longer, run_processes
 
 pytestmark = pytest.mark.processes
 

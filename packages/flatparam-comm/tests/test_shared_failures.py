@@ -23,9 +23,7 @@ from flatparam_comm import (
 )
 from flatparam_comm.shared_memory import host as shared_host
 from flatparam_comm.shared_memory import moves as shared_moves
-from flatparam_comm.testing import Fault, FaultyCollectives, Kill, run_processes
-
-from .patience import BRIEFLY
+from flatparam_comm.testing import BRIEFLY, Fault, FaultyCollectives, Kill, run_processes
 
 pytestmark = pytest.mark.processes
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from flatparam_comm import Collectives, RankError, WorldTimeout
-from flatparam_comm.testing import Fault, Kill, Raise, run_threads
-
-from .patience import PATIENCE, longer_and_longer
+from flatparam_comm.testing import PATIENCE, Fault, Kill, Raise, longer_and_longer, run_threads
 
 
 def test_a_timeout_says_where_everybody_is() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from .patience import be_patient
+from flatparam_comm.testing import be_patient
 
 be_patient()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .patience import be_patient
+from flatparam_comm.testing import be_patient
 
 torch.set_num_threads(1)  # the ranks share the cores
 be_patient()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from .patience import be_patient
+from flatparam_comm.testing import be_patient
 
 torch.set_num_threads(1)  # the ranks share the cores
 be_patient()

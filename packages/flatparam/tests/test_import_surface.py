@@ -12,8 +12,7 @@ import torch.distributed.fsdp.wrap
 
 import flatparam
 import flatparam.wrap
-
-from .patience import PATIENCE
+from flatparam_comm.testing import PATIENCE
 
 NAMES = [
     "FullyShardedDataParallel",

@@ -2,20 +2,67 @@
 
 `run_threads` (all ranks in this process, deterministic) and `run_processes` (real processes over gloo) take the same
 functions, so a test can be written once and run in both worlds.
+
+A machine that is busy must not make a test fail. So only what hangs runs into a limit: call `be_patient()` once, in a
+`conftest.py`, and let what needs a limit of its own take `PATIENCE`. `FLATPARAM_TEST_PATIENCE=4` makes all of it four
+times as long.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.processes.world import run_processes
 from flatparam_comm.threads.world import run_threads
 
 __all__ = [
+    "BRIEFLY",
     "Delay",
     "Fault",
     "FaultyCollectives",
     "Kill",
+    "PATIENCE",
     "Raise",
+    "be_patient",
+    "longer_and_longer",
     "run_processes",
     "run_threads",
 ]
+
+_SCALE: Final = float(os.environ.get("FLATPARAM_TEST_PATIENCE", "1"))
+
+PATIENCE: Final = 600.0 * _SCALE
+"""Seconds for a world of ranks or a program: only a test that hangs waits so long."""
+
+BRIEFLY: Final = round(5 * _SCALE)
+"""Seconds for a collective that is meant to run out of time: enough for the ranks that are there already."""
+
+
+def be_patient() -> None:
+    """Make `PATIENCE` the default time limit of `run_threads` and `run_processes`, and of a collective half of it.
+
+    So a collective that hangs says so before its world does.
+    """
+    _set_defaults(run_threads, timeout=PATIENCE)
+    _set_defaults(run_processes, timeout=PATIENCE, pg_timeout=PATIENCE / 2)
+
+
+def longer_and_longer(first: float) -> Iterator[float]:
+    """Yield time limits in seconds, each twice as long as the last, for what must be under way when its time is up.
+
+    A busy machine takes longer until it is; so try each limit until the attempt was under way in time.
+    """
+    limit = first
+    while limit < PATIENCE / 4:
+        yield limit
+        limit *= 2
+
+
+def _set_defaults(world: Callable[..., Any], **limits: float) -> None:
+    defaults = world.__kwdefaults__
+    assert defaults is not None
+    assert limits.keys() <= defaults.keys(), "the limits are keywords with defaults"
+    defaults.update(limits)

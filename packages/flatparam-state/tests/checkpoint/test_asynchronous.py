@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
-from flatparam_comm.testing import run_processes, run_threads
+from flatparam_comm.testing import PATIENCE, run_processes, run_threads
 from flatparam_state.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -21,7 +21,6 @@ from flatparam_state.checkpoint import (
 )
 
 from ..accounting import AllocatedBytes
-from ..patience import PATIENCE
 from .runs import Setup, assert_equal_state, full_state, resumed
 from .small import ALONE, SmallRun
 

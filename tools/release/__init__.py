@@ -1,0 +1,1 @@
+"""Releases of one package: what it changes in the repository, and what it refuses."""
