@@ -218,9 +218,8 @@ def test_the_command_prints_and_fails(house: House, capsys: pytest.CaptureFixtur
 
 def test_what_is_passed_on_stands_in_the_vocabulary(house: House) -> None:
     """A layer's `__init__` takes names of the layer beneath from its own module `vocabulary`."""
-    house.write(
-        "flatparam-comm", "__init__.py", 'from flatparam_core import public\n\n__all__ = ["public"]\n'
-    )
+    init = 'import torch\nfrom flatparam_core import public\n\n__all__ = ["public"]\n'
+    house.write("flatparam-comm", "__init__.py", init)
     (problem,) = house.problems()
     assert "passes flatparam_core.public on; take it from flatparam_comm.vocabulary" in problem
 

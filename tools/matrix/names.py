@@ -45,8 +45,10 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_non_persistent_buffers_set": "torch.nn.Module()",
     "_parameters": "torch.nn.Module()",
     "_process_group_name": "torch.distributed.distributed_c10d",
+    "_profiler_enabled": "torch.autograd",
     "_swap_data_ptr_": "torch.UntypedStorage",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
+    "_version": "torch.empty(0)",
     "_torchdynamo_disable": "torch.compiler.disable(lambda: None)",
 }
 #: Private attributes of the standard library's objects, and those that we give to torch's.
@@ -114,12 +116,13 @@ def _chain(node: ast.expr) -> list[str]:
 
 
 def _looked_up(tree: ast.Module) -> Iterator[str]:
-    """The functions of torch.distributed that flatparam_comm.process_group.c10d looks up."""
+    """The functions that the two seams look up: `_first_of` of comm's c10d, and `_private` of the runtime's autograd."""
+    below = {"_first_of": "torch.distributed", "_private": "torch"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_first_of":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in below:
             for each in node.args:
                 if isinstance(each, ast.Constant):
-                    yield f"torch.distributed.{each.value!s}"
+                    yield f"{below[node.func.id]}.{each.value!s}"
 
 
 @functools.cache
