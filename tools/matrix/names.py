@@ -116,7 +116,7 @@ def _chain(node: ast.expr) -> list[str]:
 
 
 def _looked_up(tree: ast.Module) -> Iterator[str]:
-    """The functions that the two seams look up: `_first_of` of comm's c10d, and `_private` of the runtime's autograd."""
+    """The functions that the two seams look up: `_first_of` in comm, and `_private` in the runtime."""
     below = {"_first_of": "torch.distributed", "_private": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in below:
