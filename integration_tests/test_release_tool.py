@@ -46,7 +46,8 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gitconfig").write_text("[user]\n  name = Somebody\n  email = somebody@example.org\n")
     origin = tmp_path / "origin"
     for package in (ROOT / "packages").iterdir():
-        module = f"src/{package.name.replace('-', '_')}/__init__.py"
+        home = f"src/{package.name.replace('-', '_')}"
+        module = f"{home}/version.py" if (package / home / "version.py").exists() else f"{home}/__init__.py"
         for name in ("pyproject.toml", "CHANGELOG.md", module):
             copy = origin / "packages" / package.name / name
             copy.parent.mkdir(parents=True, exist_ok=True)

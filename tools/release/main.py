@@ -4,7 +4,7 @@
     nox -s release -- core 0.2.0 --dry-run    print what that would change, and change nothing
 
 What stands under [Unreleased] in the package's CHANGELOG.md becomes the section of the version, with today's date. The
-version is written to the `__init__.py` of the package, its only place. Packages that depend on this one get a wider
+version is written to the one file of the package that has it. Packages that depend on this one get a wider
 range if theirs ends before the version; raise the lower end by hand when they need something new. One commit holds all
 of it, and the tag is PACKAGE-vVERSION. Nothing is pushed or uploaded: the last lines say how.
 """

@@ -27,7 +27,10 @@ def find_package(root: Path, name: str) -> Path:
 
 def version_file(package: Path) -> Path:
     """Return the one file that says the package's version; hatchling reads it, too."""
-    return package / "src" / package.name.replace("-", "_") / "__init__.py"
+    home = package / "src" / package.name.replace("-", "_")
+    # A module of its own where other modules of the package need the version too.
+    own = home / "version.py"
+    return own if own.exists() else home / "__init__.py"
 
 
 def read_version(package: Path) -> str:
