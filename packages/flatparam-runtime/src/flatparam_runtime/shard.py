@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
-from flatparam_runtime.optimizers.flat_steps import notice_optimizers
+from flatparam_runtime.optimizers.stepping import notice_optimizers
 from flatparam_runtime.passes.hooks import attach
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.events import Instrument
