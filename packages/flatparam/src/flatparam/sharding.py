@@ -13,7 +13,7 @@ from flatparam.debug_log import watch_for_debugging
 from flatparam.deferred_init import initialiser, is_deferred
 from flatparam.resolve import Resolved
 from flatparam_core import FlatParamError, FlatParameter, owner_of
-from flatparam_runtime import Unit, shard_module, unit_of
+from flatparam_runtime import Unit, notice_optimizers, shard_module, unit_of
 
 __all__ = ["unit_for"]
 
@@ -24,6 +24,7 @@ def unit_for(module: nn.Module, resolved: Resolved) -> Unit:
     Raises:
         FlatParamError: if it was wrapped before, and has got parameters since that no unit holds.
     """
+    notice_optimizers()
     unit = unit_of(module)
     if unit is None:
         return _shard(module, resolved)

@@ -45,6 +45,9 @@ def notice_optimizers() -> None:
 
     One of `torch.optim` that holds parameters of a unit then steps neighbours as one tensor, and long ones in pieces
     (`set_flat_steps`); one that would train other numbers on shards is refused, or warned of (`allow_shards`).
+
+    The wrapper calls it. Call it yourself, once, if you shard by `shard_module` alone: otherwise optimizers step each
+    parameter by itself, and none is refused.
     """
     register_optimizer_step_pre_hook(_before_step)
 
