@@ -21,7 +21,7 @@ from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import run_processes
 from flatparam_core.storage.gradients import SMALL_NBYTES
 from flatparam_runtime import units_in
-from flatparam_runtime.optimizers.stand_in import MAX_NUMEL
+from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_state import Checkpointer
 from integration_tests.models.described import LAYERS, STEPS, Model
 from integration_tests.models.every import named
@@ -82,7 +82,7 @@ def parts(name: str, setting: Setting) -> list[list[list[int]]]:
 def check_width(name: str) -> None:
     """Some parameter has a part on a rank that is stepped in pieces; there are long gradients and short ones."""
     long = [numel for units in parts(name, Setting(original=True)) for unit in units for numel in unit]
-    assert max(long) > MAX_NUMEL.value
+    assert max(long) > STEP_NUMEL.value
     nbytes = [parameter.numel() * parameter.itemsize for parameter in named(name).build().parameters()]
     assert min(nbytes) < SMALL_NBYTES.value < max(nbytes)
     if named(name).layers:
@@ -92,7 +92,7 @@ def check_width(name: str) -> None:
             for unit in units
             if len(unit) == 1
         ]
-        assert max(numel for (numel,) in alone) > MAX_NUMEL.value
+        assert max(numel for (numel,) in alone) > STEP_NUMEL.value
 
 
 # Numbers

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from flatparam import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from flatparam_comm import Collectives, FlatLayout, resolve_topology
-from flatparam_runtime import ROOT_NAME, BackwardOrder, PrefetchPlan, Unit, UnitPlan, shard_module, units_in
+from flatparam_runtime import (
+    ROOT_NAME,
+    BackwardOrder,
+    PrefetchPlan,
+    Unit,
+    UnitPlan,
+    notice_optimizers,
+    shard_module,
+    units_in,
+)
 from integration_tests.parity.runs import OPTIMIZERS, Named, Run
 from integration_tests.parity.zoo import STEPS, Case, named
 
@@ -82,6 +91,7 @@ _ORDERS = {
 
 def shard(case: Case, setting: Setting, group: Any = None) -> nn.Module:
     """The case's model with the same units, but not wrapped: by hooks alone, through the runtime."""
+    notice_optimizers()
     early = setting.strategy == "FULL_SHARD"
     plan = UnitPlan(
         resolve_topology(group),

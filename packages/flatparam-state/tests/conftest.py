@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from flatparam_comm.testing import be_patient
+from flatparam_runtime import notice_optimizers
 
-torch.set_num_threads(1)  # the ranks share the cores
+# The ranks share the cores.
+torch.set_num_threads(1)
 be_patient()
+notice_optimizers()
 
 
 @pytest.fixture(params=[False, True], ids=["flat", "originals"])

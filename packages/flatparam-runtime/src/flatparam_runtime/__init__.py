@@ -5,8 +5,8 @@ from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers.clip import clip_grad_norm_
-from flatparam_runtime.optimizers.flat_steps import set_flat_steps, tensors_stepped
 from flatparam_runtime.optimizers.shape_rules import allow_shards
+from flatparam_runtime.optimizers.stepping import notice_optimizers, set_flat_steps, tensors_stepped
 from flatparam_runtime.passes.hooks import register_forward_method
 from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
@@ -81,6 +81,7 @@ __all__ = [
     "inspecting",
     "memory_view",
     "no_sync",
+    "notice_optimizers",
     "observe",
     "process_group_of",
     "refuse_in_a_pass",

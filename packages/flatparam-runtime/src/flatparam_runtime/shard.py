@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
-from flatparam_runtime.optimizers.flat_steps import notice_optimizers
 from flatparam_runtime.passes.hooks import attach
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.events import Instrument
@@ -41,7 +40,8 @@ def shard_module(
 
     Every rank of `plan.topology` calls it with an equal module, in the same order. Training code stays as it was: the
     module's forward pass gathers the parameters, the backward pass reduces the gradients. A parameter that another unit
-    holds already is shared: that unit keeps it, and both gather it.
+    holds already is shared: that unit keeps it, and both gather it. What optimizers do with shards is another call,
+    `notice_optimizers`, once for the process.
 
     Args:
         module: may already contain units; must not be one.
@@ -85,7 +85,6 @@ def shard_module(
         handles = flattening.finish(own)
     below = list(inside(module))
     unit = Unit(type(module).__name__, plan, handles, UnitModule(weakref.ref(module)))
-    notice_optimizers()
     register_unit(module, unit)
     for b in borrowed:
         _borrow(unit, b)

@@ -29,14 +29,14 @@ def clip_grad_norm_(
 
     Args:
         error_if_nonfinite: raise, on every rank, instead of scaling by a total that is infinite or not a number.
-        foreach: scale all gradients in one call; by default where they are on one device.
+        foreach: scale all gradients in one call; by default if they are on one device.
 
     Returns:
         The total norm before scaling, 0-d, the same on every rank, in the widest dtype that the gradients of trainable
-        parameters have, also where this rank has none of them.
+        parameters have, also if this rank has none of them.
 
     Raises:
-        RuntimeError: for a total that is not finite, where that is asked for; no gradient has changed then.
+        RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
     """
     sharded = _sharded_gradients(module)
     known = {id(g) for gradients in sharded.values() for g in gradients}
@@ -86,7 +86,7 @@ def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where the ranks' norms are added up: where units compute, which their groups reach."""
+    """The device on which the ranks' norms are added up: that on which units compute, which their groups reach."""
     for unit in units_in(module):
         if unit.handles:
             return unit.device
@@ -96,14 +96,16 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    # An empty gradient does not have a norm of every type.
     norms = [
         torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
         for g in gradients
-        if g.numel()  # an empty one has no norm of every type
+        if g.numel()
     ]
     if not norms:
         return torch.zeros((), device=device)
-    if len({norm.device for norm in norms}) == 1:  # one copy for all
+    if len({norm.device for norm in norms}) == 1:
+        # One copy is enough for all.
         together = torch.stack([norm.float() for norm in norms])
         if together.device != device:
             together = streams_of(device).to_device(together, device)

@@ -1,4 +1,4 @@
-"""Optimizers whose rule is not the same for each element, and that shards would have train to other numbers."""
+"""The rules by which an optimizer is refused on shards: one that looks at shapes would train other numbers there."""
 
 from __future__ import annotations
 
@@ -13,66 +13,43 @@ from torch import nn
 from typing_extensions import final
 
 from flatparam_comm import FlatParamError, FlatParameter, owner_of
+from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 
 __all__ = ["allow_shards", "check_sees_no_shards"]
 
+_PARTS_OF_WORDS: Final = ("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam")
+"""Names that count at the end of a class's name only: elsewhere they may be part of a different word."""
 _LOOKS_AT_SHAPES: Final = (
-    *(
-        "adafactor",
-        "adamini",
-        "adam_mini",
-        "apollo",
-        "galore",
-        "kfac",
-        "muon",
-        "novograd",
-        "psgd",
-        "scion",
-        "shampoo",
-    ),
-    *("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "soap", "spam"),
+    *("adafactor", "adamini", "adam_mini", "apollo", "galore", "kfac", "muon", "novograd", "psgd"),
+    *("scion", "shampoo", "soap"),
+    *_PARTS_OF_WORDS,
 )
-"""In the names of classes that compute with rows, columns or the norm of a parameter."""
+"""Names of classes that compute with rows, columns or the norm of a parameter."""
 _LOOKS_AT_ALL: Final = ("dadapt", "lbfgs", "prodigy")
-"""In the names of those that compute with all parameters at once, whatever their shapes."""
-_PARTS_OF_WORDS: Final = frozenset({"came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam"})
-"""Of these names, those that count at the end only: elsewhere they may be part of another word."""
+"""Names of classes that compute with all parameters at once, whatever their shapes."""
 _TREATS_EACH_ALONE: Final = (
-    *(
-        "adabelief",
-        "adadelta",
-        "adagrad",
-        "adam",
-        "adamax",
-        "adamw",
-        "adan",
-        "ademamix",
-        "asgd",
-        "cpuadam",
-        "lion",
-    ),
-    *("nadam", "radam", "rmsprop", "rprop", "schedulefree", "sgd", "sophia", "sophiag", "sparseadam"),
+    *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "ademamix", "asgd", "cpuadam"),
+    *("lion", "nadam", "radam", "rmsprop", "rprop", "schedulefree", "sgd", "sophia", "sophiag", "sparseadam"),
 )
-"""At the end of the names of those that treat each element alone."""
+"""The ends of the names of classes that treat each element alone."""
 _PREFIXES: Final = ("fused", "distributed", "singledevice", "paged", "deepspeed")
-
-_IS_KNOWN: Final = "_flatparam_may_see_shards"
+"""Beginnings of names that say how a class computes, and not what."""
 
 
 def allow_shards(optimizer: torch.optim.Optimizer) -> None:
     """Say that `optimizer` treats each element alone, or knows what to do with the shards that it is given."""
-    setattr(optimizer, _IS_KNOWN, True)
+    setattr(optimizer, MAY_SEE_SHARDS, True)
 
 
 def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step of an optimizer that looks at shapes, and holds parameters that have lost theirs.
 
-    An optimizer of an unknown kind is told of in a warning, once.
+    An optimizer of an unknown kind gets a warning, once.
 
     Raises:
         FlatParamError: naming the optimizer, a parameter, and what to do; nothing has been stepped.
     """
-    if vars(optimizer).get(_IS_KNOWN, False):
+    if vars(optimizer).get(MAY_SEE_SHARDS, False):
         return
     kind = type(optimizer)
     names = [_plain_name(base) for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)]
@@ -131,7 +108,7 @@ def _with_this_step(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.
 @final
 @attrs.frozen
 class _Part:
-    """What an optimizer holds of a sharded parameter."""
+    """A part is what an optimizer holds of a sharded parameter."""
 
     rank: int
     fqn: str

@@ -14,7 +14,7 @@ final callback       the autograd run                `BackwardPass.finish`   RED
 ===================  ==============================  ======================  ==========================
 
 All are registered here but two: `leaves.py` puts its handler on a leaf once it has to, and `backward.py` queues the
-final callback when a pass begins. Outside of `passes`, `optimizers/flat_steps.py` registers one hook for the process,
+final callback when a pass begins. Outside of `passes`, `optimizers/stepping.py` registers one hook for the process,
 on every optimizer's step, if `notice_optimizers` is called; `inner_calls.py` puts `_call_inside` in the place of a
 method while its unit is not called.
 """

@@ -16,7 +16,7 @@ from flatparam.sharding.compiling import mark_for_compiler
 from flatparam.sharding.deferred_init import initialiser, is_deferred
 from flatparam.sharding.extensions import flatten_extended, needs_extensions
 from flatparam_core import FlatParamError, FlatParameter, owner_of
-from flatparam_runtime import Unit, shard_module, unit_of
+from flatparam_runtime import Unit, notice_optimizers, shard_module, unit_of
 
 __all__ = ["shard_tree"]
 
@@ -38,6 +38,7 @@ def shard_tree(
 
 def _unit_for(module: nn.Module, resolved: Resolved) -> Unit:
     """The unit of `module`, which is made one, unless it was wrapped before."""
+    notice_optimizers()
     unit = unit_of(module)
     if unit is None:
         return _shard(module, resolved)

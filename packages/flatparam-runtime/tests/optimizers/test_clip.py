@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_runtime import UnitPlan, clip_grad_norm_, shard_module
 
-from .models import Stack, batch
-from .worlds import (
+from ..models import Stack, batch
+from ..worlds import (
     Grads,
     full_gradients,
     mean_gradients,
@@ -98,7 +98,8 @@ def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_para
             UnitPlan(Topology(collectives), use_orig_params=use_orig_params),
             ignored_parameters=whole,
         )
-        loss(module, 0).backward()  # equal data, so that the whole parameters' gradients are equal too
+        # The data are equal, so that the gradients of whole parameters are equal too.
+        loss(module, 0).backward()
         norm = clip_grad_norm_(module, 0.5, norm_type)
         assert whole[0].grad is not None
         return norm, whole[0].grad
@@ -111,7 +112,7 @@ def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_para
 
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_no_gradient_at_all(norm_type: float, ranks: int, use_orig_params: bool) -> None:
-    """Where nothing has a gradient the norm is zero, in fp32, on every rank, and nothing gets one."""
+    """If nothing has a gradient the norm is zero, in fp32, on every rank, and nothing gets one."""
 
     def clip(collectives: Collectives) -> Tensor:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-import flatparam_runtime.optimizers.flat_pieces
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
 from flatparam_runtime import set_flat_steps, tensors_stepped
-from flatparam_runtime.optimizers.flat_pieces import can_be_cut
+from flatparam_runtime.optimizers.divided import THREAD_GRAIN, can_be_divided
+from flatparam_runtime.optimizers.segment import STEP_NUMEL
 
-from .models import seeded
+from ..models import seeded
+from ..worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
 from .stepping import HERE, KINDS, STEPS, net
-from .worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
 
 NUMEL = 8
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pieces() -> Iterator[None]:
     """Have pieces of 8 elements."""
-    monkeypatch.setattr(flatparam_runtime.optimizers.flat_pieces, "_piece_numel", lambda: NUMEL)
+    with STEP_NUMEL.set_to(NUMEL), THREAD_GRAIN.set_to(0):
+        yield
 
 
 def wrapped(ranks: Collectives = HERE, original: bool = False) -> FSDP:
@@ -50,14 +52,15 @@ def test_every_optimizer_has_the_bits_of_the_plain_one(
 
     cuts = not how.get("fused") and not how.get("foreach")
     if kind is optim.SGD and "momentum" not in how:
-        cuts = False  # nothing is kept from step to step
+        # Nothing is kept from step to step.
+        cuts = False
 
     def rank(ranks: Collectives) -> Any:
         model = wrapped(ranks, original)
         optimizer = kind(model.parameters(), **how)
         train(model, optimizer, inputs(ranks.rank, STEPS))
         long = [p for p in model.parameters() if p.numel() > NUMEL]
-        assert all(can_be_cut(p, optimizer.state) for p in long) or not cuts
+        assert all(can_be_divided(p, optimizer.state) for p in long) or not cuts
         short = any(0 < p.numel() <= NUMEL for p in model.parameters())
         return (
             model.state_dict(),
@@ -152,7 +155,7 @@ def test_gradients_come_and_go() -> None:
 
 
 def test_state_that_the_step_makes_is_put_together() -> None:
-    """Where the optimizer finds some state and makes other in each piece, that is one tensor afterwards."""
+    """If the optimizer finds some state and makes other in each piece, that is one tensor afterwards."""
     model, plain = wrapped(), seeded(net)
     for each in (model, plain):
         optimizer = momentum(each.parameters())

@@ -13,8 +13,8 @@ from torch import nn
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_runtime import allow_shards
 
-from .models import Stack, batch
-from .worlds import full_parameters, run, sharded
+from ..models import Stack, batch
+from ..worlds import full_parameters, run, sharded
 
 BLOCKS = ["blocks.0", "blocks.1"]
 

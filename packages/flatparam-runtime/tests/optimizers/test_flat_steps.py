@@ -11,10 +11,10 @@ from torch import Tensor, nn, optim
 
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import no_sync, set_flat_steps, tensors_stepped
-from flatparam_runtime.optimizers.flat_runs import find_runs
+from flatparam_runtime.optimizers.adjacent import join_adjacent
 
-from .models import Branches, Stack, batch
-from .worlds import check_same, full_parameters, mean_gradients, run, seeded, sharded
+from ..models import Branches, Stack, batch
+from ..worlds import check_same, full_parameters, mean_gradients, run, seeded, sharded
 
 BLOCKS = ["blocks.0", "blocks.1"]
 SIDES = ["left", "right"]
@@ -66,7 +66,7 @@ def test_one_tensor_for_each_unit(units: list[str], ranks: int) -> None:
 
 
 def test_branches_that_are_not_taken() -> None:
-    """What has no gradient keeps its values and its count of steps, also where steps with and without alternate."""
+    """A parameter without a gradient keeps its values and its count of steps, also if steps with and without alternate."""
     ways = [("l",), ("lr",), ("r",), ("lr",), ("l",)]
 
     def rank(collectives: Collectives) -> tuple[dict[str, Tensor], list[float]]:
@@ -99,11 +99,11 @@ class Tails(nn.Module):
 @pytest.mark.parametrize("units", [["alone", "pair"], ["pair", "alone"]])
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_is_one_tensor_does_not_depend_on_order(units: list[str], order: int) -> None:
-    """Which parameters are one tensor does not depend on where units lie in memory; empty ones are in no run."""
+    """Which parameters are one tensor does not depend on where units lie in memory; empty ones are in no segment."""
     module = sharded(Tails, SingleCollectives(), units=units, use_orig_params=True)
     for parameter in module.parameters():
         parameter.grad = parameter.detach()
-    (joined,) = find_runs([*module.parameters()][::order], {})
+    (joined,) = join_adjacent([*module.parameters()][::order], {})
     assert set(joined.parameters) == {*module.pair}
 
 
@@ -117,7 +117,7 @@ def test_flat_exposures_are_left_alone() -> None:
 
 
 def test_a_step_makes_gathered_parameters_stale() -> None:
-    """Where full parameters are kept between passes, the next forward pass sees the step."""
+    """If full parameters are kept between passes, the next forward pass sees the step."""
     module = sharded(Stack, SingleCollectives(), use_orig_params=True, free_after_forward=False)
     optimizer = adam(module)
     before = loss(module, 0)

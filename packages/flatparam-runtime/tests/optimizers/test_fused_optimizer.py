@@ -13,8 +13,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_runtime import no_sync
 
-from .models import Branches, Stack, batch
-from .worlds import check_at_rest, check_same, full_parameters, mean_gradients, run, seeded, sharded
+from ..models import Branches, Stack, batch
+from ..worlds import check_at_rest, check_same, full_parameters, mean_gradients, run, seeded, sharded
 
 BLOCKS = ["blocks.0", "blocks.1"]
 Optimizers: Any = [
@@ -161,7 +161,7 @@ def test_some_parameters_only(ranks: int) -> None:
 
 
 def test_without_originals_it_is_refused() -> None:
-    """Where one flat parameter is trained, the first forward pass names a parameter that has such an optimizer."""
+    """If one flat parameter is trained, the first forward pass names a parameter that has such an optimizer."""
 
     def make() -> Stack:
         stack = Stack()

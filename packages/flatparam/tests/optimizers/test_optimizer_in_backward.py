@@ -13,8 +13,8 @@ from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_core import FlatParamError
 
-from .models import mlp, seeded
-from .worlds import assert_same_state, inputs, on_ranks, train_on_mean
+from ..models import mlp, seeded
+from ..worlds import assert_same_state, inputs, on_ranks, train_on_mean
 
 LINEAR = ModuleWrapPolicy({nn.Linear})
 ADAM = {"lr": 0.05}

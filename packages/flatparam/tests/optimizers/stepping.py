@@ -12,8 +12,8 @@ from torch import nn, optim
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives, SingleCollectives
 
-from .models import seeded
-from .worlds import assert_same_state, inputs, train
+from ..models import seeded
+from ..worlds import assert_same_state, inputs, train
 
 HERE = SingleCollectives()
 STEPS = 3

@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_runtime import tensors_stepped
 
+from ..worlds import inputs
 from .stepping import assert_clean, assert_same_training, pair, trained
-from .worlds import inputs
 
 
 def frozen_then_not(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
@@ -128,7 +128,8 @@ def tensor_learning_rate(model: nn.Module, optimizer: optim.Optimizer, x: Tensor
 
 
 Events: Any = [
-    (frozen_then_not, 4),  # the weight itself, and those before and behind it
+    # The weight itself, and those before and behind it, are three; the biases are one.
+    (frozen_then_not, 4),
     (other_learning_rate, 2),
     (count_set_back, 3),
     (count_replaced, 3),

@@ -17,7 +17,8 @@ from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_runtime import set_flat_steps, tensors_stepped
 
-from .models import seeded
+from ..models import seeded
+from ..worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
 from .stepping import (
     HERE,
     KINDS,
@@ -31,7 +32,6 @@ from .stepping import (
     trained,
     wrapped,
 )
-from .worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
 
 
 @pytest.mark.parametrize(("kind", "how"), KINDS)
@@ -137,7 +137,7 @@ def test_opting_out() -> None:
 
 
 def test_clean_after_an_exception() -> None:
-    """Where the step raises, groups and state are those of the parameters; the next step goes on."""
+    """If the step raises, groups and state are those of the parameters; the next step goes on."""
     model = wrapped(ranks=HERE)
     optimizer = adamw(model)
     trained(model, optimizer)
@@ -149,7 +149,8 @@ def test_clean_after_an_exception() -> None:
         optimizer.step(interrupted)
     assert_clean(optimizer)
     first, second = optimizer.param_groups
-    second["betas"] = None  # raises within the step, behind the first group
+    # It raises within the step, behind the first group.
+    second["betas"] = None
     before = [float(optimizer.state[p]["step"]) for p in first["params"]]
     with pytest.raises(TypeError):
         optimizer.step()
@@ -203,9 +204,8 @@ def test_a_scaler_that_skips_steps(fused: bool) -> None:
             scaler.step(stepper)
             scaler.update()
     assert_same_training(model, optimizer, plain, expected)
-    assert tensors_stepped(optimizer) == (
-        12 if fused else 2
-    )  # the CPU's fused kernel rounds a tensor's end otherwise
+    # The CPU's fused kernel rounds a tensor's end otherwise.
+    assert tensors_stepped(optimizer) == (12 if fused else 2)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -232,7 +232,7 @@ def test_copies_step_for_themselves(how: str) -> None:
 
 
 def test_several_models_and_plain_parameters_in_one_optimizer() -> None:
-    """What is no part of a unit is stepped as it is, beside the runs of each model."""
+    """A parameter of no unit is stepped as it is, beside the segments of each model."""
     models = [wrapped(ranks=HERE), nn.Linear(3, 1), wrapped(ranks=HERE)]
     plain = [seeded(net), copy.deepcopy(models[1]), seeded(net)]
     optimizers = [optim.AdamW([p for m in each for p in m.parameters()], lr=0.1) for each in (models, plain)]
@@ -279,7 +279,7 @@ def test_a_subclass_is_left_alone() -> None:
 
 @pytest.mark.parametrize("how", [{"eps": 0.0}, {"lr": float("inf")}, {"betas": (0.9, float("nan"))}], ids=str)
 def test_the_padding_stays_zero(how: dict[str, Any]) -> None:
-    """Where a step would write other numbers than zeros to the padding between parameters, each is stepped by itself."""
+    """If a step would write other numbers than zeros to the padding between parameters, each is stepped by itself."""
     model = wrapped(ranks=HERE)
     assert model._handle is not None
     gaps, shard = model._handle.layout.gaps, model._handle.flat_param
@@ -307,7 +307,7 @@ def test_a_parameter_used_outside_notices_the_step() -> None:
 
 
 def test_long_parameters_are_not_joined() -> None:
-    """A run has at most 2**18 elements, and what has more is stepped in pieces: a step's temporaries stay small."""
+    """A joined segment has at most 2**18 elements, and what has more is stepped in pieces: a step's temporaries stay small."""
 
     def wide() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 2), *(nn.Linear(2, 2) for _ in range(2)), nn.Linear(2, 2**17 + 1))
@@ -315,7 +315,8 @@ def test_long_parameters_are_not_joined() -> None:
     model = wrapped(wide, ranks=HERE)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     trained(model, optimizer)
-    assert tensors_stepped(optimizer) == 4  # small weights, two pieces of the long weight, all biases
+    # They are the small weights, two pieces of the long weight, and all biases.
+    assert tensors_stepped(optimizer) == 4
 
 
 def test_optimizer_state_and_checkpoints(tmp_path: Path) -> None:

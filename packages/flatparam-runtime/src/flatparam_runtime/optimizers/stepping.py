@@ -1,0 +1,85 @@
+"""An ordinary `torch.optim` optimizer steps tensors of the best length, whatever parameters it has.
+
+Before each step of each optimizer in the process, a hook looks at it. An optimizer that steps neighbours in a shard, or
+a long parameter on the CPU, steps segments in their place from then on (`plan`). One that looks at shapes is refused on
+shards (`shape_rules`). Any other steps its parameters, such as short flat ones, as it always did.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from flatparam_comm import FlatParameter, owner_of
+from flatparam_runtime.optimizers.divided import is_long
+from flatparam_runtime.optimizers.plan import SegmentStepper
+from flatparam_runtime.optimizers.segment import STEP_NUMEL
+from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
+from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
+
+__all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
+
+
+def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
+    """Say whether `optimizer` may step neighbours as one tensor, and long ones in pieces; it may unless told not to.
+
+    The numbers are the same either way.
+    """
+    setattr(optimizer, STEPS_EACH, not enabled)
+
+
+def tensors_stepped(optimizer: optim.Optimizer) -> int | None:
+    """How many tensors the last step of `optimizer` has updated; `None` if it steps each parameter by itself."""
+    stepper = vars(optimizer).get(INIT_GROUP)
+    return stepper.count if isinstance(stepper, SegmentStepper) else None
+
+
+@functools.cache
+def notice_optimizers() -> None:
+    """Have each optimizer in the process looked at when it steps, by a hook of torch; a second call does nothing.
+
+    One of `torch.optim` that holds parameters of a unit then steps neighbours as one tensor, and long ones in pieces
+    (`set_flat_steps`); one that would train other numbers on shards is refused, or warned of (`allow_shards`).
+
+    The wrapper calls it. Call it yourself, once, if you shard by `shard_module` alone: otherwise optimizers step each
+    parameter by itself, and none is refused.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if type(optimizer) not in STEPS:
+        check_sees_no_shards(optimizer)
+        return
+    own = vars(optimizer)
+    stepper = own.get(INIT_GROUP)
+    if own.get(STEPS_EACH, False):
+        if isinstance(stepper, SegmentStepper):
+            del own[INIT_GROUP]
+    elif isinstance(stepper, SegmentStepper):
+        stepper.count = 0
+    elif stepper is None and _has_to_gain(optimizer):
+        own[INIT_GROUP] = SegmentStepper(weakref.ref(optimizer))
+
+
+def _has_to_gain(optimizer: optim.Optimizer) -> bool:
+    """Whether it has several original parameters in a group, or a long parameter of any kind."""
+    limit = STEP_NUMEL.value
+    for group in optimizer.param_groups:
+        has_several = len(group["params"]) > 1
+        for parameter in group["params"]:
+            if not isinstance(parameter, FlatParameter):
+                if owner_of(parameter) is None:
+                    continue
+                if has_several:
+                    return True
+            if parameter.numel() > limit and is_long(parameter):
+                return True
+    return False
