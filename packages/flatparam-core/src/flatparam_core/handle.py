@@ -492,7 +492,7 @@ class FlatParamHandle:
 
     def for_grad(self, reduced: torch.Tensor) -> torch.Tensor:
         """`reduced` in the dtype of `.grad` and on the shard's device; on an accelerator the copy is only queued."""
-        dtype = self.precision.grad(self.layout.dtype)
+        dtype = self.forms.stepped
         if reduced.dtype == dtype and not self.is_offloaded:
             return reduced
         return reduced.to(self.flat_param.device, dtype, non_blocking=True)

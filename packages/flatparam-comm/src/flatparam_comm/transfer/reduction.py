@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending, takes_parts
-from flatparam_comm.pending import COMPLETED
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.topology import Topology
 from flatparam_comm.transfer.averaging import Averaging, averaging_over
@@ -79,6 +78,16 @@ class Reducer:
     """What was trained since the last reduction, by passes that did not reduce, or until it was frozen."""
     _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
     """Reduced shards that wait to be summed over their copies."""
+    _ranks: int = attrs.field(init=False)
+    _takes_parts: bool = attrs.field(init=False)
+
+    @_ranks.default
+    def _count_ranks(self) -> int:
+        return self.topology.data_parallel_size
+
+    @_takes_parts.default
+    def _ask_for_parts(self) -> bool:
+        return takes_parts(self.topology.shard)
 
     def copy(self) -> Reducer:
         """The same settings, with nothing that waits."""
@@ -90,25 +99,25 @@ class Reducer:
         topology, hooks = self.topology, self.hooks
         if hooks.reduce is not None:
             # The hook averages over its own ranks.
-            replicas = topology.data_parallel_size // topology.shard.size
+            replicas = self._ranks // topology.shard.size
             if topology.shard.size == 1 or hooks.all_reduce is not None:
                 replicas = 1
             return Averaging(after=float(replicas))
         # A hook for the sum over copies averages over them.
-        size = topology.shard.size if hooks.all_reduce is not None else topology.data_parallel_size
+        size = topology.shard.size if hooks.all_reduce is not None else self._ranks
         factor = float(size)
         if self.divide_factor is not None:
-            factor = self.divide_factor * size / topology.data_parallel_size
+            factor = self.divide_factor * size / self._ranks
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
-        multiplies = premultiplies(self._first_group, device)
+        multiplies = device.type != "cpu" and premultiplies(self._first_group, device)
         copies = not self.takes_parts_of(handles)
         return averaging_over(size, factor, dtypes, premultiplies=multiplies, copies=copies)
 
     def takes_parts_of(self, handles: Sequence[FlatParamHandle]) -> bool:
         """Whether gradients of `handles` are reduced from where autograd leaves them, without a flat one."""
         shard = self.topology.shard
-        if self.hooks.reduce is not None or shard.size == 1 or not takes_parts(shard):
+        if self.hooks.reduce is not None or shard.size == 1 or not self._takes_parts:
             return False
         if any(handle.device.type != "cpu" for handle in handles):
             return False
@@ -127,7 +136,7 @@ class Reducer:
         summing = self._summing(averaging, handles) if shard.size > 1 else shard
         parts = []
         for handle in handles:
-            pending: Pending = COMPLETED
+            pending: Pending | None = None
             if takes and takes_parts(shard) and handle.gradients.is_apart:
                 output, apart = handle.begin_reduce_parts()
                 pending = shard.reduce_scatter_parts(output, apart, label=label)
@@ -147,7 +156,7 @@ class Reducer:
 
     def sum_over_copies(self, part: _Part, averaging: Averaging, label: str) -> bool:
         """Start to sum a part over the copies of its shard; false if that is left to a later backward pass."""
-        part.pending = COMPLETED
+        part.pending = None
         replicate = self.topology.replicate
         if replicate is None:
             return True
@@ -179,8 +188,13 @@ class _Part:
 
     handle: FlatParamHandle
     output: Tensor
-    pending: Pending
+    pending: Pending | None
     arrived: bytes = b""
+
+    def wait(self) -> None:
+        """Wait for the sum that is under way, if there is one."""
+        if self.pending is not None:
+            self.pending.wait()
 
 
 @final
@@ -205,7 +219,7 @@ class Reduction:
         """
         summed, nbytes = [], 0
         for part in self._parts:
-            part.pending.wait()
+            part.wait()
             gradients = part.handle.gradients
             part.arrived = bytes(gradients.deposited)
             gradients.release()
@@ -218,13 +232,13 @@ class Reduction:
     @property
     def is_under_way(self) -> bool:
         """Whether something is left to wait for."""
-        return any(part.pending is not COMPLETED for part in self._parts)
+        return any(part.pending is not None for part in self._parts)
 
     def settle(self) -> list[Reduced]:
         """Wait for the second sum, and average."""
         settled = []
         for part in self._parts:
-            part.pending.wait()
+            part.wait()
             settled.append(self._averaged(part))
         return settled
 
@@ -232,7 +246,7 @@ class Reduction:
         """Wait, since what is under way owns memory, and forget what comes of it."""
         for part in self._parts:
             with contextlib.suppress(RuntimeError):
-                part.pending.wait()
+                part.wait()
 
     def _averaged(self, part: _Part) -> Reduced:
         handle, output = part.handle, part.output

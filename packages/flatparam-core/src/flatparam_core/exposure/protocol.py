@@ -18,7 +18,7 @@ from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry.layout import FlatLayout, Fragment
 from flatparam_core.geometry.shard_pieces import fragment_shape
 
-__all__ = ["Exposure", "Memory", "add_to_grad", "fragment_view", "memory_of", "new_values"]
+__all__ = ["Exposure", "Memory", "fragment_view", "memory_of", "new_values"]
 
 Memory: TypeAlias = tuple[int, int]
 """Where a tensor is: its address, and its number of elements."""
@@ -109,16 +109,6 @@ class Exposure(Protocol):
 def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) -> torch.Tensor:
     """The part of a parameter that a shard holds, as a view of the shard's memory `flat`, in its `fragment_shape`."""
     return flat[fragment.in_shard.as_slice()].view(fragment_shape(layout, fragment))
-
-
-def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add `gradient` (the parameter's shape) to `.grad`, which takes its dtype."""
-    if parameter.grad is not None:
-        parameter.grad += gradient
-        return
-    if gradient.dtype != parameter.dtype and parameter.grad_dtype != gradient.dtype:
-        parameter.grad_dtype = gradient.dtype
-    parameter.grad = gradient
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

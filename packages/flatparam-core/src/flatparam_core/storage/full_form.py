@@ -128,6 +128,13 @@ class FullForms:
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
 
+    stepped: torch.dtype = attrs.field(init=False)
+    """The dtype of `.grad` of what an optimizer holds."""
+
+    @stepped.default
+    def _as_precision_steps(self) -> torch.dtype:
+        return self.precision.grad(self.layout.dtype)
+
     @_computed.default
     def _as_precision_says(self) -> torch.dtype:
         return self.precision.compute(self.layout.dtype)

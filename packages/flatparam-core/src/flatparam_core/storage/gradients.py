@@ -9,6 +9,7 @@ from typing import Final
 
 import attrs
 import torch
+from torch import nn
 from typing_extensions import Self, final
 
 from flatparam_core.errors import FlatParamError
@@ -18,7 +19,7 @@ from flatparam_core.storage.buffer import FlatBuffer
 from flatparam_core.storage.pool import BufferPool
 from flatparam_core.thresholds import Threshold
 
-__all__ = ["GradientLedger"]
+__all__ = ["GradientLedger", "add_to_grad"]
 
 
 @functools.cache
@@ -274,3 +275,13 @@ class GradientLedger:
         if not self.deposited[index]:
             raise FlatParamError(f"no gradient of {self.buffer.layout.fqns[index]!r} has arrived")
         return self._slots[index]
+
+
+def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add `gradient` (the parameter's shape) to `.grad`, which takes its dtype."""
+    if parameter.grad is not None:
+        parameter.grad += gradient
+        return
+    if gradient.dtype != parameter.dtype and parameter.grad_dtype != gradient.dtype:
+        parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient

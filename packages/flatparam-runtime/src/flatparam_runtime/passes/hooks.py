@@ -137,7 +137,11 @@ def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
         waits = unit.device.type == "cpu"  # the host would compute with what has not landed
         inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=not waits), inputs)
     casting = unit.plan.casting
-    if call.full_precision or not casting.applies(is_top=call.is_top, manages=bool(unit.handles)):
+    if (
+        casting.dtype is None
+        or call.full_precision
+        or not casting.applies(is_top=call.is_top, manages=bool(unit.handles))
+    ):
         return inputs
     if casting.restores_outputs:
         floating = (tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point())
