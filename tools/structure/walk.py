@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import torch
 from attrs import define, field
+from torch import nn
 
 WIDTH: Final = 8
 
@@ -38,7 +42,9 @@ class Trace:
         if event == "call":
             self._depth += 1
             name = frame.f_code.co_name
-            if not name.startswith("<"):
+            # A reader does not open what a decorator puts around a function to follow that function.
+            is_wrapper = "function" in frame.f_code.co_freevars
+            if not name.startswith("<") and not is_wrapper:
                 self.calls.append((self._depth, path, name))
         elif event == "return":
             self._depth -= 1
@@ -49,11 +55,14 @@ class Trace:
         return list(dict.fromkeys(path for _, path, _ in self.calls))
 
     def longest_way(self, function: str, package: str) -> list[Path]:
-        """The files of a package that some call of `function` goes through, from one to the next: the longest way."""
-        ways = [
-            self._way(start, package) for start, (_, _, name) in enumerate(self.calls) if name == function
-        ]
-        return max(ways, key=returns, default=[])
+        """The files of a package that some call of `function` goes through, from one to the next: the longest way.
+
+        The outermost call, which is the root's, is left out if there are others: it begins and ends the pass, too.
+        """
+        starts = [start for start, (_, _, name) in enumerate(self.calls) if name == function]
+        outermost = min((self.calls[start][0] for start in starts), default=0)
+        inner = [start for start in starts if self.calls[start][0] > outermost]
+        return max((self._way(start, package) for start in inner or starts), key=returns, default=[])
 
     def _way(self, start: int, package: str) -> list[Path]:
         depth, first, _ = self.calls[start]
@@ -77,31 +86,34 @@ def returns(way: Sequence[Path]) -> int:
 
 
 def trace_a_step(root: Path) -> Trace:
-    """The third step of a model of three blocks, each a unit, on the first of two ranks that are threads.
+    """The third step of a model of three blocks, each a unit, on the first of two ranks of a gloo group.
 
     It is a step of the packages below `root`, a checkout, and not of those that are installed.
     """
     sys.path[:0] = map(str, sorted((root / "packages").glob("*/src")))
-    from flatparam_comm import run_threads
+    import torch.distributed as dist
 
-    traces: list[Trace] = run_threads(2, _train, root)
-    return traces[0]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=0 if child else 1)
+        try:
+            return _train(root, traced=bool(child))
+        finally:
+            dist.destroy_process_group()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
 
 
-def _train(group: Any, root: Path) -> Trace:
-    import torch
-    from torch import nn
-
+def _train(root: Path, *, traced: bool) -> Trace:
     from flatparam import FullyShardedDataParallel as FSDP
     from flatparam.wrap import ModuleWrapPolicy
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)]
-    model = FSDP(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks),
-        process_group=group,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-    )
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks), auto_wrap_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = Trace(root)
 
@@ -112,13 +124,6 @@ def _train(group: Any, root: Path) -> Trace:
 
     step()
     step()
-    if group.rank:
+    with trace.recording() if traced else nullcontext():
         step()
-    else:
-        _recorded(trace, step)
     return trace
-
-
-def _recorded(trace: Trace, step: Callable[[], None]) -> None:
-    with trace.recording():
-        step()
