@@ -265,7 +265,7 @@ class FlatParamHandle:
         return self.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
 
     def computes_in(self, *, full_precision: bool) -> bool:
-        """Whether the full parameters that are in memory now, or were last, have the dtype that `begin_unshard` gives them."""
+        """Whether the current or last full parameters have the dtype that `begin_unshard` gives them."""
         return self.buffer.tensor.dtype == self.forms.dtype(full_precision=full_precision)
 
     def begin_unshard(
