@@ -1,4 +1,4 @@
-"""What every test of this package shares: how hypothesis searches, and the two exposures."""
+"""The settings that all tests of this package share: the search of hypothesis, and the two exposures."""
 
 import pytest
 import torch
@@ -27,11 +27,12 @@ settings.load_profile("flatparam")
 
 @pytest.fixture(params=[False, True], ids=["flat", "originals"])
 def use_orig_params(request: pytest.FixtureRequest) -> bool:
-    """Both exposures."""
+    """The two exposures, one for each run of the test."""
     return bool(request.param)
 
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
-    torch.set_num_threads(1)  # the bits of some sums depend on it
+    # The bits of some sums depend on the number of threads.
+    torch.set_num_threads(1)
     torch.manual_seed(0)

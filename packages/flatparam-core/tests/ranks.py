@@ -39,7 +39,7 @@ class Ranks:
         ]
 
     def check(self) -> None:
-        """Every handle of every rank keeps its promises."""
+        """Check that every handle of every rank keeps its promises."""
         for handles in self.handles:
             for handle in handles:
                 check_invariants(handle)
@@ -68,7 +68,7 @@ class Ranks:
         self.check()
 
     def backward(self, losses: Sequence[torch.Tensor]) -> None:
-        """From one loss per rank to ``.grad`` of what the optimizers hold: the mean over ranks."""
+        """Turn one loss per rank into ``.grad`` of what the optimizers hold: the mean over ranks."""
         for loss in losses:
             loss.backward()
         self.deposit(divisor=self.world_size)
@@ -100,7 +100,7 @@ class Ranks:
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same module on every call."""
+    """Return the same module on every call."""
     torch.manual_seed(7)
     return make()
 

@@ -1,4 +1,4 @@
-"""What hypothesis draws: parameters, layouts, and tensors that fit them. No rank, no module."""
+"""Strategies of hypothesis: parameters, layouts, and tensors that fit them, without ranks and modules."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def layouts(dtype: torch.dtype | None = None) -> st.SearchStrategy[FlatLayout]:
 def tensor_for(spec: ParamSpec, start: int = 1) -> torch.Tensor:
     """A tensor of the shape, strides and dtype of ``spec``: ``start``, ``start + 1``, ... in memory order.
 
-    The values are non-zero, and all different where the dtype can tell them apart.
+    The values are non-zero, and all different if the dtype can tell them apart.
     """
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
     if spec.numel:

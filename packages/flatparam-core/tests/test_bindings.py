@@ -63,7 +63,7 @@ def test_ignored_parameters_are_compared_by_identity() -> None:
 
 
 def test_skipped_modules_are_left_out_with_all_below_them() -> None:
-    """A skipped submodule is left out with its children, also where it is shared; the root is never skipped."""
+    """A skipped submodule is left out with its children, also if it is shared; the root is never skipped."""
     inner = nn.Sequential(nn.Linear(1, 1))
     module = nn.Sequential(inner, nn.Linear(1, 1), nn.ModuleList([inner]))
     assert found(module, skip_module=lambda m: m is inner) == ["1.weight", "1.bias"]
@@ -90,7 +90,7 @@ def test_a_binding_holds_its_module_weakly() -> None:
 
 
 def test_each_module_in_torchs_order() -> None:
-    """Modules come once, in the order of `modules()`, also where they are shared, missing or contain themselves."""
+    """Modules come once, in the order of `modules()`, also if they are shared, missing or contain themselves."""
     shared = nn.Linear(1, 1)
     root = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.Tanh(), shared))
     root.register_module("nobody", None)
@@ -99,7 +99,7 @@ def test_each_module_in_torchs_order() -> None:
 
 
 def test_modules_that_are_skipped() -> None:
-    """What is skipped is left out with all below it, unless another path leads there; the root is never skipped."""
+    """A skipped module is left out with all below it, unless another path leads there; the root is never skipped."""
     shared = nn.Linear(1, 1)
     root = nn.Sequential(nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"again": shared}))
     found = list(each_module(root, lambda module: isinstance(module, nn.Sequential)))

@@ -36,7 +36,7 @@ def test_bytes_are_exactly_the_layouts(layout: FlatLayout) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_bytes_are_those_of_its_own_dtype(dtype: torch.dtype) -> None:
-    """A buffer in another dtype than its layout takes the bytes of its own."""
+    """A buffer whose dtype is not that of its layout takes the bytes of its own dtype."""
     layout = FlatLayout.plan([ParamSpec("a", (6,), torch.float32)], world_size=2)
     buffer = FlatBuffer.create(layout, dtype=dtype, device=CPU)
     buffer.allocate()
@@ -93,7 +93,7 @@ def test_filling_does_not_bump_the_views_versions() -> None:
 
 
 def test_saved_tensors_are_right_after_free_and_refill() -> None:
-    """What autograd saved in a forward pass is used in the backward pass as it was filled in again."""
+    """Tensors that autograd saved in a forward pass are used in the backward pass as they were filled in again."""
     buffer = buffer_of((3,), (3,))
     buffer.allocate()
     buffer.tensor.copy_(torch.arange(1.0, 7.0))
@@ -101,7 +101,8 @@ def test_saved_tensors_are_right_after_free_and_refill() -> None:
     product = (leaves[0] * leaves[1]).sum()
     buffer.free()
     buffer.allocate()
-    buffer.tensor.fill_(torch.nan)  # whatever the allocator returned
+    # The allocator may return any bytes.
+    buffer.tensor.fill_(torch.nan)
     buffer.tensor.copy_(torch.arange(1.0, 7.0))
     product.backward()
     assert leaves[0].grad is not None

@@ -59,7 +59,7 @@ def test_is_about_45_lines(program: str) -> None:
 
 
 def test_needs_core_and_torch_only(program: str) -> None:
-    """It imports flatparam_core, torch and the standard library, and of flatparam nothing else."""
+    """The program imports flatparam_core, torch and the standard library, and of flatparam nothing else."""
     imported = set()
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What a sharded module shows under its parameters' names, and what ``parameters()`` lists, for both exposures."""
+"""The tensors under a sharded module's parameter names, and what ``parameters()`` lists, for both exposures."""
 
 import gc
 import weakref
@@ -215,7 +215,7 @@ def test_writing_into_a_sharded_attribute_reaches_the_shard(use_orig_params: boo
 
 
 def test_notes_on_parameters_move_to_the_leaves(use_orig_params: bool) -> None:
-    """What a library wrote on a parameter object can be read from what the module shows while unsharded."""
+    """Attributes that a library set on a parameter object can be read from what the module shows while unsharded."""
     module = nn.Linear(2, 2)
     module.weight.no_weight_decay = True  # type: ignore[assignment]  # as libraries do
     handle = flatten_alone(module, use_orig_params=use_orig_params)
@@ -248,7 +248,7 @@ def test_requires_grad_of_one_original() -> None:
 
 
 def test_handles_do_not_keep_modules_alive(use_orig_params: bool) -> None:
-    """A handle holds its module weakly: it goes when its user lets it go, and using the handle then says so."""
+    """A handle holds its module weakly: the module goes when its user drops it, and a use of the handle then says so."""
     module = nn.Linear(2, 2)
     handle = flatten_alone(module, use_orig_params=use_orig_params)
     gone = weakref.ref(module)
@@ -260,7 +260,7 @@ def test_handles_do_not_keep_modules_alive(use_orig_params: bool) -> None:
 
 
 def test_several_flat_parameters_stand_side_by_side() -> None:
-    """Frozen parameters and those of another dtype get flat parameters of their own names in the owner."""
+    """Frozen parameters and those of a different dtype get flat parameters of their own names in the owner."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).requires_grad_(False))
     handles = flatten_module(module, rank=0, world_size=1)
     assert names(module) == ["_flat_param", "_flat_param_1", "_flat_param_2"]

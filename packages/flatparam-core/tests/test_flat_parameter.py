@@ -24,7 +24,7 @@ def flat_parameter(rank: int = 1) -> FlatParameter:
 
 
 def test_is_a_leaf_parameter() -> None:
-    """It is a parameter, 1-D, a leaf, of its layout's shard length."""
+    """A flat parameter is a parameter, 1-D, a leaf, of its layout's shard length."""
     flat = flat_parameter()
     assert isinstance(flat, nn.Parameter)
     assert flat.is_leaf
@@ -33,7 +33,7 @@ def test_is_a_leaf_parameter() -> None:
 
 
 def test_says_what_it_holds() -> None:
-    """It knows names, shapes and lengths under the names of FSDP1's flat parameter too."""
+    """A flat parameter knows names, shapes and lengths under the names of FSDP1's flat parameter too."""
     flat = flat_parameter()
     assert flat._fqns == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert flat._shapes == (torch.Size([3, 2]), torch.Size([3]), torch.Size([1, 3]), torch.Size([1]))
@@ -50,13 +50,13 @@ def test_repr_is_short() -> None:
 
 
 def test_arithmetic_gives_plain_tensors() -> None:
-    """What is computed from it is a plain tensor."""
+    """A result that is computed from a flat parameter is a plain tensor."""
     assert type(flat_parameter() + 1) is torch.Tensor
     assert type(flat_parameter().detach()) is torch.Tensor
 
 
 def test_a_state_dict_survives_a_file() -> None:
-    """Its values can be saved in a state dict and loaded as plain tensors with ``weights_only=True``."""
+    """The values of a flat parameter can be saved in a state dict and loaded as plain tensors with ``weights_only=True``."""
     module = nn.Linear(2, 2)
     (handle,) = flatten_module(module, rank=0, world_size=1)
     file = io.BytesIO()

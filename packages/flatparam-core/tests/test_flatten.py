@@ -108,7 +108,7 @@ def test_a_parameter_of_two_units_is_refused(first: bool) -> None:
 
 
 def test_a_refused_claim_takes_nothing() -> None:
-    """Where one parameter of a module is claimed already, the others stay where they are and can be claimed again."""
+    """If one parameter of a module is claimed already, the others stay where they are and can be claimed again."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3, bias=True))
     model[1].weight = model[0].weight
     flatten_module(model[0], rank=0, world_size=1)
@@ -169,7 +169,7 @@ def test_a_chosen_device() -> None:
 
 
 def test_handles_are_closed_to_strangers() -> None:
-    """Nobody can set a field on a handle that it does not have."""
+    """A field that a handle does not have cannot be set."""
     handle = flatten_alone(nn.Linear(2, 2))
     assert attrs.has(type(handle))
     with pytest.raises(AttributeError):

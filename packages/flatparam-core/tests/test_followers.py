@@ -26,7 +26,7 @@ class TwoBranches(nn.Module):
 
 
 def train_round(handle: FlatParamHandle, module: nn.Module, *inputs: object) -> None:
-    """From the shard to ``.grad``, on one rank."""
+    """Run a step on one rank, from the shard to ``.grad``."""
     gather([handle])
     module(*inputs).sum().backward()
     for index in range(len(handle.leaves)):
@@ -49,7 +49,7 @@ def held_ranks(model: str, world_size: int) -> tuple[Ranks, list[list[nn.Paramet
 def test_two_ranks_of_followers_equal_one_model(model: str, optimizer: str, set_to_none: bool) -> None:
     """Stepping the originals trains the shards: bit for bit the losses and parameters of plain training.
 
-    Also where a parameter has a gradient only sometimes, or never: the followers get ``None`` where plain training does.
+    Also if a parameter has a gradient only sometimes, or never: the followers get ``None`` when plain training does.
     """
     losses, reference = train_locally(ZOO[model], optimizer, 2, set_to_none=set_to_none)
     ranks, held = held_ranks(model, 2)
@@ -70,7 +70,7 @@ def test_other_powers_of_two(world_size: int, set_to_none: bool) -> None:
 
 
 def test_followers_are_views_of_the_shard() -> None:
-    """What somebody holds of the originals keeps its number of dimensions and costs no memory beside the shard."""
+    """Originals that somebody holds keep their number of dimensions and cost no memory beside the shard."""
     module = nn.Conv2d(2, 3, 2)
     held = list(module.parameters())
     (handle,) = flatten_module(module, rank=1, world_size=2)
@@ -121,7 +121,7 @@ def test_each_round_after_zero_grad_starts_afresh(set_to_none: bool) -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 def test_a_parameter_without_a_gradient_has_what_plain_training_has(set_to_none: bool) -> None:
-    """Over rounds that use other branches, each follower's gradient is that of plain training: None, zeros or values."""
+    """Over rounds that use different branches, each follower's gradient is that of plain training: None, zeros or values."""
     plain = seeded(TwoBranches)
     module = seeded(TwoBranches)
     held = list(module.parameters())
@@ -142,7 +142,7 @@ def test_a_parameter_without_a_gradient_has_what_plain_training_has(set_to_none:
 
 
 def test_a_zeroed_follower_leaves_the_others_alone() -> None:
-    """Where only some followers were set to None, only their parts of the flat gradient start afresh."""
+    """If only some followers were set to None, only their parts of the flat gradient start afresh."""
     module = nn.Linear(2, 2)
     weight, bias = module.parameters()
     handle = flatten_alone(module)

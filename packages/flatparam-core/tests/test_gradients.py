@@ -118,7 +118,7 @@ def test_deposit_does_not_change_or_keep_the_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts_to_the_reduction_dtype(dtype: torch.dtype) -> None:
-    """A gradient of another dtype is cast once, on its way into the slot."""
+    """A gradient of a different dtype is cast once, on its way into the slot."""
     ledger = ledger_of(dtype=dtype)
     gradient = torch.randn(3)
     ledger.deposit(0, gradient)
@@ -128,7 +128,7 @@ def test_casts_to_the_reduction_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("deposits", [1, 2])
 def test_divides_in_the_wider_dtype(deposits: int) -> None:
-    """A half-precision gradient that would underflow when divided survives where the reduction dtype is wider."""
+    """A half-precision gradient that would underflow when divided survives if the reduction dtype is wider."""
     ledger = ledger_of()
     tiny = torch.full((3,), 6e-8, dtype=torch.float16)
     for _ in range(deposits):

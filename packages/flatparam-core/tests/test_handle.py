@@ -108,7 +108,7 @@ def test_first_unshard_without_grad(use_orig_params: bool) -> None:
 
 
 def test_an_unfilled_buffer_never_shows_old_values() -> None:
-    """What was gathered last does not come back by itself: each unshard shows what this one wrote."""
+    """Values that were gathered before do not come back by themselves: each unshard shows what was written for it."""
     module = nn.Linear(2, 2)
     handle = flatten_alone(module)
     gather([handle])
@@ -135,7 +135,7 @@ def test_compute_dtype(world_size: int, use_orig_params: bool) -> None:
 
 
 def test_where_the_gathers_input_lies() -> None:
-    """The input of a gather is the shard itself where dtypes agree, else the rank's own slice of the output."""
+    """The input of a gather is the shard itself if dtypes agree, else the rank's own slice of the output."""
     for precision in (Precision(), BF16):
         (handle,) = flatten_module(nn.Linear(3, 5), rank=1, world_size=2, precision=precision)
         full, shard = handle.begin_unshard()
@@ -177,7 +177,7 @@ def test_write_back(precision: Precision, use_orig_params: bool) -> None:
 
 
 def test_without_write_back_a_change_of_full_parameters_is_gone() -> None:
-    """What is written into full parameters lasts until they are resharded."""
+    """Values that are written into full parameters last until these are resharded."""
     ranks = Ranks(linear, 2)
     wanted = ranks.full_parameters()
     ranks.unshard()

@@ -209,12 +209,12 @@ def test_plan_layouts_puts_trainable_first_and_keeps_order(specs: list[ParamSpec
 
 
 def test_plan_layouts_of_nothing() -> None:
-    """No parameters, no layouts."""
+    """A plan of no parameters has no layouts."""
     assert plan_layouts([], world_size=4) == ()
 
 
 def test_equal_parameters_share_their_layouts() -> None:
-    """The blocks of a model that are built alike have one layout object; another world size has its own."""
+    """The blocks of a model that are built alike have one layout object; a different world size has its own."""
     plans = []
     for _ in range(2):
         block = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What is done to all parameters in a few calls: the same, bit for bit, as one by one."""
+"""Work on all parameters in a few calls has the same result, bit for bit, as one by one."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,8 @@ FIVE = FlatLayout.plan([ParamSpec(f"p{n}", (n + 1, 3), torch.float32) for n in r
 def ledger_of(layout: FlatLayout = FIVE, dtype: torch.dtype = torch.float32) -> GradientLedger:
     ledger = GradientLedger.create(layout, dtype=dtype, device=torch.device("cpu"))
     ledger.open()
-    ledger.buffer.tensor.fill_(torch.nan)  # as fresh memory may be
+    # Fresh memory may hold NaN.
+    ledger.buffer.tensor.fill_(torch.nan)
     return ledger
 
 
@@ -42,7 +43,8 @@ def test_deposits_at_once_are_those_one_by_one(
     """Any choice of parameters, neighbours or not, gets the bits of single deposits, and zeros around them."""
     chosen = data.draw(st.sets(st.integers(0, len(layout.slots) - 1), min_size=1).map(sorted))
     at_once, one_by_one = ledger_of(layout), ledger_of(layout)
-    for _ in range(2):  # the second time they are sums
+    # The second time the gradients are sums.
+    for _ in range(2):
         gradients = random_gradients(layout, chosen, torch.float32)
         at_once.deposit_all(chosen, gradients, divisor=divisor)
         for index, gradient in zip(chosen, gradients, strict=True):
@@ -106,7 +108,7 @@ def test_half_precision_neither_underflows_nor_overflows_by_the_divisor() -> Non
 
 
 def test_different_dtypes_at_once() -> None:
-    """Gradients of several dtypes are taken together where the ledger's holds them all, and else one by one."""
+    """Gradients of several dtypes are taken together if the ledger's holds them all, and else one by one."""
     gradients = [torch.ones(n + 1, 3, dtype=torch.bfloat16 if n % 2 else torch.float32) for n in range(5)]
     for dtype in (torch.float32, torch.bfloat16):
         ledger = ledger_of(dtype=dtype)
@@ -205,7 +207,7 @@ def test_what_is_put_at_the_sites() -> None:
 
 
 def test_nothing_is_put_beside_a_replaced_parameter() -> None:
-    """Where somebody has put another parameter at one of the names, it is named, and no attribute is changed."""
+    """If somebody has put a different parameter at one of the names, the error names it, and no attribute changes."""
     module = Tied()
     bound = discover(module)
     sites = Sites.of(bound)

@@ -61,7 +61,7 @@ def test_freed_memory_goes_to_the_next_of_its_size() -> None:
 
 @can_keep
 def test_another_size_is_a_miss() -> None:
-    """Memory of another size is no use: where both would be more than the peak, what was kept goes."""
+    """Memory of a different size is no use: if both would be more than the peak, the kept memory is dropped."""
     source = BufferPool()
     source.free(allocated(source, 4096))
     larger = allocated(source, 8192)
@@ -134,7 +134,8 @@ def test_views_outlive_the_memory() -> None:
     first.allocate()
     view = first.view(0)
     first.free()
-    second.allocate()  # takes the memory of the first
+    # It takes the memory of the first.
+    second.allocate()
     second.tensor.fill_(7.0)
     first.allocate()
     first.tensor.fill_(3.0)
@@ -145,7 +146,7 @@ def test_views_outlive_the_memory() -> None:
 
 @can_keep
 def test_a_freed_buffer_and_its_views_have_no_bytes() -> None:
-    """Who reads a view of a freed buffer does not read the memory that is kept: its storage is empty."""
+    """A read of a freed buffer's view does not reach the memory that is kept: the view's storage is empty."""
     source = BufferPool()
     (buffer,) = buffers(source, 1000, 1)
     buffer.allocate()
@@ -174,7 +175,7 @@ def test_a_buffer_gives_back_to_where_it_took_from() -> None:
 
 @can_keep
 def test_what_keeps_is_for() -> None:
-    """What is freed while `keeps` is off goes back to the system; what was kept before is still handed out."""
+    """Memory that is freed while `keeps` is off goes back to the system; memory kept before is still handed out."""
     source = BufferPool(keeps=False)
     first = allocated(source, 4096)
     source.free(first)
@@ -190,7 +191,7 @@ def test_what_keeps_is_for() -> None:
 
 
 def test_without_swapping_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch cannot hand memory on, each buffer is freed to the system, and the counts are as right."""
+    """If torch cannot hand memory on, each buffer is freed to the system, and the counts are still right."""
     monkeypatch.setattr(pool, "_CAN_SWAP", False)
     source = BufferPool()
     first, second = buffers(source, 1000, 2)

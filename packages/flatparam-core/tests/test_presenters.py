@@ -74,7 +74,7 @@ def test_only_a_sharded_handle_is_copied() -> None:
 
 
 def test_a_flat_parameter_that_is_given_other_data(use_orig_params: bool) -> None:
-    """`.data =` on the flat parameter is followed, to another dtype too; another shape is refused."""
+    """`.data =` on the flat parameter is followed, to a different dtype too; a different shape is refused."""
     module = nn.Linear(2, 2)
     handle = flatten_alone(module, use_orig_params=use_orig_params)
     before = handle.stamp()
@@ -93,7 +93,7 @@ def test_a_flat_parameter_that_is_given_other_data(use_orig_params: bool) -> Non
 
 
 def test_a_full_parameter_that_is_given_other_data(use_orig_params: bool) -> None:
-    """`.data =` on a full parameter is told of when the shards are shown again, and the leaf is a view again."""
+    """`.data =` on a full parameter is reported when the shards are shown again, and the leaf is a view again."""
     module = nn.Linear(2, 2)
     handle = flatten_alone(module, use_orig_params=use_orig_params)
     gather([handle])

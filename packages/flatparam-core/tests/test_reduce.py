@@ -134,7 +134,7 @@ def test_no_gradient_stays_none_with_originals() -> None:
 
 
 def test_every_rank_agrees_on_who_has_a_gradient() -> None:
-    """A parameter whose gradient came on another rank only has one here too, if this rank has elements of it."""
+    """A parameter whose gradient came only on another rank has one here too, if this rank has elements of it."""
     ranks = Ranks(Branches, 2, use_orig_params=True)
     x = torch.ones(1, 3)
     ranks.unshard()
@@ -147,7 +147,7 @@ def test_every_rank_agrees_on_who_has_a_gradient() -> None:
 
 
 def test_by_default_this_ranks_arrivals_count() -> None:
-    """Without ``arrived``, a parameter gets a gradient where this rank deposited one."""
+    """Without ``arrived``, a parameter gets a gradient if this rank deposited one."""
     module = Branches()
     handle = flatten_alone(module, use_orig_params=True)
     gather([handle])

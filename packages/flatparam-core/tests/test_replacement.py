@@ -1,4 +1,4 @@
-"""A parameter that the user replaced after its module was sharded: taken over where it fits, refused where it does not."""
+"""A parameter that the user replaced after its module was sharded: taken over if it fits, refused if it does not."""
 
 from collections.abc import Callable
 
@@ -83,7 +83,7 @@ def test_values_that_fit_are_taken_over(way: str, shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_takes_its_part_of_the_full_values(way: str) -> None:
-    """Where every rank is given the full values, each keeps its own part, and all gather them whole."""
+    """If every rank is given the full values, each keeps its own part, and all gather them whole."""
     make = lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # noqa: E731
     ranks = Ranks(make, 2, use_orig_params=True)
     values = torch.randn(3, 2, 2, 2)
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[torch.Tensor, str]] = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_values_that_do_not_fit_are_refused(reason: str) -> None:
-    """Another shape, dtype or device is refused before anything moves, naming the parameter and both sides."""
+    """A different shape, dtype or device is refused before anything moves, naming the parameter and both sides."""
     module = nn.Sequential(nn.Linear(3, 2))
     handle = flatten_alone(module, use_orig_params=True)
     before, kept = handle.flat_param.detach().clone(), module[0].weight
@@ -215,7 +215,7 @@ def test_a_removed_parameter_is_refused(remove: Callable[[nn.Module], None]) -> 
 
 
 def test_a_part_of_another_rank_is_refused() -> None:
-    """What fits one rank's part is refused on a rank that holds another number of elements."""
+    """Data that fit one rank's part are refused on a rank that holds a different number of elements."""
     (handle,) = flatten_module(module := nn.Linear(4, 3), rank=2, world_size=3, use_orig_params=True)
     module.weight.data = torch.zeros(5, 1)
     with pytest.raises(FlatParamError, match=r"this rank's part \(2, 1\), found \(5, 1\)"):
@@ -261,7 +261,7 @@ def test_emptied_data_is_refused() -> None:
 
 
 def test_a_replacement_under_the_second_name_is_refused_before_the_gather() -> None:
-    """Which of two tied names was replaced makes no difference: no rank enters the collective alone."""
+    """A replacement under either of two tied names is refused alike: no rank issues the collective alone."""
     module = Tied()
     handle = flatten_alone(module, use_orig_params=True)
     module.other.weight = nn.Parameter(torch.zeros(2, 2))

@@ -14,11 +14,12 @@ from flatparam_core.testing import shards_of
 
 from .strategies import ALIGNMENTS, WORLD_SIZES, tensors_for, unit_specs
 
-Shards = list[list[torch.Tensor]]  # [layout][rank]
+# Indexed by layout, then by rank.
+Shards = list[list[torch.Tensor]]
 
 
 def shards(layouts: Sequence[FlatLayout], tensors: dict[str, torch.Tensor]) -> Shards:
-    """What every rank of every layout holds of ``tensors``, which know a tied parameter by each of its names."""
+    """The shards of ``layouts`` with the values of ``tensors``, which know a tied parameter by each of its names."""
     return [list(shards_of([tensors[fqn] for fqn in layout.fqns], layout)) for layout in layouts]
 
 
@@ -152,7 +153,7 @@ def test_a_part_of_the_parameters() -> None:
 
 
 def test_across_dtypes_and_training() -> None:
-    """A parameter that was trained in fp32 loads where it is frozen in bf16: only elements are counted."""
+    """A parameter that was trained in fp32 loads into a frozen one in bf16: only elements are counted."""
     trained = ParamSpec("w", (6,), torch.float32)
     frozen = ParamSpec("w", (6,), torch.bfloat16, requires_grad=False)
     sources = plan_layouts([trained, ParamSpec("b", (2,), torch.float32)], world_size=2)
@@ -178,7 +179,7 @@ def test_refuses_a_missing_parameter() -> None:
     ],
 )
 def test_refuses_another_shape_or_memory_order(found: ParamSpec) -> None:
-    """Elements that mean something else are never copied: another shape or memory order is refused with both."""
+    """Elements with a different meaning are never copied: a different shape or memory order is refused with both."""
     wanted = plan_layouts([ParamSpec("a", (2, 3), torch.float32)], world_size=2)
     with pytest.raises(LayoutError, match=r"'a': expected shape \(2, 3\) with strides \(3, 1\), found"):
         list(replan(plan_layouts([found], world_size=2), wanted))
@@ -197,7 +198,7 @@ def test_channels_last_of_one_by_one_is_the_same_order(shape: tuple[int, ...]) -
 
 
 def test_refuses_before_the_first_move() -> None:
-    """Whoever copies move by move has copied nothing when the plan is refused."""
+    """A plan is refused before its first move, so that nothing has been copied by then."""
     a, b = ParamSpec("a", (4,), torch.float32), ParamSpec("b", (4,), torch.float32)
     with pytest.raises(LayoutError):
         next(iter(replan(plan_layouts([a], world_size=1), plan_layouts([a, b], world_size=1))))

@@ -40,7 +40,7 @@ def handle_in(state: str, use_orig_params: bool) -> tuple[nn.Linear, FlatParamHa
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("state", Residency.__members__)
 def test_every_step_from_every_state(state: str, step: str, use_orig_params: bool) -> None:
-    """A step that is in the table leads where it says; any other raises, names both ends, and changes nothing."""
+    """A step that is in the table leads to its target; any other raises, names both ends, and changes nothing."""
     module, handle = handle_in(state, use_orig_params)
     shown, allocated = module.weight, handle.buffer.is_allocated
     if (state, step) in LEGAL:
@@ -85,14 +85,15 @@ def test_giving_up_a_gather_leaves_everything_usable(use_orig_params: bool) -> N
 
 
 def test_memory_may_be_reserved_before(use_orig_params: bool) -> None:
-    """It is what `begin_unshard` then fills, or is given back; while there are full parameters there is none."""
+    """`begin_unshard` fills reserved memory, or `unreserve` frees it; `reserve` is refused beside full parameters."""
     _, handle = handle_in("SHARDED", use_orig_params)
     handle.reserve(copied=True)
     assert handle.buffer.held_nbytes == handle.buffer.nbytes
     handle.unreserve()
     assert not handle.buffer.held_nbytes
     check_invariants(handle)
-    assert handle.reserve(copied=True)  # the one rank has to copy its shard
+    # The one rank has to copy its shard.
+    assert handle.reserve(copied=True)
     place = handle.buffer.tensor.data_ptr()
     full, shard = handle.begin_unshard(copied=True)
     assert full.data_ptr() == place != shard.data_ptr()

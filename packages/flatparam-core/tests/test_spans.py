@@ -16,7 +16,7 @@ def members(span: Span) -> set[int]:
 
 @given(spans())
 def test_numel_and_truth(span: Span) -> None:
-    """numel counts the integers of a span, and a span is true exactly where it has any."""
+    """numel counts the integers of a span, and a span is true exactly if it has any."""
     assert span.numel == len(members(span))
     assert bool(span) == bool(members(span))
 

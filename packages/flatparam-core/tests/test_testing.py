@@ -40,7 +40,8 @@ def test_check_invariants_names_the_broken_promise(
     damage: Callable[[FlatParamHandle], None], promise: str
 ) -> None:
     """A handle that was damaged behind its back fails the check, with the promise and the handle."""
-    module = nn.Linear(2, 2)  # the handle does not keep it
+    # The handle does not keep the module alive.
+    module = nn.Linear(2, 2)
     (handle,) = flatten_module(module, rank=0, world_size=2)
     check_invariants(handle)
     damage(handle)
@@ -49,7 +50,7 @@ def test_check_invariants_names_the_broken_promise(
 
 
 def test_shards_of_packs_any_strides_and_casts() -> None:
-    """Tensors of other strides or another dtype than the layout's are packed in its order and dtype."""
+    """Tensors whose strides or dtype are not the layout's are packed in its order and dtype."""
     layout = FlatLayout.plan([ParamSpec("w", (2, 3), torch.float64, True, (1, 2))], world_size=4)
     shards = shards_of([torch.arange(6.0).reshape(2, 3)], layout)
     assert [shard.tolist() for shard in shards] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0], [0.0, 0.0]]

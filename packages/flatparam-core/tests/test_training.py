@@ -228,7 +228,8 @@ def test_units_of_one_model_gather_and_reduce_on_their_own(use_orig_params: bool
             hidden = [torch.tanh(h) for h in hidden]
         for handle in unit:
             handle.reshard()
-    for unit in units:  # both are needed by one backward call
+    # One backward call needs both units.
+    for unit in units:
         gather(unit)
     for h in hidden:
         h.square().sum().backward()

@@ -24,7 +24,7 @@ def gradients_of(layout: FlatLayout) -> list[torch.Tensor]:
 
 @given(layouts(torch.float32), st.data())
 def test_every_stretch_is_that_of_the_flat_gradient(layout: FlatLayout, data: st.DataObject) -> None:
-    """Whatever came, cast to whatever dtype, and wherever the stretch begins and ends."""
+    """Any stretch equals that of the flat gradient, whatever gradients came, and in any dtype."""
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
     gradients = gradients_of(layout)
     came = data.draw(st.sets(st.integers(0, len(gradients) - 1)))
@@ -75,7 +75,7 @@ def test_a_second_gradient_is_added(layout: FlatLayout) -> None:
 
 @given(layouts(torch.float32))
 def test_released_gradients_are_forgotten(layout: FlatLayout) -> None:
-    """Whether they were kept or handed over."""
+    """`release` drops gradients, whether they were kept or handed over."""
     ledger = ledger_of(layout)
     for hand_over in (False, True):
         for index, gradient in enumerate(gradients_of(layout)):
@@ -90,7 +90,7 @@ def test_released_gradients_are_forgotten(layout: FlatLayout) -> None:
 
 @given(layouts(torch.float32))
 def test_what_was_copied_is_not_handed_over(layout: FlatLayout) -> None:
-    """A sum, or a gradient with a divisor, is nowhere but in the flat buffer."""
+    """A sum, or a gradient with a divisor, is not handed over: it is only in the flat buffer."""
     gradients = gradients_of(layout)
     for divided in (False, True):
         ledger = ledger_of(layout)

@@ -1,4 +1,4 @@
-"""Where one rank has the whole flat parameter: nothing is copied."""
+"""If one rank has the whole flat parameter, nothing is copied."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def unshard(handle: FlatParamHandle, **arguments: bool) -> None:
-    """Unshard the only rank's flat parameter: there is nothing to gather but what is there."""
+    """Unshard the only rank's flat parameter: there is nothing to gather from other ranks."""
     full, shard = handle.begin_unshard(**arguments)
     if full.data_ptr() != shard.data_ptr():
         full.copy_(shard)
@@ -22,7 +22,7 @@ def unshard(handle: FlatParamHandle, **arguments: bool) -> None:
 
 
 def step(handle: FlatParamHandle, loss: torch.Tensor) -> torch.Tensor:
-    """From a loss to `.grad`; returns the flat gradient as it was to be reduced."""
+    """Run a step from a loss to `.grad`; return the flat gradient as it was to be reduced."""
     loss.backward()
     handle.deposit_all(range(len(handle.leaves)))
     handle.reshard()
@@ -33,7 +33,7 @@ def step(handle: FlatParamHandle, loss: torch.Tensor) -> torch.Tensor:
 
 
 def test_full_parameters_are_the_flat_parameter() -> None:
-    """They lie in its memory, and a reshard frees nothing."""
+    """The full parameters lie in the flat parameter's memory, and a reshard frees nothing."""
     module = seeded(lambda: nn.Linear(3, 5))
     handle = flatten_alone(module, use_orig_params=True)
     before = handle.flat_param.detach().clone()
@@ -49,7 +49,7 @@ def test_full_parameters_are_the_flat_parameter() -> None:
 
 @pytest.mark.parametrize("how", ["copied", "cast", "flat"])
 def test_full_parameters_of_their_own(how: str) -> None:
-    """In another dtype, if it is asked for, and if `parameters()` lists both, they have memory of their own."""
+    """Full parameters have memory of their own in a different dtype, on request, and if `parameters()` lists both."""
     module = seeded(lambda: nn.Linear(3, 5))
     precision = Precision(torch.bfloat16) if how == "cast" else None
     handle = flatten_alone(module, precision=precision, use_orig_params=how != "flat")
@@ -61,7 +61,8 @@ def test_full_parameters_of_their_own(how: str) -> None:
     handle.reshard()
     assert torch.equal(handle.flat_param, before)
     assert not handle.buffer.is_allocated
-    unshard(handle, full_precision=True)  # and back again
+    # In full precision, originals are views of the flat parameter again.
+    unshard(handle, full_precision=True)
     assert (storage_of(handle.leaves[0]) == storage_of(handle.flat_param)) == (how != "flat")
     handle.reshard()
 

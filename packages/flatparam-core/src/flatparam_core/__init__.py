@@ -1,4 +1,4 @@
-"""Flat parameters: geometry, storage, views and gradients, on one rank. Never imports `torch.distributed`."""
+"""Flat parameters on one rank: geometry, storage, views and gradients. It never imports `torch.distributed`."""
 
 from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover, each_module, memory_view
@@ -9,7 +9,7 @@ from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
 from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
-from flatparam_core.geometry.replan import Move, Place, replan
+from flatparam_core.geometry.replan import Location, Move, Place, replan
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
@@ -48,6 +48,7 @@ __all__ = [
     "GradientLedger",
     "IllegalStepError",
     "LayoutError",
+    "Location",
     "Move",
     "OriginalExposure",
     "ParamInfo",

@@ -6,11 +6,11 @@ __all__ = ["FlatParamError", "IllegalStepError", "LayoutError"]
 
 
 class FlatParamError(RuntimeError):
-    """Anything that the flat-parameter library refuses; catch it to catch all of them."""
+    """The base class of the errors of the flat-parameter library; catch it to catch all of them."""
 
 
 class LayoutError(FlatParamError, ValueError):
-    """A layout, a span or a parameter that does not fit where it was asked to lie."""
+    """A layout, a span or a parameter that does not fit where it was to be placed."""
 
 
 class IllegalStepError(FlatParamError):

@@ -16,7 +16,7 @@ __all__ = ["FlatParameter"]
 class FlatParameter(nn.Parameter):
     """This rank's shard, a 1-D leaf of `flat_layout.shard_numel` elements; an optimizer may hold it for ever.
 
-    Its memory is never swapped: gathering fills another buffer. The names with a leading underscore are those of
+    Its memory is never swapped: a gather fills a separate buffer. The names with a leading underscore are those of
     FSDP1's flat parameter, which checkpoint code reads.
     """
 
@@ -26,7 +26,7 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True
 
     def __new__(cls, data: torch.Tensor, layout: FlatLayout, rank: int, requires_grad: bool) -> FlatParameter:
-        """See `__init__`."""
+        """Build the parameter; see `__init__`."""
         parameter: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         parameter.flat_layout = layout
         parameter.rank = rank
@@ -67,5 +67,5 @@ class FlatParameter(nn.Parameter):
         return tuple(slot.spec.numel for slot in self.flat_layout.slots)
 
 
-# torch steps many parameters in one call, which accelerators gain from, only if it knows the class of each.
+# torch steps many parameters in one call, which is faster on accelerators, only if it knows the class of each.
 _foreach_supported_types.append(FlatParameter)

@@ -20,28 +20,28 @@ from flatparam_core.storage.precision import Precision
 __all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "flatten_module"]
 
 ORIGINAL_ALIGNMENT_NBYTES = 16
-"""Where the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""
+"""If the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""
 
 
 @final
 @attrs.define(eq=False)
 class Flattening:
-    """A module on its way to flat parameters: the shards are filled, one parameter at a time, then they take over.
+    """The way of a module to flat parameters: the shards are filled one parameter at a time, then they take over.
 
-    So a parameter can be made, packed and dropped before the next one is made. Between `begin` and `finish` the module
-    is as it was.
+    A parameter can thus be made, packed and dropped before the next one is made. Between `begin` and `finish` the
+    module is unchanged.
     """
 
     module: nn.Module
     layouts: tuple[FlatLayout, ...]
     shards: tuple[torch.Tensor, ...]
-    """For each layout this rank's shard, 1-D, `layout.shard_numel` elements."""
+    """This rank's shard of each layout, 1-D, `layout.shard_numel` elements."""
     rank: int
     device: torch.device
     _use_orig_params: bool
     _precision: Precision
     _places: dict[str, tuple[int, int]]
-    """For each parameter's name, its layout and its slot there."""
+    """By parameter name, the index of its layout and of its slot there."""
 
     @classmethod
     def begin(
@@ -61,11 +61,11 @@ class Flattening:
         With `use_orig_params` those of two or more dimensions come first, then the others, each in the order given.
 
         Args:
-            device: where full parameters live; by default where the parameters are.
-            storage_device: where the shards live, by default on `device`; CPU memory beside an accelerator is pinned.
+            device: the device of full parameters; by default that of the parameters.
+            storage_device: the device of the shards, by default `device`; CPU memory beside an accelerator is pinned.
 
         Raises:
-            FlatParamError: where a parameter belongs to another flat parameter already, or to several devices.
+            FlatParamError: if a parameter already belongs to a flat parameter, or if they are on several devices.
         """
         _check_unclaimed(bound)
         home = device or _common_device(bound)
@@ -97,10 +97,10 @@ class Flattening:
         pack_parameter(self.shards[number], self.layouts[number], index, value, rank=self.rank)
 
     def finish(self, bound: Sequence[BoundParameter]) -> tuple[FlatParamHandle, ...]:
-        """Have the module show its sharded form.
+        """Make the module show its sharded form.
 
         Args:
-            bound: the parameters, with the names given to `begin`; perhaps other objects by now.
+            bound: the parameters, under the names given to `begin`; they may be other objects by now.
         """
         by_name = {b.names[0]: b for b in bound}
         return tuple(
@@ -132,19 +132,20 @@ def flatten_module(
     """Shard the parameters of `module` in place; every rank calls it with equal modules.
 
     Args:
-        module: afterwards shows its sharded form until a handle is unsharded.
-        rank: this rank's place among the `world_size` ranks that share the parameters.
+        module: shows its sharded form afterwards, until a handle is unsharded.
+        rank: this rank's index among the `world_size` ranks that share the parameters.
         use_orig_params: whether `module.parameters()` lists the original objects, or flat parameters.
         precision: compute and reduction dtypes; by default every parameter's own.
-        device: where full parameters live; by default where the parameters are.
-        storage_device: where the shards live; by default on `device`.
+        device: the device of full parameters; by default that of the parameters.
+        storage_device: the device of the shards; by default `device`.
         parameters: what to flatten, by default all that `discover` finds.
 
     Returns:
-        One handle per dtype and per trainable or frozen, trainable ones first; empty where there is no parameter.
+        One handle for each dtype of the trainable parameters, then one for each of the frozen ones; empty if there are
+        no parameters.
 
     Raises:
-        FlatParamError: where a parameter belongs to another flat parameter already, or to several devices.
+        FlatParamError: if a parameter already belongs to a flat parameter, or if they are on several devices.
     """
     bound = discover(module) if parameters is None else tuple(parameters)
     if not bound:

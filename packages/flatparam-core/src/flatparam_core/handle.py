@@ -10,7 +10,7 @@ A runtime calls, in this order and for each flat parameter::
     output, full = handle.begin_reduce()      # now reduce-scatter `full` of every rank into `output`
     handle.finish_reduce(output)              # `.grad` of what the optimizer holds
 
-It moves no bytes between ranks, registers no hook, and knows no strategy.
+The handle moves no bytes between ranks, registers no hook, and knows no strategy.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class FlatParamHandle:
     """A flat parameter on one rank. Make it with `flatparam_core.flatten_module`."""
 
     shard: Shard
-    """This rank's part; lives for ever."""
+    """This rank's part, which lives for ever."""
     exposure: Exposure
     forms: FullForms
-    """The full parameters; the buffer of the current form is allocated exactly while not SHARDED."""
+    """The full parameters; the buffer of the current form is allocated exactly while the handle is not SHARDED."""
     gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
     trained: list[bool] = attrs.field(init=False)
-    """For each parameter, whether it was to get a gradient when the full parameters were shown last."""
+    """For each parameter, whether it was to get a gradient when the full parameters were last shown."""
     taken_over: tuple[str, ...] = ()
-    """The parameters whose data, given by the user, the last unshard has copied to the shard."""
+    """The parameters that the user gave other data, which the last unshard copied to the shard."""
 
     @trained.default
     def _look_what_is_trained(self) -> list[bool]:
@@ -86,13 +86,13 @@ class FlatParamHandle:
         precision: Precision,
         device: torch.device,
     ) -> Self:
-        """Take the parameters in `bound` (the slots of `layout`, in order) over, whose values `shard` holds.
+        """Take over the parameters in `bound` (the slots of `layout`, in order), whose values `shard` holds.
 
         Args:
             shard: 1-D, `layout.shard_numel` elements; see `pack_shard`.
             attribute: the name under which `owner` registers the flat parameter; `None` keeps the original
                 parameters, as views of the shard.
-            device: where the full parameters live.
+            device: the device of the full parameters.
         """
         attributes = tuple(dict(vars(b.parameter)) for b in bound)
         trainable = any(b.parameter.requires_grad for b in bound)
@@ -109,7 +109,7 @@ class FlatParamHandle:
         return handle
 
     def __getstate__(self) -> tuple[object, ...]:
-        """What a copy is made of; only a handle that is SHARDED has one, of which the modules are part."""
+        """Return the state for a copy, modules included; only a handle that is SHARDED can be copied."""
         self._check_rests("copied or pickled")
         return (
             self.flat_param,
@@ -121,15 +121,15 @@ class FlatParamHandle:
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Become a copy, which has to be revived once the copies of its modules are whole."""
+        """Restore a copy; call `revive` once the copies of its modules are whole."""
         flat_param, exposure, precision, is_offloaded, device, attributes = state
-        # A file may have been read to another device.
+        # A file may have been loaded onto a different device.
         home = device if is_offloaded else flat_param.device
         forms = FullForms(flat_param.flat_layout, precision, home, attributes)
         type(self).__init__(self, Shard.of(flat_param), exposure, forms)
 
     def revive(self) -> bool:
-        """Have the modules of a copy show the copied shard; false if they are not whole yet."""
+        """Make the modules of a copy show the copied shard; return false if they are not whole yet."""
         if not self.exposure.is_dormant:
             return True
         modules = [info.module for infos in self.param_infos for info in infos]
@@ -146,17 +146,17 @@ class FlatParamHandle:
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The parameter that is this rank's shard; lives for ever."""
+        """The parameter that is this rank's shard; it lives for ever."""
         return self.shard.flat_param
 
     @property
     def layout(self) -> FlatLayout:
-        """Where each parameter lies."""
+        """The layout: the position of each parameter in the flat parameter."""
         return self.shard.flat_param.flat_layout
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that share the flat parameter."""
+        """This rank's index among the ranks that share the flat parameter."""
         return self.shard.flat_param.rank
 
     @property
@@ -166,12 +166,12 @@ class FlatParamHandle:
 
     @property
     def precision(self) -> Precision:
-        """Which dtypes it is computed, reduced and stepped in."""
+        """The dtypes of computation, reduction and the optimizer step."""
         return self.forms.precision
 
     @property
     def device(self) -> torch.device:
-        """Where the full parameters live; the shard may live elsewhere."""
+        """The device of the full parameters; the shard may be on a different one."""
         return self.forms.device
 
     @property
@@ -187,7 +187,7 @@ class FlatParamHandle:
 
     @property
     def buffer(self) -> FlatBuffer:
-        """The memory of the full parameters that are there now, or were last."""
+        """The buffer of the full parameters that are in memory now, or were last."""
         return self.form.buffer
 
     @property
@@ -197,7 +197,7 @@ class FlatParamHandle:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the shard lives on another device than the full parameters."""
+        """Whether the shard is on a different device than the full parameters."""
         return self.shard.device != self.forms.device
 
     @property
@@ -207,7 +207,7 @@ class FlatParamHandle:
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """FSDP1's name for the parameters' own dtype; who gives the flat parameter another dtype sets this too."""
+        """FSDP1's name for the parameters' own dtype; code that casts the flat parameter sets this too."""
         return self.layout.dtype
 
     @_orig_param_dtype.setter
@@ -225,7 +225,7 @@ class FlatParamHandle:
         return f"flat parameter {self.name} on rank {self.rank}"
 
     def use_pool(self, pool: BufferPool) -> None:
-        """Take the memory of full parameters and gradients from `pool` from now on, and give it back there."""
+        """From now on, take the memory of full parameters and gradients from `pool`, and return it there."""
         self.forms.use_pool(pool)
         self.gradients.buffer.pool = pool
 
@@ -241,10 +241,11 @@ class FlatParamHandle:
         return self.exposure.stamp() + self.shard.moves
 
     def _follow(self) -> None:
-        """If somebody gave the flat parameter other data, have everything that looks at its memory look there.
+        """If somebody gave the flat parameter other data, update everything that refers to its memory.
 
         Raises:
-            FlatParamError: if it has another shape, or another dtype or device while it is not sharded.
+            FlatParamError: if the data have a different shape, or a different dtype or device while the handle is not
+                SHARDED.
         """
         shard = self.shard
         if not shard.has_moved:
@@ -260,27 +261,27 @@ class FlatParamHandle:
         self.exposure.refresh()
 
     def full_nbytes(self, *, full_precision: bool = False) -> int:
-        """Bytes of the full parameters that `begin_unshard` allocates."""
+        """The bytes that `begin_unshard` allocates for the full parameters."""
         return self.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
 
     def computes_in(self, *, full_precision: bool) -> bool:
-        """Whether the full parameters that are there, or were last, have the dtype that `begin_unshard` gives them."""
+        """Whether the current or last full parameters have the dtype that `begin_unshard` gives them."""
         return self.buffer.tensor.dtype == self.forms.dtype(full_precision=full_precision)
 
     def begin_unshard(
         self, *, full_precision: bool = False, take_over: bool = True, copied: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate the full buffer and say what to gather: `(output, input)`.
+        """Allocate the full buffer and return what to gather: `(output, input)`.
 
         `output` is 1-D, `layout.numel` elements, rank after rank; `input` is this rank's part, `layout.shard_numel`
-        elements. Where the shard has another dtype or device, `input` is the rank's own slice of `output` and is
-        already there. Where one rank has the whole flat parameter in the dtype to compute in, and originals are shown,
+        elements. If the shard has a different dtype or device, `input` is the rank's own slice of `output` and is
+        already filled. If one rank has the whole flat parameter in the dtype to compute in, and originals are shown,
         the full parameters are views of it: `output` and `input` are the same memory.
 
         Args:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
-            take_over: look whether the user has given a parameter other data, or put another in its place.
-            copied: have the full parameters in memory of their own in any case, so that what changes them does not
+            take_over: check whether the user gave a parameter other data or replaced it, and take that over.
+            copied: give the full parameters memory of their own in any case, so that a change of them does not
                 change the flat parameter.
         """
         unsharding = RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
@@ -296,12 +297,12 @@ class FlatParamHandle:
         return full, own
 
     def reserve(self, *, full_precision: bool = False, copied: bool = False) -> bool:
-        """Allocate what `begin_unshard` with these arguments fills; whether it has to copy the shard there.
+        """Allocate what `begin_unshard` with these arguments fills; return whether the shard has to be copied there.
 
-        A copy may be queued on another stream of an accelerator than the one that the memory is allocated on.
+        On an accelerator, the copy may be queued on a different stream than the one that the memory is allocated on.
 
         Raises:
-            IllegalStepError: where there are full parameters.
+            IllegalStepError: if the handle is not SHARDED.
         """
         RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
@@ -310,7 +311,7 @@ class FlatParamHandle:
         return moves or (self.is_whole and full.data_ptr() != shard.data_ptr())
 
     def unreserve(self) -> None:
-        """Free what `reserve` allocated, where `begin_unshard` has not begun to fill it."""
+        """Free what `reserve` allocated, if `begin_unshard` has not begun to fill it."""
         if self.residency is Residency.SHARDED:
             self.buffer.free()
 
@@ -336,7 +337,8 @@ class FlatParamHandle:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         unsharded = RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         wanted = list(self.exposure.requires_grad())
-        if wanted != self.trained:  # else it stays the same object
+        # An equal list stays the same object.
+        if wanted != self.trained:
             self.trained = wanted
         if not self.leaves:
             self.form.make_leaves(self.forms.attributes, wanted)
@@ -350,15 +352,15 @@ class FlatParamHandle:
         self.residency = unsharded
 
     def has_presenter(self, index: int) -> bool:
-        """Whether the module shows something made of the full parameter `index`, as for a `DTensor`."""
+        """Whether the module shows a tensor made from the full parameter `index`, for example a `DTensor`."""
         return self.forms.has_presenter(index)
 
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        """What the module shows for `full`, the full parameter `index`: itself, or what its `PRESENTER` makes of it."""
+        """The tensor that the module shows for the full parameter `index`: `full`, or what its `PRESENTER` returns."""
         return self.forms.present(index, full)
 
     def reshard(self) -> None:
-        """Show the sharded form again and free the full buffer, also one that is still being filled."""
+        """Show the sharded form again and free the full buffer, even while it is being filled."""
         moved = []
         if self.residency is Residency.UNSHARDED:
             self.exposure.show_shard()
@@ -368,10 +370,10 @@ class FlatParamHandle:
         self._refuse(moved)
 
     def check_leaves(self) -> None:
-        """Make sure that the full parameters, which are shown, are those that were gathered.
+        """Check that the full parameters, which the module shows, are those that were gathered.
 
         Raises:
-            FlatParamError: where a leaf was given other data, which is lost, naming the parameter.
+            FlatParamError: if a leaf was given other data, which are lost; the message names the parameter.
         """
         self._refuse(self.form.reclaim())
 
@@ -384,10 +386,10 @@ class FlatParamHandle:
             )
 
     def write_back(self) -> None:
-        """Take this rank's part of the full parameters over into the shard, where it has changed.
+        """Write this rank's part of the full parameters to the shard, if it has changed.
 
         Raises:
-            IllegalStepError: where the full parameters are not complete in memory, in their own dtype.
+            IllegalStepError: if the full parameters are not complete in memory, in their own dtype.
         """
         if not self.is_unsharded or self.buffer.tensor.dtype != self.flat_param.dtype:
             raise IllegalStepError(
@@ -397,17 +399,17 @@ class FlatParamHandle:
         self.shard.write(self.buffer.shard(self.rank))
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
-        """Show parameter `index` under the names `infos` too, in modules of another unit that shares it."""
+        """Show parameter `index` under the names `infos` too, in the modules of another unit that shares it."""
         self.exposure.lend(index, infos)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move or cast the flat parameter and its gradient, as `torch.nn.Module.to` and its kin do.
+        """Move or cast the flat parameter and its gradient, as `torch.nn.Module.to` and similar methods do.
 
         Args:
-            function: elementwise in shape; may change the device and the floating-point dtype.
+            function: keeps the shape; may change the device and the floating-point dtype.
 
         Raises:
-            FlatParamError: where full parameters or unreduced gradients are in memory, or the shape changes.
+            FlatParamError: if full parameters or unreduced gradients are in memory, or the shape changes.
         """
         self._check_rests("moved or cast")
         shard = self.flat_param.data
@@ -422,34 +424,35 @@ class FlatParamHandle:
         give_data(self.flat_param, changed)
         self._follow()
         for parameter, grad in grads:
-            parameter.grad_dtype = None  # any
+            # None allows any dtype.
+            parameter.grad_dtype = None
             parameter.grad = function(grad).to(changed.device)
 
     # Gradients
 
     def deposit(self, index: int, *, divisor: float = 1.0) -> None:
-        """Move the finished gradient of leaf `index`, divided by `divisor`, to its slot; `None` moves nothing."""
+        """Move the finished gradient of leaf `index`, divided by `divisor`, to its slot; do nothing if it is None."""
         for _, gradient in zip(*self.form.take_gradients([index]), strict=True):
             self.gradients.deposit(index, gradient, divisor=divisor)
 
     def keep(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
-        """`deposit` the gradients of leaves `indices` later, with others: at the latest in `begin_reduce`."""
+        """Deposit the gradients of leaves `indices` later, with others: at the latest in `begin_reduce`."""
         for index, gradient in zip(*self.form.take_gradients(indices), strict=True):
             self.gradients.keep(index, gradient, divisor=divisor)
 
     def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
-        """`deposit` each of `indices` and what was kept, small ones in a few calls for all."""
+        """Deposit the gradients of leaves `indices` and the kept ones; a few calls handle all small ones."""
         self.gradients.collect()
         indices, gradients = self.form.take_gradients(indices)
         if gradients:
             self.gradients.deposit_all(indices, gradients, divisor=divisor)
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Say what to reduce-scatter: `(output, input)`.
+        """Return what to reduce-scatter: `(output, input)`.
 
         `output` is new, 1-D, `layout.shard_numel` elements; `input` is the flat gradient, `layout.numel`
-        elements, both in the reduction dtype. Where one rank has the whole flat parameter, both are the flat gradient,
-        whose memory is the caller's.
+        elements, both in the reduction dtype. If one rank has the whole flat parameter, both are the flat gradient,
+        whose memory then belongs to the caller.
         """
         if self.is_whole:
             full = self.gradients.give_away()
@@ -458,10 +461,10 @@ class FlatParamHandle:
         return full.new_empty(self.layout.shard_numel), full
 
     def begin_reduce_parts(self) -> tuple[torch.Tensor, Unflattened]:
-        """`begin_reduce` where all gradients were kept: `input` is not made, its parts are where autograd left them.
+        """Do what `begin_reduce` does, if all gradients were kept: the parts of `input` stay where autograd left them.
 
         Raises:
-            FlatParamError: where `gradients.is_apart` is false.
+            FlatParamError: if `gradients.is_apart` is false.
         """
         full = self.gradients.hand_over()
         return torch.empty(self.layout.shard_numel, dtype=full.dtype, device=full.device), full
@@ -471,12 +474,12 @@ class FlatParamHandle:
     ) -> None:
         """Free the flat gradient and add the reduced shard, divided by `divisor`, to `.grad`.
 
-        The two halves are `settle_reduce` and `accumulate`, for a runtime that learns later than
-        it can free memory which parameters have a gradient.
+        A runtime that can free the memory before it learns which parameters have a gradient calls the two halves,
+        `settle_reduce` and `accumulate`.
 
         Args:
             reduced: the `output` of `begin_reduce`.
-            arrived: for each parameter, non-zero where any rank had a gradient; by default where this rank had one.
+            arrived: for each parameter, non-zero if any rank had a gradient; by default if this rank had one.
             divisor: the averaging factor after the reduction.
         """
         if arrived is None:
@@ -484,7 +487,7 @@ class FlatParamHandle:
         self.accumulate(self.settle_reduce(reduced, divisor=divisor), arrived)
 
     def settle_reduce(self, reduced: torch.Tensor, *, divisor: float = 1.0) -> torch.Tensor:
-        """Free the flat gradient, which the reduction has read, and return the shard's mean as `.grad` takes it."""
+        """Free the flat gradient, which the reduction has read, and return the shard's mean as `for_grad` does."""
         self.gradients.release()
         if divisor != 1.0:
             reduced.div_(divisor)
@@ -498,7 +501,7 @@ class FlatParamHandle:
         return reduced.to(self.flat_param.device, dtype, non_blocking=True)
 
     def drop_gradients(self) -> None:
-        """Forget every gradient that has arrived and was not reduced, the leaves' own too."""
+        """Drop every gradient that has arrived and was not reduced, those on the leaves too."""
         self.gradients.release()
         for leaf in self.leaves:
             leaf.grad = None

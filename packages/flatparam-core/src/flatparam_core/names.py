@@ -1,4 +1,4 @@
-"""Names of modules and parameters: those that we give, and those that the user knows."""
+"""Names of modules and parameters: those that the library gives, and those that the user knows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ FLAT_PARAM: Final = "_flat_param"
 """The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
 
 PRESENTER: Final = "_flatparam_presenter"
-"""The attribute of an original parameter with a function `(full parameter) -> tensor`: what a module shows instead of
-the full parameter, made of it differentiably. So parameters can be of a tensor class that cannot be flattened."""
+"""The attribute of an original parameter that holds a differentiable function `(full parameter) -> tensor`. The module
+shows the result instead of the full parameter, so that parameters can be of a tensor class that cannot be flattened."""
 
 FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
 """The attribute under which a sharding wrapper holds its module; FSDP1's name."""

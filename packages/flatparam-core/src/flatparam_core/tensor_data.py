@@ -1,4 +1,4 @@
-"""Giving a tensor other memory, while it stays the object that everybody knows."""
+"""A tensor gets other memory and stays the same object."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["give_data"]
 
 
 def give_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Have `tensor` show the memory of `data`, of any shape, dtype and device; it keeps its class and its attributes.
+    """Make `tensor` use the memory of `data`, of any shape, dtype and device; it keeps its class and its attributes.
 
     Raises:
-        RuntimeError: if torch cannot put the memory of one device under a tensor of another (an accelerator that is
-            registered as `PrivateUse1` beside the CPU), and something has a weak reference to `tensor`.
+        RuntimeError: if torch cannot put the memory of one device under a tensor of a different one (an accelerator
+            that is registered as `PrivateUse1` beside the CPU), and something has a weak reference to `tensor`.
     """
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data

@@ -18,7 +18,7 @@ def check_invariants(handle: FlatParamHandle) -> None:
     """Assert everything that a handle promises between two calls.
 
     Raises:
-        AssertionError: naming the promise that is broken.
+        AssertionError: if a promise is broken; the message names it.
     """
     sharded = handle.residency is Residency.SHARDED
     buffer = handle.buffer
@@ -36,6 +36,6 @@ def check_invariants(handle: FlatParamHandle) -> None:
 
 
 def shards_of(tensors: Sequence[torch.Tensor], layout: FlatLayout) -> tuple[torch.Tensor, ...]:
-    """The shard of every rank of `layout`, packed from full `tensors` (one per slot), without any rank running."""
+    """The shard of every rank of `layout`, packed from full `tensors` (one per slot); no rank has to run."""
     device = tensors[0].device
     return tuple(pack_shard(tensors, layout, rank=rank, device=device) for rank in range(layout.world_size))

@@ -1,4 +1,4 @@
-"""Sizes at which the code takes another way: named, listed in one place, and settable."""
+"""Sizes at which the code takes a different path: named, listed in one place, and settable."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MADE: Final[dict[str, Threshold]] = {}
 @final
 @attrs.define(eq=False)
 class Threshold:
-    """A number on which a way through the code depends; results do not.
+    """A number that decides which path the code takes; results do not depend on it.
 
-    It is one for the process. Set it before what depends on it is made: a model, a checkpoint, a group.
+    A process has one value of it. Set it before you make what depends on it: a model, a checkpoint, a group.
     """
 
     name: str = attrs.field(on_setattr=attrs.setters.frozen)
-    """The layer and the noun, as in `core.small_gradient_nbytes`; no two have the same."""
+    """The layer and the noun, as in `core.small_gradient_nbytes`; no two thresholds have the same."""
     value: int
     ways: str = attrs.field(on_setattr=attrs.setters.frozen)
-    """What is done up to it, and what above it."""
+    """A sentence that says what the code does up to the value, and above it."""
     least: int = attrs.field(default=1, kw_only=True, on_setattr=attrs.setters.frozen)
     """The smallest value with which everything works."""
     default: int = attrs.field(init=False, on_setattr=attrs.setters.frozen)
@@ -42,10 +42,10 @@ class Threshold:
 
     @contextlib.contextmanager
     def set_to(self, value: int) -> Iterator[None]:
-        """Have `value` in its place inside the context.
+        """Use `value` inside the context.
 
         Raises:
-            ValueError: if it is below `least`.
+            ValueError: if `value` is below `least`.
         """
         if value < self.least:
             raise ValueError(f"{self.name}: expected a number of at least {self.least}, found {value}")
@@ -57,5 +57,5 @@ class Threshold:
 
 
 def all_thresholds() -> list[Threshold]:
-    """Every threshold of the layers that have been imported, by name."""
+    """Every threshold of the layers that have been imported, sorted by name."""
     return [_MADE[name] for name in sorted(_MADE)]

@@ -1,4 +1,4 @@
-"""State machines as tables: the legal steps are data, and one function takes them."""
+"""State machines as tables: the legal steps are data, and one method checks a step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Transitions(Generic[S]):
     steps: Mapping[S, frozenset[S]]
 
     def move(self, current: S, target: S, *, who: object) -> S:
-        """Return `target` where the step from `current` is legal; `str(who)` names whose step it is.
+        """Return `target` if the step from `current` is legal; `str(who)` names the object in the message.
 
         Raises:
-            IllegalStepError: naming both ends, the object and what would have been legal.
+            IllegalStepError: if it is not; the message names both ends, the object and the legal steps.
         """
         if target not in self.steps[current]:
             legal = ", ".join(sorted(state.name for state in self.steps[current])) or "nothing"

@@ -1,1 +1,1 @@
-"""What a sharded module shows under its parameters' names."""
+"""The tensors that a sharded module shows under its parameters' names."""

@@ -30,17 +30,17 @@ class ParamInfo:
     _module: weakref.ReferenceType[nn.Module]
 
     def __getstate__(self) -> tuple[object, ...]:
-        """What a copy is made of: the module with it."""
+        """Return the state for a copy, the module included."""
         return self.param_name, self.module_name, self.module
 
     def __setstate__(self, state: tuple[str, str, nn.Module]) -> None:
-        """Become a copy, which holds its module weakly again."""
+        """Restore a copy, which holds its module weakly again."""
         param_name, module_name, module = state
         type(self).__init__(self, param_name, module_name, weakref.ref(module))
 
     @property
     def reference(self) -> weakref.ReferenceType[nn.Module]:
-        """The module that has the attribute, as it is held: weakly."""
+        """A weak reference to the module that has the attribute."""
         return self._module
 
     @property
@@ -48,7 +48,7 @@ class ParamInfo:
         """The module that has the attribute.
 
         Raises:
-            FlatParamError: where that module is gone.
+            FlatParamError: if that module is gone.
         """
         module = self._module()
         if module is None:
@@ -66,10 +66,10 @@ class ParamInfo:
 @final
 @attrs.frozen(eq=False)
 class BoundParameter:
-    """A parameter and its bindings: one, or several where modules share it.
+    """A parameter and its bindings: one, or several if modules share it.
 
-    `names` are all the dotted names by which the searched module reaches it, its own first: more than there are
-    bindings where a module itself is reached by several paths.
+    `names` are all the dotted names by which the searched module reaches the parameter, its own first: more than there
+    are bindings if a module itself is reached by several paths.
     """
 
     parameter: nn.Parameter
@@ -118,7 +118,7 @@ def _walk(
     skip_module: Callable[[nn.Module], bool],
     above: tuple[nn.Module, ...] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Depth first, every path that is no circle; a module that is reached twice comes twice."""
+    """Yield every path without a circle, depth first; a module that is reached twice comes twice."""
     yield name, module
     path = (*above, module)
     for child_name, child in module._modules.items():
@@ -129,7 +129,7 @@ def _walk(
 def each_module(
     root: nn.Module, skip_module: Callable[[nn.Module], bool] = lambda module: False
 ) -> Iterator[nn.Module]:
-    """`root` and all below it, each once, in the order of `root.modules()`, without its generator for each level.
+    """Yield `root` and all modules below it, each once, in the order of `root.modules()`, with one generator for all.
 
     A submodule for which `skip_module` is true is left out with everything below it (`root` never is).
     """
@@ -147,7 +147,7 @@ def each_module(
 def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     """The elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
 
-    A view where the tensor already has that order, else a copy.
+    It is a view if the tensor already has that order, else a copy.
     """
     tensor = tensor.detach()
     if tensor.numel() == 0:

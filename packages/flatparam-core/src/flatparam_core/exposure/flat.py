@@ -27,19 +27,19 @@ __all__ = ["FlatExposure"]
 class _Follower:
     """An original parameter that somebody still holds, most likely an optimizer that was made before sharding.
 
-    It is a view of the shard, and its `.grad` one of the flat parameter's.
+    The parameter is a view of the shard, and its `.grad` is a view of the flat parameter's.
     """
 
     parameter: nn.Parameter
     fragment: Fragment
     given: bool = False
-    """Whether it was given a gradient since its `.grad` was None."""
+    """Whether the parameter was given a gradient since its `.grad` was None."""
 
 
 @final
 @attrs.define(eq=False)
 class FlatExposure:
-    """`parameters()` lists the flat parameter; under the original names stand plain 1-D views of the shard."""
+    """`parameters()` lists the flat parameter; the original names show plain 1-D views of the shard."""
 
     flat_param: FlatParameter
     owner: weakref.ReferenceType[nn.Module]
@@ -48,10 +48,10 @@ class FlatExposure:
     _sites: Sites
     _originals: list[weakref.ReferenceType[nn.Parameter]]
     _versions: list[int]
-    """How often each original had changed when it was sharded."""
+    """The version of each original when it was sharded."""
     _views: tuple[torch.Tensor, ...] = ()
     _followers: dict[int, _Follower] | None = None
-    """The originals that outlived sharding, by index; who they are is seen at the first gather."""
+    """The originals that outlived sharding, by index; they are found at the first gather."""
 
     @classmethod
     def attach(
@@ -67,11 +67,11 @@ class FlatExposure:
         return exposure
 
     def __getstate__(self) -> tuple[object, ...]:
-        """What a copy is made of: nobody holds the originals of a copy."""
+        """Return the state for a copy; nobody holds the originals of a copy."""
         return self.flat_param, self.owner(), self.attribute, self._sites
 
     def __setstate__(self, state: tuple[FlatParameter, nn.Module, str, Sites]) -> None:
-        """Become a copy, which shows nothing yet; see `FlatParamHandle.revive`."""
+        """Restore a copy, which shows nothing yet; see `FlatParamHandle.revive`."""
         flat_param, owner, attribute, sites = state
         type(self).__init__(self, flat_param, weakref.ref(owner), attribute, sites, [], [])
 
@@ -80,7 +80,8 @@ class FlatExposure:
         pieces = ShardPieces.of(layout, rank)
         self._views = tuple(pieces.lines(self.flat_param.detach()))
         for index, original in originals.items():
-            original.grad = None  # a full one; what is added from now on has the fragment's shape
+            # This gradient is a full one; what is added from now on has the fragment's shape.
+            original.grad = None
             give_data(original, self._views[index].view(pieces.shapes[index]))
 
     @property
@@ -123,7 +124,7 @@ class FlatExposure:
         return self.flat_param._version + changes
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.take_over`; what was replaced in a module is refused when the full parameters are shown."""
+        """See `Exposure.take_over`; replacements in a module are refused when the full parameters are shown."""
         followers = self._find_followers()
         if not followers:
             return {}
@@ -182,9 +183,11 @@ class FlatExposure:
         followers = self._find_followers()
         grad = self.flat_param.grad
         for follower in followers.values():
-            if grad is None:  # the module's zero_grad()
+            # The module's zero_grad() was called.
+            if grad is None:
                 follower.parameter.grad = None
-            elif follower.given and follower.parameter.grad is None:  # its optimizer's zero_grad()
+            # The zero_grad() of the follower's optimizer was called.
+            elif follower.given and follower.parameter.grad is None:
                 grad[follower.fragment.in_shard.as_slice()].zero_()
         add_to_grad(self.flat_param, reduced)
         for index, follower in followers.items():

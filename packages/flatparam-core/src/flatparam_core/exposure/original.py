@@ -38,9 +38,9 @@ class OriginalExposure:
     _originals: list[nn.Parameter]
     _sites: Sites
     _addresses: list[int] = attrs.field(factory=list)
-    """Where each original's part of the shard is."""
+    """The address of each original's part of the shard."""
     _changes: int = 0
-    """Of originals that are gone."""
+    """The number of changes of originals that are gone."""
     _pieces: ShardPieces = attrs.field(init=False)
     _is_here: list[bool] = attrs.field(init=False)
     """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
@@ -60,16 +60,17 @@ class OriginalExposure:
         """Turn the original parameters into views of the shard, once; optimizers that hold them go on working."""
         exposure = cls(flat_param, [b.parameter for b in bound], Sites.of(bound))
         for parameter in exposure._originals:
-            parameter.grad = None  # a full one; what is added from now on has the fragment's shape
+            # This gradient is a full one; what is added from now on has the fragment's shape.
+            parameter.grad = None
         exposure.refresh()
         return exposure
 
     def __getstate__(self) -> tuple[object, ...]:
-        """What a copy is made of."""
+        """Return the state for a copy."""
         return self.flat_param, self._originals, self._sites
 
     def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites]) -> None:
-        """Become a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
+        """Restore a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
         flat_param, originals, sites = state
         type(self).__init__(self, flat_param, originals, sites, [_NOWHERE] * len(originals))
 
@@ -138,8 +139,10 @@ class OriginalExposure:
         """Take `found` as original `index`, with the values `part`; `view` is its place in the shard."""
         view.view(-1).copy_(part)
         if found.grad is not None and found.grad.shape != view.shape:
-            found.grad = None  # a full one, as from before sharding
-        self._changes += self._originals[index]._version + 1  # the new one's own count may be lower
+            # This gradient is a full one, for example from before sharding.
+            found.grad = None
+        # The new object's own count may be lower.
+        self._changes += self._originals[index]._version + 1
         give_data(found, view)
         self._originals[index] = self._sites.shown[index] = found
 
@@ -168,7 +171,7 @@ class OriginalExposure:
         return False
 
     def list_flat_parameter(self, listed: bool) -> None:
-        """Nothing: it is never listed."""
+        """Do nothing: the flat parameter is never listed."""
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """See `Exposure.add_gradient`."""

@@ -1,7 +1,7 @@
-"""What a sharded module shows under its parameters' names, and what `parameters()` lists.
+"""The protocol of what a sharded module shows under its parameters' names, and of what `parameters()` lists.
 
-Two classes answer this protocol: `FlatExposure` (`use_orig_params=False`) and `OriginalExposure` (`True`). Both show
-the full parameters, as leaves, while they are unsharded.
+Two classes implement it: `FlatExposure` (`use_orig_params=False`) and `OriginalExposure` (`True`). Both show
+the full parameters, as leaves, while the unit is unsharded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flatparam_core.geometry.shard_pieces import fragment_shape
 __all__ = ["Exposure", "Memory", "fragment_view", "memory_of", "new_values"]
 
 Memory: TypeAlias = tuple[int, int]
-"""Where a tensor is: its address, and its number of elements."""
+"""The memory of a tensor: its address, and its number of elements."""
 
 
 class Exposure(Protocol):
-    """What stands under the parameters' names while a unit is sharded, and where its gradients appear."""
+    """The tensors under the parameters' names while a unit is sharded, and the place where its gradients appear."""
 
     @property
     def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
@@ -34,15 +34,15 @@ class Exposure(Protocol):
 
     @property
     def is_dormant(self) -> bool:
-        """Whether it is a copy whose modules do not show it yet; `refresh` ends that."""
+        """Whether this is a copy that its modules do not show yet; `refresh` ends that state."""
         ...
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What an optimizer holds: leaves that live as long as the unit."""
+        """The leaves that an optimizer holds; they live as long as the unit."""
         ...
 
     def originals(self) -> Mapping[int, nn.Parameter]:
-        """By index, the original parameters that are views of the shard, as far as anybody holds them."""
+        """The original parameters that are views of the shard and that somebody still holds, by index."""
         ...
 
     def requires_grad(self) -> Sequence[bool]:
@@ -55,13 +55,13 @@ class Exposure(Protocol):
         ...
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
-        """Bring what the user gave a parameter since (`.data =`, or another object) into the shard.
+        """Copy data that the user has given a parameter since (`.data =`, or a new object) to the shard.
 
         Returns:
-            By index, what was taken over: the original before, which may be the same object with other data.
+            By index, the originals before they were taken over; each may be the same object with other data.
 
         Raises:
-            FlatParamError: where it does not fit, naming the parameter; then nothing has changed.
+            FlatParamError: if the data do not fit; the message names the parameter, and nothing has changed.
         """
         ...
 
@@ -70,7 +70,7 @@ class Exposure(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Follow the flat parameter to its new memory: it was moved or cast."""
+        """Follow the flat parameter to its new memory, after it was moved or cast."""
         ...
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -78,7 +78,7 @@ class Exposure(Protocol):
         ...
 
     def stamp(self) -> int:
-        """A number that grows with every in-place change of the shard, through whichever tensor."""
+        """A number that grows with every in-place change of the shard, through any tensor."""
         ...
 
     def show_shard(self) -> None:
@@ -91,7 +91,7 @@ class Exposure(Protocol):
         ...
 
     def list_flat_parameter(self, listed: bool) -> None:
-        """Have `module.parameters()` list the flat parameter, or not; nothing where it never does."""
+        """Make `module.parameters()` list the flat parameter, or not; do nothing if it never does."""
         ...
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
@@ -100,8 +100,8 @@ class Exposure(Protocol):
         Args:
             reduced: 1-D, `layout.shard_numel` elements, on the shard's device; the exposure keeps it. A dtype other
                 than the shard's becomes that of `.grad`.
-            arrived: for each parameter, non-zero if some rank had a gradient; the others keep theirs, or `None`. So do
-                originals of which other ranks have all elements.
+            arrived: for each parameter, non-zero if some rank had a gradient; the other parameters keep their `.grad`,
+                as do originals of which other ranks have all elements.
         """
         ...
 
@@ -112,15 +112,15 @@ def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) ->
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Where `tensor` is."""
+    """The memory of `tensor`."""
     return tensor.data_ptr(), tensor.numel()
 
 
 def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:
-    """What the user gave the original parameter `index` after sharding, as the rank's 1-D part of it.
+    """The data that the user gave the original parameter `index` after sharding, as the rank's 1-D part of them.
 
     Raises:
-        FlatParamError: where shape, dtype or device do not fit.
+        FlatParamError: if shape, dtype or device do not fit.
     """
     layout = flat_param.flat_layout
     fragment, spec = layout.fragment(index, flat_param.rank), layout.slots[index].spec
@@ -141,7 +141,6 @@ def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: 
             f"{spec.shape} or this rank's part {tuple(view.shape)}, found {shape}; change its values "
             "in place instead, or inside summon_full_params()"
         )
-    shared = (
-        part.untyped_storage()._cdata == flat_param.untyped_storage()._cdata
-    )  # another parameter's values
+    # The data may be a view of another parameter's values.
+    shared = part.untyped_storage()._cdata == flat_param.untyped_storage()._cdata
     return part.clone() if shared else part

@@ -23,14 +23,14 @@ T = TypeVar("T")
 @final
 @attrs.frozen(eq=False)
 class _Attributes:
-    """The attributes of all parameters in a row, for loops that run at each gather: one entry of each list for each."""
+    """The attributes of all parameters in a row, for loops at each gather; most lists have one entry for each."""
 
     owners: list[weakref.ReferenceType[nn.Module]]
     names: list[str]
     indices: list[int]
-    """Whose attribute it is, as an index in the layout."""
+    """The parameter of each attribute, as an index in the layout."""
     assigned: list[tuple[ParamInfo, int]]
-    """Those of modules that want to know when a parameter changes, as nn.LSTM, which keeps a list beside the names."""
+    """The attributes of modules that override `__setattr__`, such as nn.LSTM, which keeps a list beside the names."""
 
     @classmethod
     def of(cls, infos: Sequence[Sequence[ParamInfo]]) -> Self:
@@ -75,15 +75,15 @@ class Sites:
         return modules  # type: ignore[return-value]  # there is no None
 
     def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
-        """For each attribute, which of `values`, one per parameter, is its own."""
+        """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
         indices = self._attributes().indices
         return values if len(indices) == len(values) else [values[index] for index in indices]
 
     def registered(self) -> list[nn.Parameter | None]:
-        """For each attribute, what is registered there now.
+        """For each attribute, the parameter that is registered there now.
 
         Raises:
-            FlatParamError: where a module is gone.
+            FlatParamError: if a module is gone.
         """
         registries = [module._parameters for module in self._modules()]
         return list(map(dict.get, registries, self._attributes().names))
@@ -95,13 +95,14 @@ class Sites:
             For each attribute, its module and its name.
 
         Raises:
-            FlatParamError: where somebody else has put another parameter there since, naming it.
+            FlatParamError: if somebody has put a different parameter there since; the message names it.
         """
         row = self._attributes()
         modules = self._modules()
         registries = [module._parameters for module in modules]
         found = map(dict.get, registries, row.names)
-        if not all(map(operator.is_, found, self.at_attributes(self.shown))):  # before anything changes
+        # The check comes before any change.
+        if not all(map(operator.is_, found, self.at_attributes(self.shown))):
             raise self._first_replaced()
         for registry, name, value in zip(registries, row.names, self.at_attributes(values), strict=True):
             registry[name] = value  # type: ignore[assignment]  # or what a presenter makes

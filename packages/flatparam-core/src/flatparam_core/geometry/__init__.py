@@ -1,1 +1,1 @@
-"""Where parameters lie in a flat parameter: integers and no memory."""
+"""The positions of parameters in a flat parameter: integers and no memory."""

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat parameter, and which part of it each rank owns.
+"""The position of each parameter in a flat parameter, and the part of it that each rank owns.
 
 Everything here is a frozen fact about integers: no rank is running, no tensor exists.
 """
@@ -58,7 +58,8 @@ class Fragment:
 
 
 @final
-@attrs.frozen(slots=False, cache_hash=True)  # a dict, for the cached properties
+# Without slots it has a dict, which the cached properties need.
+@attrs.frozen(slots=False, cache_hash=True)
 class FlatLayout:
     """One flat parameter: its slots in order, and its even split over `world_size` ranks.
 
@@ -107,7 +108,7 @@ class FlatLayout:
 
         Args:
             specs: at least one parameter; all of one dtype.
-            world_size: ranks that share the flat parameter; its end is padded to a multiple of it.
+            world_size: ranks that share the flat parameter, whose length is padded to a multiple of it.
             alignment_nbytes: each slot starts at a multiple of this many bytes; 0 packs without gaps.
         """
         step = 1
@@ -124,7 +125,7 @@ class FlatLayout:
         return cls(tuple(slots), world_size, numel)
 
     def with_dtype(self, dtype: torch.dtype) -> Self:
-        """The same intervals for parameters of another dtype."""
+        """The same intervals for parameters of a different dtype."""
         if dtype == self.dtype:
             return self
         slots = (Slot(attrs.evolve(slot.spec, dtype=dtype), slot.span) for slot in self.slots)
@@ -150,9 +151,8 @@ class FlatLayout:
         """The padding: every element of `[0, numel)` that is in no slot, as maximal spans."""
         gaps: list[Span] = []
         end = 0
-        for slot in filter(
-            lambda slot: slot.span, self.slots
-        ):  # an empty slot within a gap does not split it
+        # An empty slot within a gap does not split it.
+        for slot in filter(lambda slot: slot.span, self.slots):
             if slot.span.start > end:
                 gaps.append(Span(end, slot.span.start))
             end = slot.span.stop
@@ -161,17 +161,17 @@ class FlatLayout:
         return tuple(gaps)
 
     def shard_span(self, rank: int) -> Span:
-        """What `rank` owns of the flat parameter.
+        """The part of the flat parameter that `rank` owns.
 
         Raises:
-            LayoutError: where `rank` is not in `[0, world_size)`.
+            LayoutError: if `rank` is not in `[0, world_size)`.
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def fragment(self, index: int, rank: int) -> Fragment:
-        """The part of parameter `index` that `rank` owns; its spans are empty where it owns nothing."""
+        """The part of parameter `index` that `rank` owns; its spans are empty if the rank owns nothing of it."""
         return self._fragment(index, self.shard_span(rank))
 
     def _fragment(self, index: int, shard: Span) -> Fragment:
@@ -182,7 +182,7 @@ class FlatLayout:
         return Fragment(index, common.relative_to(slot.start), common.relative_to(shard.start))
 
     def ranks_of(self, index: int) -> range:
-        """The ranks that own elements of parameter `index`; none where it is empty."""
+        """The ranks that own elements of parameter `index`; none if the parameter is empty."""
         span = self.slots[index].span
         if not span:
             return range(0)
@@ -190,7 +190,8 @@ class FlatLayout:
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The fragments of every parameter on `rank`, in slot order, empty ones included."""
-        known = self._fragments  # the same for all ranks, which may be threads
+        # All ranks share this dict, if they are threads.
+        known = self._fragments
         if rank not in known:
             shard = self.shard_span(rank)
             known[rank] = tuple(self._fragment(index, shard) for index in range(len(self.slots)))
@@ -206,9 +207,9 @@ def plan_layouts(
 ) -> tuple[FlatLayout, ...]:
     """Plan as few flat parameters as the parameters of a unit need.
 
-    One flat parameter holds one dtype, and either trainable or frozen parameters: so frozen parameters cost no
+    One flat parameter holds one dtype, and either trainable or frozen parameters, so that frozen ones cost no
     gradient memory and no reduced bytes. Trainable layouts come first; within each the order of `specs` is kept. Equal
-    parameters get the same layouts, as objects: the repeated blocks of a model share them.
+    parameters get the same layout objects, so that the repeated blocks of a model share them.
     """
     return _plan_layouts(tuple(specs), world_size, alignment_nbytes)
 
@@ -220,9 +221,8 @@ def _plan_layouts(
     groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault((not spec.requires_grad, spec.dtype), []).append(spec)
-    ordered = sorted(
-        groups.items(), key=lambda item: item[0][0]
-    )  # stable: dtypes stay in order of appearance
+    # The sort is stable: dtypes stay in order of appearance.
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
     return tuple(
         FlatLayout.plan(group, world_size=world_size, alignment_nbytes=alignment_nbytes)
         for _, group in ordered

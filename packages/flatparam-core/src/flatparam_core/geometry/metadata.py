@@ -1,4 +1,4 @@
-"""What a flat parameter's shard holds, as plain data for checkpoints and diagnostics."""
+"""The contents of a flat parameter's shard, as plain data for checkpoints and diagnostics."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["pack_parameter", "pack_shard"]
 def pack_shard(
     tensors: Sequence[torch.Tensor], layout: FlatLayout, *, rank: int, device: torch.device
 ) -> torch.Tensor:
-    """This rank's shard of the flat parameter that `tensors` (one per slot) make, 1-D; padding is zero.
+    """Return this rank's shard of the flat parameter that `tensors` (one per slot) make up, 1-D; padding is zero.
 
     Only the rank's own part is copied: no flat buffer of the whole unit is made.
     """

@@ -1,6 +1,6 @@
-"""From one layout to another: which elements go from which rank to which.
+"""The moves from one layout to a different one: which elements go from which rank to which.
 
-Loading at another world size, under another wrapping, or from an old checkpoint is only this function.
+Loading at a different world size, under a different wrapping, or from an old checkpoint needs only this function.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.spans import Span
 
-__all__ = ["Move", "Place", "replan"]
+__all__ = ["Location", "Move", "Place", "replan"]
 
 
 @final
 @attrs.frozen
-class Place:
-    """Elements `span` of the shard that `rank` holds of flat parameter `layout` (its index in its list)."""
+class Location:
+    """Elements `span` of the shard that `rank` holds of flat parameter `layout` (an index in the list of layouts)."""
 
     layout: int
     rank: int
     span: Span
+
+
+Place = Location
+"""The older name of `Location`."""
 
 
 @final
@@ -34,8 +38,8 @@ class Move:
 
     fqn: str
     in_param: Span
-    source: Place
-    target: Place
+    source: Location
+    target: Location
 
 
 def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iterator[Move]:
@@ -45,7 +49,7 @@ def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iter
     grouping, alignment and dtype.
 
     Raises:
-        LayoutError: where a target parameter is missing in the sources or has another shape or memory order there.
+        LayoutError: if a target parameter is missing in the sources or has a different shape or memory order there.
     """
     sources = tuple(sources)
     homes = {
@@ -68,7 +72,8 @@ def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iter
                     f"found {found.shape} with {found.stride}"
                 )
             matched.append((home, home_index, number, target, index))
-    return _moves(sources, matched)  # refused above, at the call, or not at all
+    # All refusals are above, at the call; the iterator refuses nothing.
+    return _moves(sources, matched)
 
 
 def _moves(
@@ -77,13 +82,13 @@ def _moves(
     for home, home_index, number, target, index in matched:
         for piece, source, place in _meet(sources[home], home_index, target, index):
             fqn = target.slots[index].spec.fqn
-            yield Move(fqn, piece, Place(home, *source), Place(number, *place))
+            yield Move(fqn, piece, Location(home, *source), Location(number, *place))
 
 
 def _meet(
     source: FlatLayout, source_index: int, target: FlatLayout, target_index: int
 ) -> Iterator[tuple[Span, tuple[int, Span], tuple[int, Span]]]:
-    """The pieces of one parameter that lie on one source rank and one target rank, in order."""
+    """Yield the pieces of one parameter that lie on one source rank and one target rank, in order."""
     wanted = list(_owners(target, target_index))
     for source_rank, owned, in_source in _owners(source, source_index):
         for target_rank, needed, in_target in wanted:
@@ -97,7 +102,7 @@ def _meet(
 
 
 def _owners(layout: FlatLayout, index: int) -> Iterator[tuple[int, Span, Span]]:
-    """The ranks that own some of a parameter, with what they own of it and where in their shard."""
+    """Yield each rank that owns part of a parameter, with the spans of that part in the parameter and in the shard."""
     span = layout.slots[index].span
     if not span:
         return

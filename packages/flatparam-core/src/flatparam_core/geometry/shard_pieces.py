@@ -21,22 +21,22 @@ Shape: TypeAlias = "tuple[int, ...]"
 @final
 @attrs.define(eq=False)
 class ShardPieces:
-    """How a rank's shard is cut: made once, and then one call makes the views of all parameters."""
+    """The cut of a rank's shard: it is planned once, and then one call makes the views of all parameters."""
 
     shapes: tuple[Shape, ...]
-    """Of the fragment of each parameter; see `fragment_shape`."""
+    """The shape of each parameter's fragment; see `fragment_shape`."""
     _cut: tuple[Shape, ...]
-    """The shapes of all that lies in the shard, padding too."""
+    """The shapes of all pieces of the shard, padding included."""
     _lengths: tuple[int, ...]
-    """How many elements each of these has."""
+    """The number of elements of each piece."""
     _filled: tuple[int, ...]
-    """Where each parameter stands among them; -1 for one of which the rank owns nothing."""
+    """The index of each parameter's piece; -1 if the rank owns nothing of the parameter."""
     _templates: list[torch.Tensor] | None = None
-    """For each of `_cut` a tensor of that shape, without memory of its own."""
+    """A tensor of each shape of `_cut`, without memory of its own."""
 
     @classmethod
     def of(cls, layout: FlatLayout, rank: int) -> Self:
-        """How the shard of `rank` is cut."""
+        """The cut of the shard of `rank`."""
         return cls(*_plan(layout, rank))  # type: ignore[arg-type]  # in the order of the attributes
 
     def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -54,17 +54,17 @@ class ShardPieces:
         ]
 
     def lines(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same, each 1-D."""
+        """The same fragments, each 1-D."""
         cut, nothing = shard.split_with_sizes(self._lengths), shard[:0]
         return [nothing if at < 0 else cut[at] for at in self._filled]
 
 
 def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
-    """The shape in which a rank has its part of a parameter.
+    """The shape of a rank's part of a parameter.
 
-    The elements lie along the first dimension, and the others are there, of length 1. So an optimizer's rule that asks
-    for the number of dimensions (no weight decay below two) decides as on the full parameter. If nothing is sharded, it
-    is the parameter's own shape, unless that is 0-d or empty, or its elements do not lie in row-major order.
+    The elements lie along the first dimension; the other dimensions have length 1, so that an optimizer's rule that
+    depends on the number of dimensions (no weight decay below two) decides as for the full parameter. If nothing is
+    sharded, the shape is the parameter's own, unless it is 0-d or empty, or its elements are not in row-major order.
     """
     spec = layout.slots[fragment.index].spec
     if layout.world_size == 1 and spec.shape and spec.numel and spec.is_row_major:
@@ -74,7 +74,7 @@ def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
 
 @functools.lru_cache(maxsize=256)
 def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
-    """What `ShardPieces` begins with."""
+    """The first fields of `ShardPieces`."""
     shapes: list[Shape] = []
     cut: list[Shape] = []
     filled: list[int] = []

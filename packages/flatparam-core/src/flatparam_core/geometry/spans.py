@@ -13,7 +13,7 @@ __all__ = ["Span"]
 @final
 @attrs.frozen(order=True)
 class Span:
-    """The integers `start <= i < stop`; empty where `start == stop`. Units: elements."""
+    """The integers `start <= i < stop`; empty if `start == stop`. Units: elements."""
 
     start: int
     stop: int
@@ -24,14 +24,14 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """How many integers lie in the span."""
+        """The number of integers in the span."""
         return self.stop - self.start
 
     def __bool__(self) -> bool:
         return self.stop > self.start
 
     def overlap(self, other: Span) -> Span:
-        """The part common to both, in the coordinates of both; empty where they do not meet."""
+        """The part common to both, in the coordinates of both; empty if they do not meet."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 

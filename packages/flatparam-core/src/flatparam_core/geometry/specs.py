@@ -1,4 +1,4 @@
-"""What geometry needs to know about a parameter, without its bytes."""
+"""The facts about a parameter that geometry needs, without its bytes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 class ParamSpec:
     """One parameter as the layout sees it: name, shape, memory order and dtype.
 
-    `stride` (in elements) is dense: a channels_last weight keeps its order in the flat parameter, and any other
-    gapped or overlapping tensor is laid out row-major. `aliases` are the further names of a tied parameter.
+    `stride` (in elements) is dense: a channels_last weight keeps its order in the flat parameter, and a tensor
+    with gaps or overlaps is laid out row-major. `aliases` are the further names of a tied parameter.
     """
 
     fqn: str
@@ -67,13 +67,13 @@ class ParamSpec:
 
     @classmethod
     def of(cls, fqn: str, tensor: torch.Tensor, aliases: Sequence[str] = ()) -> Self:
-        """The spec of `tensor` (any shape, 0-d too); its strides are kept where they are dense."""
+        """The spec of `tensor` (any shape, 0-d too); its strides are kept if they are dense."""
         facts = tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride()
         return _spec(fqn, *facts, tuple(aliases))
 
     @property
     def memory_order(self) -> tuple[int, ...]:
-        """The strides that order elements: those of dimensions longer than 1, and none of an empty parameter."""
+        """The strides that order elements: those of dimensions longer than 1, and none if the parameter is empty."""
         if not self.numel:
             return ()
         return tuple(step for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
@@ -104,7 +104,7 @@ def _spec(
     stride: tuple[int, ...],
     aliases: tuple[str, ...],
 ) -> ParamSpec:
-    """One object for all that are equal, as in the repeated blocks of a model."""
+    """The spec of these facts: one object for equal facts, as those of the repeated blocks of a model are."""
     row_major = contiguous_stride(shape)
     if stride != row_major and (not math.prod(shape) or not is_dense(shape, stride)):
         stride = row_major

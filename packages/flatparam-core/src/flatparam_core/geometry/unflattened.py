@@ -1,4 +1,4 @@
-"""A flat tensor that was never made: its parts lie where they are."""
+"""A flat tensor that is never made: its parts stay where they are."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Unflattened"]
 @final
 @attrs.frozen(eq=False)
 class Unflattened:
-    """What a flat tensor would hold: a tensor for each parameter, and zeros elsewhere.
+    """The contents of a flat tensor: a tensor for each parameter, and zeros elsewhere.
 
-    Whoever needs a stretch of it copies that stretch from the parts, so that each element is copied once, to where it
-    is wanted.
+    `fill` copies a stretch of the flat tensor from the parts, so that each element is copied once, to where it is
+    needed.
     """
 
     layout: FlatLayout
     dtype: torch.dtype
-    """Of the flat tensor; a part of another dtype is cast."""
+    """The dtype of the flat tensor; a part of a different dtype is cast."""
     device: torch.device
     parts: Mapping[int, torch.Tensor]
-    """By slot, in the shape of its parameter; a slot without one is zero."""
+    """The parts by slot, each in the shape of its parameter; a slot without a part is zero."""
 
     def numel(self) -> int:
-        """The elements of the flat tensor."""
+        """The number of elements of the flat tensor."""
         return self.layout.numel
 
     def fill(self, start: int, out: torch.Tensor) -> None:
@@ -57,7 +57,8 @@ class Unflattened:
                 cut = memory_view(part, slot.spec)[common.relative_to(slot.span.start).as_slice()]
                 out[common.relative_to(start).as_slice()].copy_(cut)
         with torch.no_grad():
-            if whole:  # torch refuses an empty list
+            # torch refuses an empty list.
+            if whole:
                 torch._foreach_copy_(places, whole)
         for gap in empty:
             common = gap.overlap(stretch)

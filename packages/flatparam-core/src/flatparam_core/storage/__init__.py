@@ -1,1 +1,1 @@
-"""The memory of a flat parameter: the full parameters, the gradients, and who keeps what is freed."""
+"""The memory of a flat parameter: the full parameters, the gradients, and the pool that keeps freed memory."""

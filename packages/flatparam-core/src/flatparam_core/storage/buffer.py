@@ -17,8 +17,8 @@ __all__ = ["FlatBuffer"]
 class FlatBuffer:
     """A 1-D tensor of `layout.numel` elements that is allocated and freed by resizing its storage.
 
-    Autograd's saved tensors alias that storage, so what was saved in the forward pass is right again in the backward
-    pass once the storage is allocated and filled again. While it is free, nothing may read a view of it.
+    Autograd's saved tensors alias that storage, so what was saved in the forward pass is valid again in the backward
+    pass once the storage is allocated and filled again. While the storage is free, nothing may read a view of it.
     """
 
     layout: FlatLayout
@@ -27,12 +27,12 @@ class FlatBuffer:
     nbytes: int
     """Bytes that the buffer takes while it is allocated."""
     pool: BufferPool | None = None
-    """Where its memory comes from and goes to; none but the C allocator for `None`, and on an accelerator."""
+    """The pool that its memory comes from and returns to; without one, or on an accelerator, torch allocates."""
     is_borrowed: bool = False
-    """Whether the memory is somebody else's, and always there."""
+    """Whether the memory belongs to somebody else, and is always there."""
     _storage: torch.UntypedStorage = attrs.field(init=False)
     _source: BufferPool | None = attrs.field(init=False, default=None)
-    """The pool that the memory it has now came from."""
+    """The pool that its current memory came from."""
     _gaps: list[torch.Tensor] | None = attrs.field(init=False, default=None)
 
     @_storage.default
@@ -43,7 +43,7 @@ class FlatBuffer:
     def create(
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
-        """A buffer for the unsharded `layout`, free at first."""
+        """A buffer for the unsharded `layout`, without memory at first."""
         tensor = torch.empty(layout.numel, dtype=dtype, device=device)
         buffer = cls(layout, tensor, layout.numel * dtype.itemsize, pool)
         buffer.free()
@@ -55,7 +55,7 @@ class FlatBuffer:
         return cls(layout, values.data, layout.numel * values.dtype.itemsize, is_borrowed=True)
 
     def borrow(self, values: torch.Tensor) -> bool:
-        """Lie in the memory of `values` from now on, of the same shape and dtype; false where it does already."""
+        """Use the memory of `values` (same shape and dtype) from now on; return false if the buffer does already."""
         if self.tensor.data_ptr() == values.data_ptr():
             return False
         self.tensor = values.data
@@ -63,9 +63,9 @@ class FlatBuffer:
         return True
 
     def give_away(self) -> torch.Tensor:
-        """The tensor with its memory, which are the caller's from now on; the next allocation makes others.
+        """Return the tensor and its memory, both the caller's from now on; the next allocation makes new ones.
 
-        The views that were made before stay with the memory.
+        Views that were made before stay with the memory.
         """
         given = self.tensor
         if self._source is not None:
@@ -83,15 +83,16 @@ class FlatBuffer:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of its own that the buffer has now."""
+        """The bytes of its own that the buffer has now."""
         return 0 if self.is_borrowed else self._storage.nbytes()
 
     def allocate(self) -> None:
-        """Give the tensor its bytes, uninitialised; nothing happens where it has them."""
+        """Give the tensor its bytes, uninitialised; do nothing if it has them."""
         if self._storage.nbytes() == self.nbytes or self.is_borrowed:
             return
         self._source = self.pool if self.tensor.is_cpu else None
-        if self.tensor.numel() != self.layout.numel:  # it was given away
+        # A tensor that was given away is replaced by a new one.
+        if self.tensor.numel() != self.layout.numel:
             if self._source is not None:
                 self._source.make_room(self.nbytes)
             self.tensor = self.tensor.new_empty(self.layout.numel)
@@ -102,7 +103,7 @@ class FlatBuffer:
             self._source.allocate(self._storage, self.nbytes)
 
     def free(self) -> None:
-        """Give the bytes back; the tensor and its views keep their shapes."""
+        """Free the bytes; the tensor and its views keep their shapes."""
         if not self._storage.nbytes() or self.is_borrowed:
             return
         if self._source is None:
@@ -112,14 +113,14 @@ class FlatBuffer:
             self._source = None
 
     def shard(self, rank: int) -> torch.Tensor:
-        """This rank's slice of the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
+        """The slice of `rank` in the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
         return self.tensor[self.layout.shard_span(rank).as_slice()]
 
     def view(self, index: int) -> torch.Tensor:
         """Parameter `index` in its shape and memory order, as a view with a version counter of its own.
 
-        Make it while the buffer is allocated; it then outlives every free and allocate. Writing the whole buffer does
-        not count as an in-place change of the view, so autograd accepts it where the bytes come back as they were.
+        Make the view while the buffer is allocated; it then outlives every free and allocate. Writing the whole buffer
+        does not count as an in-place change of the view, so autograd accepts it if the bytes come back as they were.
         """
         slot = self.layout.slots[index]
         return self.tensor.data.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start)

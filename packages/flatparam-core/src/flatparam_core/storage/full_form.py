@@ -30,11 +30,11 @@ class FullForm:
 
     buffer: FlatBuffer
     leaves: tuple[nn.Parameter, ...] = ()
-    """Empty until the buffer was filled for the first time."""
+    """The leaves; empty until the buffer is filled for the first time."""
     _solid: dict[int, nn.Parameter] = attrs.field(factory=dict)
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
-    """Where each of them lies in the buffer, in bytes."""
+    """The offset of each of these leaves in the buffer, in bytes."""
 
     @classmethod
     def create(
@@ -49,22 +49,23 @@ class FullForm:
         return cls(FlatBuffer.over(layout, values))
 
     def follow(self, values: torch.Tensor) -> None:
-        """Be in the memory of `values` from now on, where it was in other memory before."""
+        """Move to the memory of `values`, if the form is in other memory."""
         if self.buffer.borrow(values):
             for index, leaf in enumerate(self.leaves):
                 leaf.data = self.buffer.view(index)
 
     def make_leaves(self, attributes: Sequence[Mapping[str, object]], wanted: Sequence[bool]) -> None:
-        """Make the leaves where there are none yet; the buffer is allocated.
+        """Make the leaves if there are none yet; the buffer has to be allocated.
 
         Args:
-            attributes: for each parameter, what users and libraries noted on the original.
+            attributes: for each parameter, the attributes that users and libraries set on the original.
             wanted: for each parameter, whether it requires a gradient.
         """
         if self.leaves:
             return
         leaves = []
-        with torch.inference_mode(False):  # or leaves made in inference mode could never be trained
+        # Leaves that are made in inference mode could never be trained.
+        with torch.inference_mode(False):
             for view, noted, wants in zip(self.buffer.views(), attributes, wanted, strict=True):
                 leaf = nn.Parameter(view, requires_grad=wants)
                 vars(leaf).update(noted, _fsdp_flattened=True)
@@ -75,10 +76,10 @@ class FullForm:
         self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]
 
     def reclaim(self, *, keep: bool = False) -> list[int]:
-        """Make views of the buffer, which is there, again of the leaves that somebody gave other memory (`.data =`).
+        """Turn the leaves that somebody gave other memory (`.data =`) into views of the allocated buffer again.
 
         Args:
-            keep: take the values that they were given over; else they are lost.
+            keep: copy the values that the leaves were given to the buffer; else these values are lost.
 
         Returns:
             The indices of these leaves.
@@ -96,7 +97,7 @@ class FullForm:
         return moved
 
     def take_gradients(self, indices: Sequence[int]) -> tuple[Sequence[int], list[torch.Tensor]]:
-        """Take their `.grad` from the leaves `indices`: of those that have one, the indices and the gradients."""
+        """Take `.grad` from the leaves `indices`; return the indices and the gradients of those that had one."""
         leaves = [self.leaves[index] for index in indices]
         gradients = list(map(_GRAD, leaves))
         is_there = [gradient is not None for gradient in gradients]
@@ -112,18 +113,18 @@ class FullForm:
 @final
 @attrs.define(eq=False)
 class FullForms:
-    """The forms of one flat parameter: in its compute dtype, and in its own where that is another and was asked for."""
+    """The forms of one flat parameter: in its compute dtype and, if that is different and asked for, in its own."""
 
     layout: FlatLayout
     precision: Precision
     device: torch.device
     attributes: tuple[dict[str, object], ...] = ()
-    """For each parameter, what users and libraries noted on the original."""
+    """For each parameter, the attributes that users and libraries set on the original."""
     pool: BufferPool | None = None
-    """Where the memory of full parameters comes from, if a runtime says so."""
+    """The pool that the memory of full parameters comes from, if a runtime sets one."""
     _has_presenters: bool = attrs.field(init=False)
     _computed: torch.dtype = attrs.field(init=False)
-    """What is computed in, unless somebody asks for full precision."""
+    """The dtype of computation, unless somebody asks for full precision."""
     current: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
@@ -151,14 +152,14 @@ class FullForms:
         return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
 
     def dtype(self, *, full_precision: bool) -> torch.dtype:
-        """What to compute in."""
+        """The dtype to compute in."""
         return self.layout.dtype if full_precision else self._computed
 
     def choose(self, dtype: torch.dtype, *, over: torch.Tensor | None = None) -> FullForm:
         """Make the form in `dtype` the current one.
 
         Args:
-            over: the flat parameter, whose memory is to be that of the form.
+            over: the flat parameter, whose memory the form is to use.
         """
         buffer = self.current.buffer
         before, wanted = (buffer.tensor.dtype, buffer.is_borrowed), (dtype, over is not None)
@@ -172,31 +173,31 @@ class FullForms:
         return self.current
 
     def again(self, layout: FlatLayout, device: torch.device) -> FullForms:
-        """Others of the same parameters, in another dtype or on another device."""
+        """New forms of the same parameters, in a different dtype or on a different device."""
         return FullForms(layout, self.precision, device, self.attributes, self.pool)
 
     def has_presenter(self, index: int) -> bool:
-        """Whether modules show something made of the full parameter `index`."""
+        """Whether modules show a tensor made from the full parameter `index`."""
         return PRESENTER in self.attributes[index]
 
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        """What modules show for `full`, the full parameter `index`: itself, or what its `PRESENTER` makes of it."""
+        """The tensor that modules show for the full parameter `index`: `full`, or what its `PRESENTER` returns."""
         presenter = self.attributes[index].get(PRESENTER)
         if presenter is None:
             return full
-        # A backward pass may compute with it.
+        # A backward pass may compute with the result.
         with torch.enable_grad():
             return presenter(full)  # type: ignore[operator, no-any-return]  # it is a function
 
     def presented(self) -> Sequence[torch.Tensor]:
-        """What modules show now."""
+        """The tensors that modules show now."""
         leaves = self.current.leaves
         if not self._has_presenters:
             return leaves
         return [self.present(index, leaf) for index, leaf in enumerate(leaves)]
 
     def use_pool(self, pool: BufferPool) -> None:
-        """Take memory from `pool` from now on, and give it back there."""
+        """From now on, take memory from `pool`, and return it there."""
         self.pool = pool
         for form in (self.current, *self._others.values()):
             form.buffer.pool = pool

@@ -1,4 +1,4 @@
-"""Where the gradients of a unit's parameters wait, in one flat buffer, until they are reduced."""
+"""The gradients of a unit's parameters, in one flat buffer, until they are reduced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def _is_exact(factor: float) -> bool:
-    """Whether to multiply by it loses nothing: a power of two."""
+    """Whether multiplication by `factor` loses nothing: it is a power of two."""
     return math.frexp(factor)[0] == 0.5
 
 
@@ -38,18 +38,18 @@ SMALL_NBYTES: Final = Threshold(
     "Gradients up to here that arrive together are copied by a few calls for all; a larger one by a call of its own.",
     least=0,
 )
-"""Up to here a gradient costs more to handle than to copy."""
+"""Up to this size a gradient costs more to handle than to copy."""
 
 
 @final
 @attrs.frozen(eq=False)
 class _Batch:
-    """Gradients that arrive together, by their places among them: small ones, and others."""
+    """Gradients that arrive together, as indices among them: small ones, and large ones."""
 
     small: list[int]
     large: list[int]
     stretches: list[torch.Tensor]
-    """The slots of the small ones as few views: neighbours are one, with the padding between them."""
+    """The slots of the small ones as few views: neighbours are one view, with the padding between them."""
 
     @classmethod
     def of(cls, buffer: FlatBuffer, indices: Sequence[int]) -> Self:
@@ -76,13 +76,13 @@ class GradientLedger:
     """The unsharded gradients of one flat parameter since the last reduction, summed, in the reduction dtype.
 
     Each gradient is copied once, with its cast and its averaging factor, straight to its slot: when it is deposited, or
-    with others when all that were kept are collected. Invariant: the buffer is allocated exactly while some slot was
-    deposited or the buffer is out for reduction.
+    when all kept gradients are collected. Invariant: the buffer is allocated exactly while some slot was deposited or
+    the buffer is being reduced.
     """
 
     buffer: FlatBuffer
     deposited: bytearray
-    """One byte per parameter: 1 where a gradient has arrived since the last release."""
+    """One byte per parameter: 1 if a gradient has arrived since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
     _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
     """Gradients that are where autograd left them, by parameter, with their divisors."""
@@ -99,7 +99,7 @@ class GradientLedger:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What gradients are reduced in."""
+        """The dtype in which gradients are reduced."""
         return self.buffer.tensor.dtype
 
     @property
@@ -113,10 +113,10 @@ class GradientLedger:
         return not (any(self.deposited) or self._kept)
 
     def keep(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
-        """`deposit` it at the latest when the flat gradient is completed, and leave it where it is until then.
+        """Leave the gradient where it is, and deposit it at the latest when the flat gradient is completed.
 
-        A flat parameter whose first gradient comes long before its last, as that of a language model's head does, needs
-        no whole buffer in between. A second gradient of a parameter is deposited with the first one at once.
+        If the first gradient of a flat parameter comes long before its last, as that of a language model's head does,
+        no whole buffer is needed in between. A second gradient of a parameter is deposited with the first one at once.
         """
         if self.deposited[index] or index in self._kept:
             self.deposit(index, gradient, divisor=divisor)
@@ -124,7 +124,7 @@ class GradientLedger:
             self._kept[index] = gradient.detach(), divisor
 
     def collect(self) -> None:
-        """Deposit what was kept; the small gradients in a few calls for all."""
+        """Deposit the kept gradients; a few calls handle all small ones."""
         kept, self._kept = self._kept, {}
         for divisor in {divisor for _, divisor in kept.values()}:
             indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
@@ -136,10 +136,10 @@ class GradientLedger:
         return not any(self.deposited) and all(divisor == 1.0 for _, divisor in self._kept.values())
 
     def hand_over(self) -> Unflattened:
-        """What was kept, as the flat gradient that is not made; until `release` they count as deposited.
+        """Return the kept gradients as a flat gradient that is not made; until `release` they count as deposited.
 
         Raises:
-            FlatParamError: where `is_apart` is false.
+            FlatParamError: if `is_apart` is false.
         """
         if not self.is_apart:
             raise FlatParamError(
@@ -155,18 +155,17 @@ class GradientLedger:
         """Add `gradient / divisor` to the slot of parameter `index`.
 
         Args:
-            index: the parameter's place in the layout.
-            gradient: shape of the parameter, any floating or complex dtype that casts to the ledger's.
-            divisor: a power of two loses nothing; the averaging factor before the reduction.
+            index: the parameter's index in the layout.
+            gradient: in the shape of the parameter, of any floating or complex dtype that casts to the ledger's.
+            divisor: the averaging factor before the reduction; a power of two loses nothing.
         """
         self._collect_kept([index])
         self.open()
         slot = self._slots[index]
         gradient = gradient.detach()
         widens = gradient.dtype != slot.dtype and _holds(slot.dtype, gradient.dtype)
-        if (
-            divisor != 1.0 and gradient.dtype != slot.dtype and not widens
-        ):  # it is divided before it loses anything
+        # The gradient is divided before it loses anything.
+        if divisor != 1.0 and gradient.dtype != slot.dtype and not widens:
             gradient = gradient.to(torch.promote_types(gradient.dtype, slot.dtype))
         if self.deposited[index] and _is_exact(1 / divisor):
             slot.add_(gradient, alpha=1 / divisor)
@@ -175,7 +174,8 @@ class GradientLedger:
         elif divisor == 1.0 or widens:
             slot.copy_(gradient)
             if divisor != 1.0:
-                slot.div_(divisor)  # not before: it must not underflow
+                # The division comes after the cast, so that nothing underflows.
+                slot.div_(divisor)
         else:
             torch.div(gradient, divisor, out=slot)
         self.deposited[index] = 1
@@ -183,7 +183,7 @@ class GradientLedger:
     def deposit_all(
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> None:
-        """`deposit` each of `gradients` at its index; the small ones among them in a few calls for all."""
+        """Deposit each of `gradients` at its index; a few calls handle all small ones."""
         self._collect_kept(indices)
         self._deposit_all(indices, gradients, divisor)
 
@@ -193,14 +193,16 @@ class GradientLedger:
 
     def _deposit_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float) -> None:
         dtype = self.buffer.tensor.dtype
-        again = set(map(self.deposited.__getitem__, indices))  # a second backward pass before the reduction
+        # 1 stands for a gradient of a second backward pass before the reduction.
+        again = set(map(self.deposited.__getitem__, indices))
         alike = len(again) == 1 and all(_holds(dtype, given) for given in {g.dtype for g in gradients})
         one_by_one: Sequence[int] = range(len(indices))
         if alike and (again == {0} or _is_exact(1 / divisor)):
             self.open()
             batch = self._batch(tuple(indices))
             one_by_one = batch.large
-            if batch.small:  # torch refuses an empty list
+            # torch refuses an empty list.
+            if batch.small:
                 self._deposit_small(batch, indices, gradients, divisor, add=again == {1})
         for at in one_by_one:
             self.deposit(indices[at], gradients[at], divisor=divisor)
@@ -232,13 +234,13 @@ class GradientLedger:
         return self._batches[indices]
 
     def open(self) -> None:
-        """Allocate the buffer where it is not."""
+        """Allocate the buffer if it is not allocated."""
         self.buffer.allocate()
         if not self._slots:
             self._slots = self.buffer.views()
 
     def complete(self) -> torch.Tensor:
-        """The flat gradient, 1-D, `layout.numel` elements, ready to reduce: what nothing was deposited in is zero.
+        """Return the flat gradient, 1-D, `layout.numel` elements, ready to reduce; slots without a deposit are zero.
 
         The memory stays with the ledger until `release`.
         """
@@ -252,13 +254,13 @@ class GradientLedger:
         return self.buffer.tensor
 
     def release(self) -> None:
-        """Forget every gradient and free the memory, once the reduction has read it."""
+        """Drop every gradient and free the memory, once the reduction has read it."""
         self.deposited[:] = bytes(len(self.deposited))
         self._kept.clear()
         self.buffer.free()
 
     def give_away(self) -> torch.Tensor:
-        """`complete()`, whose memory is the caller's from now on; `release` forgets the gradients."""
+        """Return `complete()`, whose memory belongs to the caller from now on; `release` drops the gradients."""
         full = self.complete()
         self.buffer.give_away()
         self._slots = ()
@@ -269,7 +271,7 @@ class GradientLedger:
         """The accumulated gradient of parameter `index`, in its shape.
 
         Raises:
-            FlatParamError: where none has arrived.
+            FlatParamError: if none has arrived.
         """
         self._collect_kept([index])
         if not self.deposited[index]:

@@ -1,4 +1,4 @@
-"""Memory of flat buffers that are freed and allocated in turn, kept for the next one."""
+"""A pool that keeps the memory of freed flat buffers for the next ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import final
 __all__ = ["BufferPool"]
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether this torch can hand memory from one storage to another; where not, nothing is kept."""
+"""Whether this torch can hand memory from one storage to another; if not, nothing is kept."""
 
 
 @final
@@ -20,30 +20,30 @@ class BufferPool:
     The C allocator gives large blocks back to the system, which clears their pages again at the next allocation: that
     takes as long as copying them. On an accelerator torch's own allocator does this already.
 
-    One block of each size is kept, since what is freed makes place for what is allocated next. Invariant:
+    One block of each size is kept, since what is freed makes room for what is allocated next. Invariant:
     `in_use + kept <= peak`, so there is never more memory than without the pool at its worst moment.
     """
 
     in_use: int = 0
     """Bytes of the buffers that were allocated here and not freed yet."""
     kept: int = 0
-    """Bytes that wait for another buffer."""
+    """Bytes that wait for the next buffer."""
     peak: int = 0
     """The most bytes in use at once since the pool was last cleared or trimmed."""
     peak_of_pass: int = 0
     """The most bytes in use at once between the last two times that the pool was cleared."""
     _peak_before: int = 0
-    """The most bytes in use since it was cleared, up to when it was trimmed."""
+    """The most bytes in use at once since the pool was cleared, until it was trimmed."""
     keeps: bool = True
-    """Whether memory that is freed is kept."""
+    """Whether freed memory is kept."""
     hits: int = 0
-    """How many buffers were given memory that was kept."""
+    """The number of buffers that were given kept memory."""
     _blocks: dict[int, list[torch.UntypedStorage]] = attrs.field(factory=dict)
     _spare: list[torch.UntypedStorage] = attrs.field(factory=list)
     """Storages without bytes, to swap with."""
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give `storage`, which has none, `nbytes` bytes, uninitialised."""
+        """Give the empty `storage` `nbytes` bytes, uninitialised."""
         blocks = self._blocks.get(nbytes)
         if blocks:
             block = blocks.pop()
@@ -57,7 +57,7 @@ class BufferPool:
         storage.resize_(nbytes)
 
     def make_room(self, nbytes: int) -> None:
-        """Count `nbytes` bytes that are about to be allocated as in use, and keep less where that is too much."""
+        """Count `nbytes` bytes that are about to be allocated as in use, and keep less if the sum exceeds the peak."""
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
         while self.in_use + self.kept > self.peak:
@@ -66,7 +66,7 @@ class BufferPool:
             self.kept -= size
 
     def free(self, storage: torch.UntypedStorage) -> None:
-        """Take the bytes of `storage` back, which were allocated here."""
+        """Take back the bytes of `storage`, which were allocated here."""
         nbytes = storage.nbytes()
         self.in_use -= nbytes
         if not (_CAN_SWAP and self.keeps) or self._blocks.get(nbytes):
@@ -78,16 +78,16 @@ class BufferPool:
         self.kept += nbytes
 
     def give_away(self, nbytes: int) -> None:
-        """Count the `nbytes` bytes of a buffer, which it has in use, as somebody else's."""
+        """Count `nbytes` bytes of a buffer, which were in use, as given away."""
         self.in_use -= nbytes
 
     def trim(self) -> None:
-        """Give what is kept back to the system: less will be in use from now on."""
+        """Give the kept memory back to the system: less will be in use from now on."""
         self._peak_before = max(self._peak_before, self.peak)
         self._blocks.clear()
         self.kept, self.peak = 0, self.in_use
 
     def clear(self) -> None:
-        """`trim`, between two passes."""
+        """Trim the pool, between two passes."""
         self.trim()
         self._peak_before, self.peak_of_pass = 0, self._peak_before

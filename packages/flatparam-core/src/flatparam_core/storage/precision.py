@@ -1,4 +1,4 @@
-"""Which dtype a flat parameter has at rest, in computation and in reduction."""
+"""The dtypes of a flat parameter at rest, in computation and in reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in memory of a flat parameter, and what may follow on what."""
+"""The parts of a flat parameter that are in memory, and the legal steps between these states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ __all__ = ["RESIDENCY", "Residency"]
 
 
 class Residency(enum.Enum):
-    """What is in memory of a flat parameter on this rank."""
+    """The parts of a flat parameter that are in memory on this rank."""
 
     SHARDED = "the shard"
     UNSHARDING = "the shard, and a full buffer that is being filled"
     UNSHARDED = "the shard, and the full parameters, which the module shows"
 
-    __hash__ = object.__hash__  # Enum's own is written in Python, and a table is looked up at every step
+    # Enum's own hash is written in Python, and a table is looked up at every step.
+    __hash__ = object.__hash__
 
 
 RESIDENCY: Final = Transitions(

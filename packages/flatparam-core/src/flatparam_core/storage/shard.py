@@ -15,13 +15,13 @@ __all__ = ["Shard"]
 @final
 @attrs.define(eq=False)
 class Shard:
-    """The memory of a flat parameter as it was seen last; the flat parameter has the layout and the rank."""
+    """The memory of a flat parameter as it was last seen; the flat parameter has the layout and the rank."""
 
     flat_param: FlatParameter
     values: torch.Tensor
     """The flat parameter, detached."""
     moves: int = 0
-    """How often it was given other memory."""
+    """The number of times that the flat parameter was given other memory."""
     _address: int = -1
     device: torch.device = attrs.field(init=False)
 
@@ -31,25 +31,25 @@ class Shard:
 
     @classmethod
     def of(cls, flat_param: FlatParameter) -> Self:
-        """Where `flat_param` is now."""
+        """The memory of `flat_param` as it is now."""
         return cls(flat_param, flat_param.detach(), address=flat_param.data_ptr())
 
     @property
     def has_moved(self) -> bool:
-        """Whether somebody has given the flat parameter other memory since it was seen last."""
+        """Whether somebody has given the flat parameter other memory since it was last seen."""
         return self.flat_param.data_ptr() != self._address
 
     @property
     def is_another_kind(self) -> bool:
-        """Whether the flat parameter has another dtype, or is on another device, than when it was seen last."""
+        """Whether the flat parameter has a different dtype, or is on a different device, than when it was last seen."""
         flat_param = self.flat_param
         return flat_param.dtype != flat_param.flat_layout.dtype or flat_param.device != self.device
 
     def check_shape(self, who: object) -> None:
-        """Make sure that what the flat parameter was given fits its layout; `str(who)` names it in the message.
+        """Check that the data that the flat parameter was given fit its layout; `str(who)` names it in the message.
 
         Raises:
-            FlatParamError: if it has another shape.
+            FlatParamError: if their shape is different.
         """
         expected = (self.flat_param.flat_layout.shard_numel,)
         if self.flat_param.shape != expected:
@@ -58,7 +58,7 @@ class Shard:
             )
 
     def follow(self) -> None:
-        """Look at the memory, and the dtype, that the flat parameter has now."""
+        """Take over the memory, the device and the dtype that the flat parameter has now."""
         flat_param = self.flat_param
         self.values, self._address, self.device = (
             flat_param.detach(),
@@ -69,7 +69,7 @@ class Shard:
         flat_param.flat_layout = flat_param.flat_layout.with_dtype(flat_param.dtype)
 
     def write(self, values: torch.Tensor) -> None:
-        """Take `values` over, on any device, if they differ: a shard that has not changed counts as unchanged."""
+        """Copy `values`, on any device, to the shard if they differ: equal values do not count as a change."""
         own = values.to(self.flat_param.device)
         if not torch.equal(own, self.values):
             self.flat_param.detach().copy_(own)
