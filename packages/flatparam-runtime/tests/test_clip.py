@@ -31,7 +31,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 
 def local_clip(max_norm: float, norm_type: float, ranks: int) -> tuple[Tensor, Grads]:
-    """What torch says about the unsharded model."""
+    """The norm and the gradients that torch computes for the unsharded model."""
     module = seeded(Stack)
     gradients = mean_gradients(module, loss, ranks)
     for name, parameter in module.named_parameters():
@@ -98,7 +98,8 @@ def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_para
             UnitPlan(Topology(collectives), use_orig_params=use_orig_params),
             ignored_parameters=whole,
         )
-        loss(module, 0).backward()  # equal data, so that the whole parameters' gradients are equal too
+        # The data are equal, so that the whole parameters' gradients are equal too.
+        loss(module, 0).backward()
         norm = clip_grad_norm_(module, 0.5, norm_type)
         assert whole[0].grad is not None
         return norm, whole[0].grad
@@ -111,7 +112,7 @@ def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_para
 
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_no_gradient_at_all(norm_type: float, ranks: int, use_orig_params: bool) -> None:
-    """Where nothing has a gradient the norm is zero, in fp32, on every rank, and nothing gets one."""
+    """If no parameter has a gradient, the norm is zero, in fp32, on every rank, and no parameter gets one."""
 
     def clip(collectives: Collectives) -> Tensor:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)

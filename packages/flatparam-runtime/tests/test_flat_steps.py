@@ -66,7 +66,7 @@ def test_one_tensor_for_each_unit(units: list[str], ranks: int) -> None:
 
 
 def test_branches_that_are_not_taken() -> None:
-    """What has no gradient keeps its values and its count of steps, also where steps with and without alternate."""
+    """A parameter without a gradient keeps its values and its count of steps, even if steps with and without alternate."""
     ways = [("l",), ("lr",), ("r",), ("lr",), ("l",)]
 
     def rank(collectives: Collectives) -> tuple[dict[str, Tensor], list[float]]:
@@ -99,7 +99,7 @@ class Tails(nn.Module):
 @pytest.mark.parametrize("units", [["alone", "pair"], ["pair", "alone"]])
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_is_one_tensor_does_not_depend_on_order(units: list[str], order: int) -> None:
-    """Which parameters are one tensor does not depend on where units lie in memory; empty ones are in no run."""
+    """The parameters in one tensor do not depend on where units lie in memory; empty ones are in no run."""
     module = sharded(Tails, SingleCollectives(), units=units, use_orig_params=True)
     for parameter in module.parameters():
         parameter.grad = parameter.detach()
@@ -117,7 +117,7 @@ def test_flat_exposures_are_left_alone() -> None:
 
 
 def test_a_step_makes_gathered_parameters_stale() -> None:
-    """Where full parameters are kept between passes, the next forward pass sees the step."""
+    """If full parameters are kept between passes, the next forward pass sees the step."""
     module = sharded(Stack, SingleCollectives(), use_orig_params=True, free_after_forward=False)
     optimizer = adam(module)
     before = loss(module, 0)
@@ -149,7 +149,7 @@ def test_gradients_of_several_passes() -> None:
 
 
 def test_memory_of_replaced_state_is_let_go() -> None:
-    """State that a program moves away between steps is not kept by what was remembered of it."""
+    """State that a program moves away between steps is freed, though its runs are cached."""
     module = sharded(Stack, SingleCollectives(), use_orig_params=True)
     optimizer = adam(module)
     loss(module, 0).backward()

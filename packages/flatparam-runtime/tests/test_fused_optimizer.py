@@ -161,7 +161,7 @@ def test_some_parameters_only(ranks: int) -> None:
 
 
 def test_without_originals_it_is_refused() -> None:
-    """Where one flat parameter is trained, the first forward pass names a parameter that has such an optimizer."""
+    """If one flat parameter is trained, the first forward pass names a parameter that has such an optimizer."""
 
     def make() -> Stack:
         stack = Stack()
