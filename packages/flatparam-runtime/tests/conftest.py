@@ -1,4 +1,4 @@
-"""What every test of this package shares: hypothesis, the exposures, the worlds and the devices."""
+"""The settings and fixtures of all tests of this package: hypothesis, the exposures, the worlds and the devices."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def free_after_forward(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, or else torch's default device; and its twin: one GPU that all ranks share."""
+    """Torch's default device (the CPU), and its twin: one GPU that all ranks share."""
     return torch.get_default_device() if request.param == "cpu" else torch.device(request.param)
 
 

@@ -1,4 +1,4 @@
-"""The modules that the tests shard; small, and every product of their numbers is exact enough to compare."""
+"""The modules that the tests shard. They are small, and every product of their numbers is exact enough to compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """Two linear layers; 36 parameters' elements."""
+    """Two linear layers, with 36 elements in their parameters."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 
 class Fragile(nn.Linear):
-    """A linear layer that raises its ``error``, where it has one."""
+    """A linear layer that raises its ``error``, if it has one."""
 
     error: type[BaseException] | None = None
 
@@ -82,7 +82,7 @@ class Chain(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two branches, of which the caller says which are taken and in which order."""
+    """Two branches; the caller chooses which of them run, and in which order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Countdown(nn.Module):
 
 
 class Returning(nn.Module):
-    """A linear layer whose output is given another form."""
+    """A linear layer whose output is given a different form."""
 
     def __init__(self, form: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Returning(nn.Module):
 
 
 class Reading(nn.Module):
-    """A unit that returns something, and a reader that takes the tensor out of it again."""
+    """A unit that returns an object, and a reader that takes the tensor out of the object again."""
 
     def __init__(self, form: Callable[[Tensor], Any], read: Callable[[Any], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that run different models or different programs are told so, on every rank, before they train anything."""
+"""If ranks have different models or diverge, every rank raises an error before it trains anything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIDES = ["left", "right"]
 
 
 def refused(fn: Callable[[], object]) -> str:
-    """What is told when it is done; on an accelerator that may be when it is done again."""
+    """The message of the error of one pass; on an accelerator it may come one pass later."""
     passes = 1 if torch.get_default_device().type == "cpu" else 3
     with pytest.raises(DivergenceError) as caught:
         for _ in range(passes):
@@ -37,7 +37,7 @@ def loss(module: nn.Module, rank: int, *more: object) -> Tensor:
     return out
 
 
-# The same units?
+# The same units
 
 
 def wider() -> Chain:
@@ -70,7 +70,7 @@ OTHER_MODELS: dict[str, tuple[Callable[[], Chain], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_different_models(kind: str) -> None:
-    """Before the first byte is gathered every rank says where its model and the other's first differ."""
+    """Before the first byte is gathered, every rank names the first difference between the models."""
     make, plan, told = OTHER_MODELS[kind]
 
     def attempt(collectives: Collectives) -> tuple[str, int]:
@@ -87,7 +87,7 @@ def test_different_models(kind: str) -> None:
         assert transfers == 0
 
 
-# The same order of units?
+# The same order of units
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -110,7 +110,8 @@ def test_units_of_one_size_in_another_order(ways: tuple[str, str], steps: int, u
         assert f"unit 'right' ({names}, ...; 144 bytes)" in message
         assert "rank 0 was at" in message
         assert "rank 1 was at" in message
-        assert untrained or steps  # in the first pass not even a gather goes to the wrong unit
+        # In the first pass not even a gather goes to the wrong unit.
+        assert untrained or steps
 
 
 def test_a_rank_that_leaves_a_unit_out() -> None:
@@ -140,7 +141,7 @@ def test_evaluation_in_another_order(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_one_rank_of_four(steps: int) -> None:
-    """One rank that differs is noticed by all ranks, also by those that share no group with it."""
+    """All ranks detect that one rank diverges, even those that share no group with it."""
 
     def attempt(world: Collectives) -> str:
         module = sharded(Branches, rectangle(world, 2), units=SIDES)
@@ -150,7 +151,6 @@ def test_one_rank_of_four(steps: int) -> None:
 
     for rank, message in enumerate(run(4, attempt)):
         assert message.startswith(f"rank {rank}: ")
-        ahead = (
-            torch.get_default_device().type != "cpu"
-        )  # an accelerator may be at a unit that is gathered ahead
+        # An accelerator may be at a unit that is gathered ahead.
+        ahead = torch.get_default_device().type != "cpu"
         assert f"rank 3 was at the gather of unit {'' if ahead else repr('right')}" in message

@@ -20,7 +20,7 @@ RANKS = st.integers(min_value=1, max_value=1 << 20)
 
 @given(RANKS)
 def test_the_product_is_the_number_of_ranks(ranks: int) -> None:
-    """Dividing before and after is dividing by the number of ranks, exactly."""
+    """The divisions before and after the sum divide by the number of ranks, exactly."""
     before, after = gradient_divisors(ranks)
     assert before * after == ranks
 
@@ -88,19 +88,21 @@ def test_where_a_mean_is_divided(ranks: int, premultiplies: bool, dtypes: frozen
 @pytest.mark.parametrize(
     ("ranks", "premultiplies", "dtype", "expected"),
     [
-        (2, False, torch.float32, (2, 1, 1)),  # one division, of what is copied anyway
+        # One division, of the shard, which is copied anyway.
+        (2, False, torch.float32, (2, 1, 1)),
         (8, False, torch.float32, (1, 1, 8)),
         (3, False, torch.bfloat16, (1, 1, 3)),
         (8, True, torch.bfloat16, (1, 1 / 8, 1)),
         (6, True, torch.float32, (1, 1 / 4, 1.5)),
-        (8, True, torch.float16, (4, 1, 2)),  # whose range is too small for the sum
+        # The range of float16 is too small for the sum.
+        (8, True, torch.float16, (4, 1, 2)),
         (8, False, torch.float16, (4, 1, 2)),
     ],
 )
 def test_the_places_of_divisions(
     ranks: int, premultiplies: bool, dtype: torch.dtype, expected: tuple[float, float, float]
 ) -> None:
-    """One division where there can be one: in the collective, or of the shard."""
+    """There is one division if one is enough: in the collective, or of the shard."""
     found = averaging_over(ranks, float(ranks), frozenset({dtype}), premultiplies=premultiplies)
     assert (found.before, found.factor, found.after) == expected
 
@@ -120,7 +122,8 @@ def test_gradients_are_means(ranks: int) -> None:
 
     expected = mean_gradients(seeded(Stack), loss, 1)
     for found in run(ranks, step):
-        if ranks in (1, 2, 4):  # the factors are powers of two, and so are the sums of equal numbers
+        # The factors are powers of two, and so are the sums of equal numbers.
+        if ranks in (1, 2, 4):
             check_same(found, expected)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)

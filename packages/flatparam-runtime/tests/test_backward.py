@@ -1,4 +1,4 @@
-"""Backward passes: every gradient arrives once, whatever part of whichever graphs is run."""
+"""Backward passes: every gradient arrives once, whichever part of the graphs is run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WAYS: list[Way] = [
 
 
 def gradients(way: Way, module: nn.Module, rank: int) -> Grads:
-    """What a local module gets."""
+    """The gradients of a local module."""
     way(module, rank)
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
@@ -115,7 +115,7 @@ def test_any_way_of_backward(
 
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
 def test_any_way_of_backward_on_two_ranks(way: Way, free_after_forward: bool) -> None:
-    """So it is on two ranks: the mean of what each would have gotten alone, as one reduction per backward sums it."""
+    """On two ranks gradients are the mean of each rank's own, as one reduction for each backward sums them."""
 
     def step(collectives: Collectives) -> Grads:
         module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
@@ -159,7 +159,7 @@ def test_a_step_between_forward_and_backward_is_refused(
 
 
 def test_only_some_units_are_reached(ranks: int, use_orig_params: bool) -> None:
-    """A backward from the middle of the model gives gradients to what lies before it, and to nothing else."""
+    """A backward from the middle of the model gives gradients to the layers before it, and to no others."""
 
     class Tapped(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +170,8 @@ def test_only_some_units_are_reached(ranks: int, use_orig_params: bool) -> None:
 
     def step(collectives: Collectives) -> Grads:
         module = sharded(Tapped, collectives, units=BLOCKS, use_orig_params=use_orig_params)
-        for _ in range(2):  # what the first left is not in the way of the second
+        # The remains of the first pass do not disturb the second.
+        for _ in range(2):
             for parameter in module.parameters():
                 parameter.grad = None
             loss(module, collectives.rank).backward()
@@ -233,7 +234,7 @@ class Twins(nn.Module):
 
 
 def test_ranks_reduce_in_one_order(use_orig_params: bool) -> None:
-    """Where gradients are finished in another order on each rank, the reductions (of equal sizes!) are not mixed up."""
+    """If gradients are finished in a different order on each rank, the reductions (of equal sizes!) are not mixed up."""
 
     def ways(module: nn.Module, rank: int) -> Tensor:
         out: Tensor = module(batch(rank), rank == 0).square().mean()
@@ -255,7 +256,7 @@ def test_ranks_reduce_in_one_order(use_orig_params: bool) -> None:
 
 
 def test_inputs_alone_get_gradients(free_after_forward: bool) -> None:
-    """``autograd.grad`` for the inputs gives them theirs, gives no parameter any, and leaves all at rest."""
+    """``autograd.grad`` for the inputs returns their gradients, gives no parameter any, and leaves all units at rest."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS, free_after_forward=free_after_forward)
     local = seeded(Stack)
     for _ in range(2):
@@ -342,7 +343,7 @@ class Buffers(TorchDispatchMode):
 
 @pytest.mark.parametrize("overlaps", [True, False, None])
 def test_gradients_are_collected_one_unit_at_a_time(overlaps: bool | None) -> None:
-    """There is one flat gradient at a time, also where one is reduced while the next unit's gradients are computed.
+    """There is one flat gradient at a time, even if one is reduced while the next unit's gradients are computed.
 
     `None` means that they overlap on an accelerator only, so not here.
     """

@@ -43,7 +43,7 @@ def some(name: str, buffer: Tensor) -> torch.dtype | None:
     ids=["all", "some", "none"],
 )
 def test_buffers(policy: Any, cast: set[str]) -> None:
-    """Floating-point buffers have, in training, the dtype that the policy says for their names; in evaluation theirs."""
+    """Floating-point buffers have the dtype of the policy in training, and their own dtype in evaluation."""
     module = sharded(Buffered, SingleCollectives(), buffer_dtype=policy, full_precision_in_eval=True)
     for training in (True, False, True):
         module.train(training)(batch())
@@ -65,7 +65,7 @@ def test_buffers_in_summoned_parameters() -> None:
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_broadcast(broadcast: bool, shards: int) -> None:
-    """Where the plan says so, each training forward begins with rank 0's buffers, and an evaluation with one's own."""
+    """If the plan says so, each training forward begins with rank 0's buffers, and an evaluation with the rank's own."""
 
     def steps(world: Collectives) -> list[tuple[float, int]]:
         where = rectangle(world, shards)

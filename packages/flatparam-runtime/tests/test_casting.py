@@ -1,4 +1,4 @@
-"""Mixed precision: what parameters, inputs, outputs, buffers and gradients are cast to."""
+"""Mixed precision: the dtypes to which parameters, inputs, outputs, buffers and gradients are cast."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 
 def reference(precision: Precision, ranks: int) -> Grads:
-    """What the same casts make of local models: compute, divide and sum in the reduction dtype, cast for ``.grad``."""
+    """The gradients of local models with the same casts: divided and summed in the reduction dtype, cast for ``.grad``."""
     stored = torch.float32
     compute, reduce = precision.compute(stored), precision.reduce(stored)
     sums: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def test_gradients(kind: str, ranks: int, use_orig_params: bool, free_after_forw
 
 
 class Scaling(nn.Module):
-    """Notes the dtype of what it takes, and gives that dtype."""
+    """A layer that notes the dtype of its input, and returns that dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Scaling(nn.Module):
 
 
 class Widening(Scaling):
-    """Gives its inner module fp32."""
+    """A module that calls its inner module with fp32 inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_who_casts(casting: Casting, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 class Without(nn.Module):
-    """Has no parameter beside those of `layer`."""
+    """A module without parameters besides those of `layer`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Without(nn.Module):
     ],
 )
 def test_a_unit_without_parameters_casts_as_a_root(casting: Casting, taken: torch.dtype) -> None:
-    """A unit that manages none casts because it is outermost, or because it restores its outputs, and not as a unit below."""
+    """A unit without parameters casts because it is outermost, or because it restores its outputs, not as a unit below."""
     module = sharded(
         Without, SingleCollectives(), units=["layer"], precision=Precision(HALF), casting=casting
     )
@@ -185,7 +185,7 @@ def test_what_is_not_floating_point_is_not_cast() -> None:
 
 @pytest.mark.parametrize("in_eval", [True, False])
 def test_evaluation_in_full_precision(in_eval: bool, ranks: int, use_orig_params: bool) -> None:
-    """In ``eval()`` a module computes in its own dtype where that is asked for, and inside summon always."""
+    """In ``eval()`` a module computes in its own dtype if the plan says so, and inside ``summon_full_params`` always."""
 
     def outputs(collectives: Collectives) -> tuple[Tensor, ...]:
         module = sharded(

@@ -30,7 +30,7 @@ class Checkpointed(nn.Module):
 
 
 class Model(nn.Module):
-    """A stem, three checkpointed parts, a head. Where the units are is up to the test."""
+    """A stem, three checkpointed parts and a head. The test chooses the units."""
 
     def __init__(self, reentrant: bool, part: Any = Block) -> None:
         super().__init__()
@@ -93,9 +93,9 @@ def test_checkpointed_training(
 @pytest.mark.parametrize("top", [True, False], ids=["root", "inner"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 def test_a_units_own_checkpoints(reentrant: bool, top: bool) -> None:
-    """A unit's own checkpointed modules are recomputed with their parameters, also when all else of it is done.
+    """A unit's own checkpointed modules are recomputed with their parameters, even when the rest of the unit is done.
 
-    So it is with the root, and with a unit further in, where no gradient of an input says when the unit is done.
+    This holds for the root, and for an inner unit, if no gradient of an input tells that the unit is done.
     """
 
     class Owner(nn.Module):
@@ -191,7 +191,7 @@ def test_accumulation_with_checkpoints(reentrant: bool, ranks: int) -> None:
 
 
 def test_early_stop_and_dropout(ranks: int) -> None:
-    """A recomputation that stops early, and draws the same random numbers, is no failure of the unit's forward."""
+    """A recomputation that stops early, and draws the same random numbers, is not a failure of the unit's forward."""
 
     def part() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh())
@@ -281,7 +281,7 @@ def test_a_unit_inside_and_outside_of_a_checkpoint(reentrant: bool, ranks: int) 
 
 
 def test_a_container_that_is_recomputed_gathers_nothing_of_the_units_around() -> None:
-    """What lies between a unit and the units in it is called again in the backward pass: the outer one is not gathered."""
+    """A recomputed module between a unit and the units inside it does not gather the outer unit."""
 
     def make() -> nn.Sequential:
         inner = (Checkpointed(nn.Sequential(Block()), reentrant=False) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Functions of the user's in place of a unit's collectives."""
+"""The user's functions in place of a unit's collectives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 @attrs.define
 class Counting:
-    """The groups that the hooks below work over, and how often they were called."""
+    """The groups that the hooks below work over, and the number of their calls."""
 
     where: Topology
     calls: int = 0
@@ -63,7 +63,8 @@ class Counting:
 
 
 def call(state: Any, *tensors: Tensor) -> None:
-    state(*tensors)  # the state is the function
+    # The state is the function.
+    state(*tensors)
 
 
 def install(module: nn.Module, stage: HookStage, hook: Callable[..., Any] | None) -> None:
@@ -77,13 +78,14 @@ STAGES: dict[str, list[tuple[HookStage, str]]] = {
     "copies": [("all_reduce", "mean_of_copies")],
     "all": [("all_gather", "gather"), ("reduce", "mean"), ("all_reduce", "mean_of_copies")],
 }
+# Blocks are gathered twice, the root once.
 CALLS = {
     "gather": 5,
     "reduce": 3,
     "copies": 3,
     "both": 6,
     "all": 11,
-}  # blocks are gathered twice, the root once
+}
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -110,7 +112,7 @@ def test_a_hook_that_does_the_same(stages: str, use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("stage", ["all_gather", "reduce"])
 def test_the_collective_itself_is_not_called(stage: HookStage) -> None:
-    """Where there is a hook the unit sends nothing itself at that stage."""
+    """If a stage has a hook, the unit itself sends nothing at that stage."""
     ledger = ByteLedger()
     alone = RecordingCollectives(SingleCollectives(), ledger)
     module = sharded(Stack, alone, units=BLOCKS)
@@ -121,7 +123,7 @@ def test_the_collective_itself_is_not_called(stage: HookStage) -> None:
 
 
 def test_replaced_and_removed(ranks: int) -> None:
-    """A hook can be replaced and removed between steps; it is called where gradients are reduced, not in ``no_sync``."""
+    """A hook can be replaced and removed between steps; it is called if gradients are reduced, not in ``no_sync``."""
     states: list[Counting] = []
 
     def replacing(module: nn.Module, rank: int) -> Tensor:
@@ -182,7 +184,7 @@ def test_a_hook_that_raises(ranks: int) -> None:
 
 
 def test_what_is_no_hook_is_refused() -> None:
-    """A stage that there is not, and something that cannot be called, are named."""
+    """The error names a stage that does not exist, or an object that is not callable."""
     hooks = CommHooks()
     with pytest.raises(ValueError, match="expected the stage .* found 'scatter'"):
         hooks.set("scatter", None, call, in_place=False)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Copies of sharded modules, and such that come out of a file."""
+"""Copies of sharded modules, and modules that are loaded from a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": copy.deepcopy, 
 
 
 class Tied(Stack):
-    """A stack whose blocks share a weight: one of their units has it."""
+    """A stack whose blocks share a weight, which the unit of one block holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_a_copy_trains_by_itself(
 def test_a_copy_that_was_never_run_is_stepped(
     way: Callable[[nn.Module], nn.Module], use_orig_params: bool
 ) -> None:
-    """What is done to the parameters of a copy before its first pass is what it computes with: a moving average."""
+    """A copy computes with changes to its parameters before its first pass, such as those of a moving average."""
 
     def average(collectives: Collectives) -> dict[str, Tensor]:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
@@ -162,7 +162,7 @@ def test_originals_of_a_copy_belong_to_it(way: Callable[[nn.Module], nn.Module])
 
 @pytest.mark.parametrize("where", ["summoned", "forward"])
 def test_inside_a_pass_it_is_refused(way: Callable[[nn.Module], nn.Module], where: str) -> None:
-    """While full parameters are in use there is no copy to be had, and the error says when there is one."""
+    """While full parameters are in use, a copy raises an error, which says when copies can be made."""
 
     def refused(collectives: Collectives) -> None:
         module = sharded(Stack, collectives, units=BLOCKS)

@@ -1,4 +1,4 @@
-"""What units tell instruments, and what can be read from it."""
+"""The events that units report to instruments, and the schedule that can be read from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def event(kind: str, unit: str, nbytes: int, phase: Phase = Phase.IDLE) -> Event
 
 
 def test_an_event_is_a_fact() -> None:
-    """Events are compared by what they say, and cannot be changed."""
+    """Events are compared by their fields, and cannot be changed."""
     assert event("use", "a", 4) == event("use", "a", 4)
     assert event("use", "a", 4) != event("use", "b", 4)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
@@ -77,7 +77,7 @@ def test_the_schedule_of_one_step(ranks: int) -> None:
 
 
 def test_the_schedule_with_an_input_that_needs_a_gradient() -> None:
-    """It is the same where the gradient of the input says when the root is done, and not the end of the pass."""
+    """The schedule is the same if the gradient of the input, and not the end of the pass, tells that the root is done."""
     module = sharded(Stack, SingleCollectives(), units=["blocks.0", "blocks.1"])
     log = EventLog()
     with observe(module, log):
@@ -99,7 +99,8 @@ def test_events_carry_phase_and_bytes() -> None:
         ("unshard", Phase.FORWARD),
         ("use", Phase.FORWARD),
         ("reshard", Phase.IDLE),
-        ("unshard", Phase.IDLE),  # prefetched for it when the root's backward began
+        # Prefetched for the unit when the root's backward began.
+        ("unshard", Phase.IDLE),
         ("use", Phase.BACKWARD),
         ("reshard", Phase.BACKWARD),
         ("reduce", Phase.REDUCING),
@@ -122,7 +123,7 @@ def test_what_is_taken_is_given_back() -> None:
 
 
 def test_observing_ends_with_the_context() -> None:
-    """Outside of ``observe`` nothing is told, also after an exception inside; several instruments hear the same."""
+    """Outside of ``observe`` no event is reported, even after an exception inside; several instruments get the same."""
     module = sharded(Stack, SingleCollectives(), units=["blocks.0", "blocks.1"])
     first, second = EventLog(), EventLog()
     instruments: list[Instrument] = [first, second]

@@ -1,4 +1,4 @@
-"""After an exception anywhere in a step the next step is as if it had not been, and no memory is lost."""
+"""After an exception anywhere in a step, the next step is as if the failed one had not run, and no memory is lost."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BLOCKS = ["blocks.0", "blocks.1"]
 
 
 class Boom(Exception):
-    """What goes wrong."""
+    """The exception that a trap raises."""
 
 
 @attrs.define(eq=False)
 class Trap:
-    """Raises ``error`` at its call number ``at`` while it is armed."""
+    """A function that raises ``error`` at its call number ``at`` while it is armed."""
 
     error: type[BaseException] = Boom
     at: int = 0
@@ -46,7 +46,7 @@ class Trap:
     calls: int = 0
 
     def spring(self) -> None:
-        """Raise, when it is time."""
+        """Raise, if this is the call at which to raise."""
         if self.armed:
             self.calls += 1
             if self.calls == self.at + 1:
@@ -102,7 +102,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 
 def set_trap(module: Fragile, where: str, trap: Trap) -> None:
-    """Put ``trap`` where forward, backward, an inner module or a user's hook will step on it."""
+    """Put ``trap`` in forward, in backward, in an inner module or in a user's hook."""
 
     def spring_in_backward(block: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: trap.spring())
@@ -152,7 +152,7 @@ def test_the_next_step_is_as_ever(
 ) -> None:
     """An exception (or Ctrl-C) anywhere leaves everything usable: the next step's gradients are right, all is freed.
 
-    Also where somebody keeps the exception, and with it every frame it went through, as notebooks do.
+    This holds even if the caller keeps the exception, and with it every frame it went through, as notebooks do.
     """
 
     def steps(collectives: Collectives) -> Grads:
@@ -160,7 +160,8 @@ def test_the_next_step_is_as_ever(
         trap = Trap(error, at)
         set_trap(module, place, trap)
         memory: list[BaseException] = []
-        for warm in (True, False):  # fail in the first step of all, and in a later one
+        # The very first step fails, or a later one.
+        for warm in (True, False):
             if not warm:
                 loss(module, collectives.rank).backward()
             trap.armed, trap.calls = True, 0
@@ -198,7 +199,8 @@ def test_a_recomputation_that_fails(at: int, units: list[str], reentrant: bool) 
         for block in module.stack.blocks:
             block.up.register_forward_pre_hook(lambda *_: trap.spring())
         trap.armed = True
-        with pytest.raises(Boom):  # the first two calls are the forward's, the others the recomputation's
+        # The first two calls are the forward's, the others are the recomputation's.
+        with pytest.raises(Boom):
             loss(module, collectives.rank).backward()
         trap.armed = False
         zero_gradients(module)
@@ -245,7 +247,7 @@ def test_an_exception_that_the_model_catches(ranks: int) -> None:
 
 
 def test_a_call_inside_an_except_block() -> None:
-    """A forward pass called while an exception is handled is no failed one."""
+    """A forward pass that is called while an exception is handled does not count as failed."""
     from flatparam_comm import SingleCollectives
 
     module = sharded(Fragile, SingleCollectives(), units=UNITS)

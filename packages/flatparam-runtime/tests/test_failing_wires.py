@@ -55,7 +55,7 @@ def step(module: nn.Module, rank: int) -> Grads:
 
 
 def test_the_collectives_of_one_step() -> None:
-    """A step gathers the root once and each block twice, and reduces each unit; alone, there is nobody to agree with."""
+    """A step gathers the root once and each block twice, and reduces each unit; one rank alone compares nothing."""
     ledger = ByteLedger()
     module = sharded(Stack, RecordingCollectives(SingleCollectives(), ledger), units=BLOCKS)
     loss(module, 0).backward()
@@ -63,7 +63,7 @@ def test_the_collectives_of_one_step() -> None:
 
 
 def fails_once(collectives: Collectives, plan: PrefetchPlan, kept: list[BaseException] | None) -> Grads:
-    """Two steps of which one fails, and what a third one gives."""
+    """The gradients of a third step, after two of which one fails."""
     module = sharded(Stack, collectives, units=BLOCKS, prefetch=plan)
     failures = 0
     for _ in range(2):
@@ -72,7 +72,8 @@ def fails_once(collectives: Collectives, plan: PrefetchPlan, kept: list[BaseExce
         except WireBroke as error:
             failures += 1
             if kept is None:
-                error.__traceback__ = None  # the fault holds the exception, and so would hold its frames
+                # The fault holds the exception, which would hold its frames.
+                error.__traceback__ = None
             else:
                 kept.append(error)
     assert failures == 1
@@ -85,7 +86,7 @@ def fails_once(collectives: Collectives, plan: PrefetchPlan, kept: list[BaseExce
 def test_a_collective_that_cannot_start(op: str, nth: int, plan: str, kept: bool) -> None:
     """Whichever collective of the first or the second step raises: the next step is as ever, all memory is given back.
 
-    Also where somebody keeps the exception, and with it every frame that it went through.
+    This holds even if the caller keeps the exception, and with it every frame that it went through.
     """
     expected = mean_gradients(seeded(Stack), loss, 1)
     for later in (0, dict(CALLS)[op]):
@@ -98,7 +99,7 @@ def test_a_collective_that_cannot_start(op: str, nth: int, plan: str, kept: bool
 @pytest.mark.parametrize("plan", PREFETCH)
 @pytest.mark.parametrize(("op", "nth"), CASES, ids=[f"{op} {nth}" for op, nth in CASES])
 def test_a_collective_that_cannot_start_on_two_ranks(op: str, nth: int, plan: str) -> None:
-    """So it is where the same collective raises on both ranks, which have others under way."""
+    """The next step is as ever, too, if the same collective raises on both ranks, which have others in flight."""
     fault = Fault(op, nth=nth + dict(CALLS)[op], action=Raise(WireBroke()))
     expected = mean_gradients(seeded(Stack), loss, 2)
     for found in run(2, fails_once, PREFETCH[plan], None, faults=[fault]):
@@ -151,7 +152,7 @@ class TwoFlatParameters(nn.Module):
 
 
 def test_all_gathers_are_waited_for_where_one_fails() -> None:
-    """Where one of a unit's gathers fails, the others are waited for before their memory is freed."""
+    """If one of a unit's gathers fails, the others are waited for before their memory is freed."""
     wire = Wire()
     breaking = BreakingCollectives(WiredCollectives(SingleCollectives(), wire), "all_gather")
     breaking.nth = 0

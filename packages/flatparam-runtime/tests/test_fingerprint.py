@@ -1,4 +1,4 @@
-"""What it costs to agree: what is sent, and what is kept."""
+"""The cost of comparing ranks: the bytes that are sent, and the log that is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINGERPRINT_NBYTES = 16
 
 
 class ExchangeCounter(ForwardingCollectives):
-    """Counts the messages that are no tensors."""
+    """Collectives that count the messages that are no tensors."""
 
     count = 0
 
@@ -79,7 +79,7 @@ def test_what_agreeing_sends() -> None:
 
 
 def test_alone_nothing_is_sent() -> None:
-    """A world of one has nobody to agree with."""
+    """A world of one sends nothing, since it has nothing to compare."""
     ledger = ByteLedger()
     counter = ExchangeCounter(SingleCollectives())
     module = sharded(Chain, RecordingCollectives(counter, ledger), units=["blocks.0"])
@@ -95,7 +95,7 @@ VALUES = st.integers(0, 2) | st.integers(0, 2**64 - 1)
 
 @given(VALUES, VALUES)
 def test_the_maximum_of_flags(one: int, other: int) -> None:
-    """The bytewise maximum of two ranks' flags is a rank's own exactly where their values are the same."""
+    """The bytewise maximum of two ranks' flags is a rank's own exactly if their values are the same."""
     flags = [Fingerprint(value).flags() for value in (one, other)]
     assert [len(each) for each in flags] == [FINGERPRINT_NBYTES] * 2
     combined = bytes(map(max, *flags))
@@ -103,7 +103,7 @@ def test_the_maximum_of_flags(one: int, other: int) -> None:
 
 
 def test_the_log_is_bounded() -> None:
-    """Collectives without agreement take no memory without end; after agreement nothing is kept."""
+    """The log is bounded while ranks do not agree, and empty after they have agreed."""
     module = sharded(Block, SingleCollectives())
     unit = shard_module(nn.Sequential(module), UnitPlan(Topology(SingleCollectives())))
     fingerprint = Fingerprint()

@@ -1,4 +1,4 @@
-"""Forward calls: gathered before, freed after, however the module is called."""
+"""Forward calls: a unit is gathered before and freed after, however its module is called."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_full_parameters_are_there_exactly_during_the_call(use_orig_params: bool
 
 
 def test_the_optimizer_never_sees_full_parameters(use_orig_params: bool) -> None:
-    """``parameters()`` outside of forward and backward is the same list of objects for ever."""
+    """``parameters()`` outside of forward and backward always lists the same objects."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params)
     before = list(module.parameters())
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_the_optimizer_never_sees_full_parameters(use_orig_params: bool) -> None
 
 
 def test_what_is_kept_between_forward_and_backward(free_after_forward: bool) -> None:
-    """The root keeps its full parameters for the backward pass; a block does where its plan does not free them."""
+    """The root keeps its full parameters for the backward pass; a block does if its plan does not free them."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS, free_after_forward=free_after_forward)
     output = module(batch())
     root, *blocks = units_in(module)
@@ -221,11 +221,12 @@ def test_evaluation_between_forward_and_backward(ranks: int, free_after_forward:
 
 
 def test_the_optimizers_step_is_seen_by_the_next_forward(ranks: int, free_after_forward: bool) -> None:
-    """Parameters changed between two forwards are gathered anew, also where a forward had no backward."""
+    """Parameters changed between two forwards are gathered anew, even if a forward had no backward."""
 
     def outputs(collectives: Collectives) -> tuple[Tensor, Tensor]:
         module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
-        module(batch())  # its graph is dropped
+        # The graph of this pass is dropped.
+        module(batch())
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.5)
@@ -273,7 +274,7 @@ def test_hooks_from_before_sharding_see_full_parameters(use_orig_params: bool) -
 
 
 class Nowhere(ForwardingCollectives):
-    """Moves nothing, so that it can do so for tensors without bytes."""
+    """Collectives that move no bytes, so that tensors without bytes will do."""
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         return COMPLETED

@@ -87,7 +87,7 @@ def test_backward_that_makes_a_graph(ranks: int, use_orig_params: bool, free_aft
         return x.grad.square().sum()
 
     plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
-    # Each pass is summed over ranks by itself: another order of additions.
+    # Each pass is summed over ranks by itself, which is a different order of additions.
     check_training(Stack, [twice] * 2, ranks, units=BLOCKS, exact=False, **plan)
 
 
@@ -140,7 +140,7 @@ def test_gradients_at_the_input(ranks: int, use_orig_params: bool, free_after_fo
             assert torch.equal(each, expected)
 
 
-# With respect to parameters: inside summon_full_params, where they are shown
+# Gradients with respect to parameters, which summon_full_params shows
 
 
 def at_parameters(module: nn.Module, rank: int) -> list[Tensor]:

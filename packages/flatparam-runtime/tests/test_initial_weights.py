@@ -33,7 +33,7 @@ class Weight(nn.Module):
 
 
 def two_steps(collectives: Collectives, change: str, use_orig_params: bool) -> None:
-    """Rank 1 begins with something else, perhaps."""
+    """A module whose weights may be different on rank 1."""
 
     def make() -> Stack:
         stack = seeded(Stack)
@@ -52,7 +52,7 @@ def two_steps(collectives: Collectives, change: str, use_orig_params: bool) -> N
 
 
 def warnings_of(world_size: int, fn: Callable[..., None], *args: Any) -> list[str]:
-    """What the ranks, which are threads, warn of together."""
+    """The warnings of all ranks, which are threads."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(world_size, fn, *args)
@@ -60,7 +60,7 @@ def warnings_of(world_size: int, fn: Callable[..., None], *args: Any) -> list[st
 
 
 def test_other_weights_are_named(use_orig_params: bool) -> None:
-    """One bit of one parameter is enough: every rank is told which parameter, on which ranks, and what to do; once."""
+    """If one bit of one parameter differs, every rank warns once: of the parameter, the ranks, and what to do."""
     messages = warnings_of(3, two_steps, "one element", use_orig_params)
     assert len(messages) == 3
     for message in messages:
@@ -70,7 +70,7 @@ def test_other_weights_are_named(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("change", ["nothing", "loaded since"])
 def test_equal_weights_are_not(change: str, use_orig_params: bool) -> None:
-    """Where the weights are equal, or something was loaded into the shards since, nothing is said."""
+    """If the weights are equal, or weights were loaded into the shards since, no rank warns."""
     assert warnings_of(2, two_steps, change, use_orig_params) == []
 
 

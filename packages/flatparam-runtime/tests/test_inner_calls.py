@@ -123,7 +123,7 @@ def test_an_exception_inside(error: type[BaseException], ranks: int) -> None:
 
 
 def test_the_class_has_its_method_while_the_unit_runs() -> None:
-    """Inside the unit's own forward nothing stands in for the ``forward`` of what it calls, also after an exception."""
+    """Inside the unit's own forward no ``forward`` of an inner module is replaced, even after an exception."""
     seen: list[list[str]] = []
     module = sharded(Stack, SingleCollectives(), units=BLOCKS)
     inside = {"stem": module.stem, "head": module.head, "blocks": module.blocks}
@@ -155,7 +155,7 @@ def test_an_inner_call_gathers_only_its_unit() -> None:
 
 
 class Reader(nn.Module):
-    """Has no parameters, and a method that computes with those of another module."""
+    """A module without parameters, whose method computes with those of another module."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Reader(nn.Module):
 
 
 class WithReader(nn.Module):
-    """A layer, and beside it what reads it."""
+    """A layer, and beside it a module that reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class WithReader(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_named_method_of_a_module_without_parameters(use_reentrant: bool, use_orig_params: bool) -> None:
-    """A method that the user has named has the unit's parameters also where a checkpoint calls it again."""
+    """A method that the user has registered gets the unit's parameters even if a checkpoint calls it again."""
 
     def loss(module: nn.Module) -> Tensor:
         x = torch.ones(2, 4, requires_grad=True)

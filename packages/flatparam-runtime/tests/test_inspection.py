@@ -1,4 +1,4 @@
-"""Full parameters outside of forward and backward: looked at, changed, and put back."""
+"""Full parameters outside of forward and backward: they are read, changed, and put back."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_summoned_parameters_are_those_of_the_local_model(
 
 @pytest.mark.parametrize("writeback", [True, False])
 def test_changes_are_kept_where_asked_for(writeback: bool, ranks: int, use_orig_params: bool) -> None:
-    """What was changed in place inside is taken over with ``writeback``, and forgotten without."""
+    """In-place changes inside are kept with ``writeback``, and dropped without."""
 
     def change(collectives: Collectives) -> tuple[dict[str, Tensor], Tensor]:
         module = model(collectives, use_orig_params=use_orig_params)
@@ -94,7 +94,7 @@ def test_changes_are_kept_where_asked_for(writeback: bool, ranks: int, use_orig_
 
 
 def test_each_rank_keeps_its_own_part() -> None:
-    """Where ranks change their copies differently, each element is what the rank that owns it made of it."""
+    """If ranks change their copies differently, each element has the value from the rank that owns it."""
 
     def change(collectives: Collectives) -> dict[str, Tensor]:
         module = sharded(lambda: nn.Linear(4, 3, bias=False), collectives)

@@ -1,4 +1,4 @@
-"""Nothing grows: neither hooks nor objects nor memory, over fifty steps of any kind."""
+"""Hooks, objects and memory do not grow over fifty steps of any kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 50
 
 
 class Canary:
-    """Lives in a graph, and dies with it."""
+    """An object that lives in a graph, and is freed with it."""
 
 
 class Kept(torch.autograd.Function):
@@ -71,7 +71,7 @@ UNITS = [f"stack.{name}" for name in BLOCKS]
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """What is freed inside is freed by counting references; autograd's own threads let go of it a moment later."""
+    """Inside, objects are freed by counting references; autograd's own threads free them a moment later."""
     gc.collect()
     gc.disable()
     try:
@@ -144,9 +144,11 @@ def checkpointed(module: Stack) -> None:
 
 def failing(module: Stack) -> None:
     with contextlib.suppress(RuntimeError):
-        module(torch.ones(2, 3))  # of a wrong shape
+        # The input has a wrong shape.
+        module(torch.ones(2, 3))
     output = module(batch())
-    output.register_hook(lambda gradient: gradient[:1])  # a wrong shape in backward
+    # The gradient has a wrong shape in backward.
+    output.register_hook(lambda gradient: gradient[:1])
     with contextlib.suppress(RuntimeError):
         output.sum().backward()
 
@@ -173,7 +175,8 @@ def test_nothing_grows(kind: Callable[[Stack], None]) -> None:
     module = sharded(Stack, SingleCollectives(), units=BLOCKS, prefetch=PrefetchPlan(1))
 
     with torch.no_grad():
-        module(batch())  # so that there is one tree, and not one of each unit that runs alone
+        # The first call makes one tree, instead of one for each unit that runs alone.
+        module(batch())
 
     def steps(count: int) -> tuple[int, list[int], list[int]]:
         for _ in range(count):
@@ -190,9 +193,8 @@ def test_nothing_grows(kind: Callable[[Stack], None]) -> None:
     objects, hooks, order = steps(5)
     later_objects, later_hooks, later_order = steps(STEPS)
     more = later_objects - objects
-    assert more < STEPS // 2, (
-        f"{more} more objects"
-    )  # fewer than one at every other step: caches, and not a leak
+    # Fewer than one object at every other step comes from caches, and not from a leak.
+    assert more < STEPS // 2, f"{more} more objects"
     assert later_hooks == hooks
     assert all(number <= 1 for number in hooks[: len(hooks) - len(list(module.modules()))])
     assert later_order == order
@@ -220,7 +222,7 @@ def test_hooks_on_a_lasting_input_do_not_pile_up(backward: bool) -> None:
 
 
 class Handing(nn.Module):
-    """Hands out a parameter of its own beside its output."""
+    """A module that returns a parameter of its own beside its output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -167,7 +167,7 @@ def test_one_unit_may_wait_alone(ranks: int, free_after_forward: bool) -> None:
 
 
 def test_a_unit_that_the_last_backward_does_not_use(ranks: int) -> None:
-    """What a unit collected in ``no_sync`` is reduced by the next synced backward, even one that does not reach it."""
+    """Gradients collected in ``no_sync`` are reduced by the next synced backward, even if it does not reach the unit."""
 
     def ways(module: nn.Module, rank: int, way: str) -> Tensor:
         out: Tensor = module(batch(rank), way).square().mean()
@@ -195,7 +195,7 @@ def test_a_unit_that_the_last_backward_does_not_use(ranks: int) -> None:
 
 
 def test_a_forward_inside_and_its_backward_outside(ranks: int) -> None:
-    """What counts is where the backward runs: a forward inside ``no_sync`` with its backward outside is reduced."""
+    """Only the place of the backward counts: a forward inside ``no_sync`` with its backward outside is reduced."""
 
     def train(collectives: Collectives) -> Grads:
         module = sharded(Stack, collectives, units=BLOCKS)
@@ -219,7 +219,8 @@ def test_stepping_after_an_unsynced_backward(free_after_forward: bool) -> None:
         free_after_forward=free_after_forward,
         free_after_unsynced_backward=free_after_forward,
     )
-    held = list(module.parameters())  # as an optimizer does
+    # An optimizer holds them in the same way.
+    held = list(module.parameters())
     with no_sync(module):
         loss(module, 0).backward()
     with torch.no_grad():

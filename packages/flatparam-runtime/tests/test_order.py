@@ -1,4 +1,4 @@
-"""Which unit comes next: pure functions of what ran before."""
+"""The expected next units, as pure functions of the units that ran before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_pass_that_repeats_gets_its_continuation(before: list[Unit], length: i
 
 @given(ORDERS, ORDERS, st.integers(0, 4))
 def test_what_differs_gets_nothing(before: list[Unit], now: list[Unit], depth: int) -> None:
-    """Where the unit that began last is not the one of the pass before at that place, nothing is expected."""
+    """If the unit that began last is not the one of the pass before at that place, no unit is expected."""
     found = list(next_forward(before, now, depth))
     assert len(found) <= depth
     place = len(now) - 1
@@ -65,7 +65,7 @@ def test_backward_never_names_itself_or_one_twice(ended: list[Unit], unit: Unit)
 
 @given(ORDERS, st.sampled_from(UNITS))
 def test_the_policies_decide_and_do_not_act(order: list[Unit], unit: Unit) -> None:
-    """Asking changes neither the orders nor the units."""
+    """The functions change neither the orders nor the units."""
     copy = list(order)
     list(next_backward(order, unit))
     list(next_forward(order, order, 2))

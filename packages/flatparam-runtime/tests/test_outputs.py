@@ -1,4 +1,4 @@
-"""Whatever a unit returns, its parameters are there again when its backward needs them."""
+"""Whatever a unit returns, its parameters are in memory again when its backward needs them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Slotted:
 
 
 class Thunk:
-    """An output that is called to get at its tensor: nothing that a search looks into."""
+    """An output that returns its tensor when it is called, so that a search does not find the tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -97,9 +97,9 @@ def test_any_form_of_output_trains(form: str, ranks: int) -> None:
 @pytest.mark.parametrize("form", HALF_HIDDEN)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_output_may_be_half_hidden(form: str, frozen: bool) -> None:
-    """Where only some tensors of an output can be seen, the others' backward reads no freed memory.
+    """If only some tensors of an output can be seen, the others' backward reads no freed memory.
 
-    So it is with a frozen unit, through which a gradient flows to its input.
+    This holds for a frozen unit, too, through which a gradient flows to its input.
     """
 
     def make() -> nn.Module:
@@ -134,7 +134,7 @@ def test_a_frozen_units_hidden_output(form: str) -> None:
 
 
 def _fill_freed_memory_with_garbage(module: nn.Module) -> None:
-    """After the forward, give freed buffers memory again, of NaN: what reads them fails a test, and not the process."""
+    """After the forward, fill freed buffers with NaN: a read of them fails the test, and not the process."""
 
     def fill(*_: Any) -> None:
         for unit in units_in(module):
@@ -172,7 +172,7 @@ def test_an_output_without_gradient_is_freed(ranks: int) -> None:
 
 
 class Nothing(nn.Module):
-    """Keeps its tensors to itself, and returns something else."""
+    """A module that keeps its tensors, and returns a different object."""
 
     def __init__(self, value: object) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Nothing(nn.Module):
 @pytest.mark.parametrize("inside", ["plainly", "in an except block"])
 @pytest.mark.parametrize("value", [None, 3, "text", (), {"a": 1}])
 def test_an_output_without_tensors(value: object, inside: str) -> None:
-    """A module may return no tensor at all: ``None`` is no failure, also while an exception is being handled."""
+    """A module may return no tensor at all: ``None`` is no failure, even while an exception is being handled."""
     module = sharded(lambda: Nothing(value), SingleCollectives())
     if inside == "plainly":
         assert module(batch()) == value

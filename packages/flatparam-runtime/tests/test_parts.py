@@ -1,4 +1,4 @@
-"""Gradients that are reduced from where autograd left them: the bits of those that are copied to a flat buffer first."""
+"""Gradients that are reduced in place have the same bits as gradients that are copied to a flat buffer first."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ MODELS = {
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_of_flat_gradients(name: str, ranks: int, do: Step) -> None:
-    """Over two backward passes, where the first is not reduced, and where it fails; nothing is left behind."""
+    """The bits are the same over two passes, also if the first is not reduced, or fails; no gradient is left behind."""
     make, units = MODELS[name]
 
     def train(collectives: Collectives, parts: bool) -> Grads:
@@ -150,13 +150,13 @@ def _most(collectives: Collectives, do: Step, **plan: Any) -> tuple[int, int, in
 
 
 def test_no_flat_gradient_is_made() -> None:
-    """Nothing is allocated for one, in any unit."""
+    """No unit allocates a flat gradient."""
     assert run(2, _most, two_steps) == [(0, 6, 0)] * 2
 
 
 @pytest.mark.parametrize(("more", "parts"), [(0, 6), (1, 0)])
 def test_small_gradients_are_copied_first(more: int, parts: int) -> None:
-    """Where gradients have fewer bytes on average than the threshold says, one flat gradient for all is cheaper."""
+    """If gradients have fewer bytes on average than the threshold, one flat gradient for all is used."""
     block = Chain(1)
     sizes = [4 * parameter.numel() for parameter in block.parameters()]
     padded = -(-sum(sizes) // 8) * 8
@@ -165,7 +165,7 @@ def test_small_gradients_are_copied_first(more: int, parts: int) -> None:
 
 
 def test_sums_of_several_passes_are_flat() -> None:
-    """What `no_sync` collects is added up in the flat buffer, and reduced from there."""
+    """Gradients collected in `no_sync` are added up in the flat buffer, and reduced from there."""
     for most, parts, flat in run(2, _most, unsynced_first):
         assert most > 0
         assert (parts, flat) == (0, 3)

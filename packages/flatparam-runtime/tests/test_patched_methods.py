@@ -1,4 +1,4 @@
-"""Methods that the user replaced, and what a watched method looks like."""
+"""Methods that the user replaced, and the signature of a watched method."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_signatures_and_names_are_the_methods_own() -> None:
 
 
 def test_what_is_no_method_is_refused() -> None:
-    """A method that there is not, or of a module that is in no unit, is named."""
+    """The error names a method that does not exist, or whose module is in no unit."""
     module = sharded(Stack, SingleCollectives())
     for child, name in [(module, "nothing"), (nn.Linear(1, 1), "forward")]:
         with pytest.raises(FlatParamError, match=f"{type(child).__name__}.{name}: expected a method"):

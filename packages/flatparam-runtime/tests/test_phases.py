@@ -29,7 +29,7 @@ ILLEGAL = sorted(
 
 @pytest.mark.parametrize(("current", "target"), ILLEGAL, ids=[f"{a.name}-{b.name}" for a, b in ILLEGAL])
 def test_an_illegal_step_names_both_ends(current: Phase, target: Phase) -> None:
-    """Every step that is not in the table raises, and names who, both ends, and what would have been legal."""
+    """Every step that is not in the table raises an error with the unit, both ends, and the legal steps."""
     with pytest.raises(IllegalStepError) as caught:
         PHASES.move(current, target, who="unit 'blocks.3'")
     said = str(caught.value)

@@ -36,7 +36,7 @@ def test_the_defaults_are_full_shard() -> None:
 
 @pytest.mark.parametrize("name", ["topology", "free_after_forward", "prefetch", "precision"])
 def test_a_plan_cannot_be_changed(name: str) -> None:
-    """Plans are frozen: what a unit was told when it was made stays."""
+    """Plans are frozen: a unit's settings stay as they were when it was made."""
     plan = UnitPlan(Topology(SingleCollectives()))
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         setattr(plan, name, None)
@@ -45,7 +45,7 @@ def test_a_plan_cannot_be_changed(name: str) -> None:
 
 
 def test_equal_plans_are_equal() -> None:
-    """Plans are compared by what they say."""
+    """Plans are compared by their fields."""
     assert UnitPlan(Topology(SingleCollectives())) == UnitPlan(Topology(SingleCollectives()))
     assert UnitPlan(Topology(SingleCollectives())) != UnitPlan(
         Topology(SingleCollectives()), free_after_forward=False

@@ -158,7 +158,8 @@ def test_nothing_is_kept_after_an_exception(way: str, ranks: int) -> None:
             step(module)
         module.way = ""
         if way == "backward":
-            evaluate(module)  # the dead pass is cleared away by the next one
+            # The next pass drops the interrupted one.
+            evaluate(module)
         found = [(pool_of(module).in_use, pool_of(module).kept)]
         step(module)
         check_at_rest(module)

@@ -1,4 +1,4 @@
-"""Which units are gathered ahead: explicit lists, and how many the backward pass goes by itself."""
+"""The units that are gathered ahead: explicit lists, and the depth of the backward pass."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def gathers(module: nn.Module, direction: str) -> list[str]:
     ],
 )
 def test_forward_lists(lists: dict[int, Sequence[int]], expected: str) -> None:
-    """What a unit's list names is gathered when its forward begins, in that order, from the first pass on.
+    """The units on a unit's list are gathered when its forward begins, in that order, from the first pass on.
 
-    What was gathered for nothing is freed at the end of the pass.
+    Units that were gathered in vain are freed at the end of the pass.
     """
     module = sharded(chain, SingleCollectives(), units=BLOCKS, prefetch=NEVER)
     set_lists(module, "forward", lists)
@@ -80,7 +80,7 @@ def test_forward_lists(lists: dict[int, Sequence[int]], expected: str) -> None:
     ],
 )
 def test_backward_lists(lists: dict[int, Sequence[int]], expected: str) -> None:
-    """The same in the backward pass; what that has been through already is not gathered again."""
+    """The same holds in the backward pass; units that are done in it are not gathered again."""
     module = sharded(chain, SingleCollectives(), units=BLOCKS, prefetch=NEVER)
     set_lists(module, "backward", lists)
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_backward_lists(lists: dict[int, Sequence[int]], expected: str) -> None:
 
 
 def test_a_list_takes_the_place_of_the_plan() -> None:
-    """A list, also an empty one, holds for its unit instead of what the plan says; ``None`` gives the plan back."""
+    """A list, even an empty one, replaces the plan's rule for its unit; ``None`` restores the rule."""
     module = sharded(chain, SingleCollectives(), units=BLOCKS, prefetch=PrefetchPlan(1))
     gathers(module, "forward")
     set_lists(module, "forward", {0: [], 1: [3]})

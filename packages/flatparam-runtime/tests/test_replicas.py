@@ -63,7 +63,7 @@ def recorded(where: Topology) -> tuple[Topology, ByteLedger, ByteLedger]:
 
 @pytest.fixture(params=[1, 2, 4], ids=["copies-only", "2x2", "shards-only"])
 def shards(request: pytest.FixtureRequest) -> int:
-    """How many ranks share the parameters, of four."""
+    """The number of ranks, of four, that share the parameters."""
     return int(request.param)
 
 
@@ -128,7 +128,8 @@ def test_accumulation(way: str, shards: int, use_orig_params: bool) -> None:
     expected = scaled(expected_gradients(seeded(Stack), loss, shards), 2.0)
     for found, (reduced, summed) in run(RANKS, steps):
         check_same(found, expected, exact=way == "no_sync" or shards != 2)
-        assert reduced == (3 if way == "requires_all_reduce" else 2)  # two of them are gathers
+        # Two of these are gathers.
+        assert reduced == (3 if way == "requires_all_reduce" else 2)
         assert summed == 0
 
 
@@ -161,7 +162,8 @@ def test_what_waits_for_the_copies_is_not_lost() -> None:
     assert both["gate"] is not None
     for found in run(RANKS, steps):
         assert found["gate"] is not None
-        check_same(found, both, exact=False)  # micro-batches are added after ranks
+        # Micro-batches are added after ranks.
+        check_same(found, both, exact=False)
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])

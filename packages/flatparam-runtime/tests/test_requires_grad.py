@@ -43,7 +43,7 @@ FREEZES = {
 )
 @pytest.mark.parametrize("prefixes", FREEZES.values(), ids=FREEZES)
 def test_one_rank_freezes(prefixes: list[str], when: str) -> None:
-    """If `requires_grad` differs between ranks, every rank is told at the next pass, with the parameter and the ranks."""
+    """If `requires_grad` differs between ranks, every rank raises at the next pass, and names the parameter and ranks."""
 
     def rank(collectives: Collectives) -> str:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=True)
@@ -186,7 +186,7 @@ def test_freezing_with_gradients_collected(use_orig_params: bool) -> None:
 
 
 def test_freezing_between_forward_and_backward() -> None:
-    """What was recorded when it was trainable gets its gradient, or none; but nothing stays in memory."""
+    """A parameter that was trainable when it was recorded gets its gradient, or none; but nothing stays in memory."""
     module = sharded(lambda: Chain(2), SingleCollectives(), units=BLOCKS)
     total = loss(module, 0)
     for parameter in module.blocks[0].parameters():

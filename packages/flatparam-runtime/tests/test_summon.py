@@ -1,4 +1,4 @@
-"""Every combination of what `summon_full_params` can be asked for, one inside another, and what runs inside."""
+"""Every combination of arguments of `summon_full_params`, nested contexts, and passes inside."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scaled(values: Grads, factor: float) -> Grads:
 
 @pytest.mark.parametrize("asked", COMBINATIONS, ids=told)
 def test_any_combination(asked: dict[str, bool], ranks: int, use_orig_params: bool) -> None:
-    """What is asked for is shown where it is asked for, and exactly the changes that are to be kept are kept."""
+    """The requested parameters are shown on the requested ranks, and exactly the changes that are to be kept are kept."""
 
     def look(collectives: Collectives) -> tuple[Grads, Grads, Grads, Grads]:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)

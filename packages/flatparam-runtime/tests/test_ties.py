@@ -90,7 +90,7 @@ def test_frozen_and_thawed(ranks: int) -> None:
 
 
 def test_accumulation(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
-    """What both units collect in ``no_sync`` is reduced with the next gradients, also of a pass with one of them."""
+    """Gradients that both units collect in ``no_sync`` are reduced with the next ones, even of a pass with one unit."""
 
     def accumulating(module: nn.Module, rank: int) -> Tensor:
         with no_sync(module):
@@ -106,7 +106,7 @@ def test_accumulation(ranks: int, use_orig_params: bool, free_after_forward: boo
 def test_checkpointed(reentrant: bool, ranks: int, use_orig_params: bool) -> None:
     """Units that share a parameter are recomputed with it.
 
-    Each reentrant recomputation is reduced by itself: the sum over uses and ranks has another order.
+    Each reentrant recomputation is reduced by itself: the sum over uses and ranks has a different order.
     """
 
     class Checkpointed(TiedBranches):
@@ -131,7 +131,7 @@ def test_checkpointed(reentrant: bool, ranks: int, use_orig_params: bool) -> Non
 
 
 def test_units_that_are_roots(ranks: int, use_orig_params: bool) -> None:
-    """Units that share a parameter train also where the module around them is never called."""
+    """Units that share a parameter train even if the module around them is never called."""
 
     def apart(module: nn.Module, rank: int) -> Tensor:
         out: Tensor = module.right(module.left(batch(rank))).square().mean()

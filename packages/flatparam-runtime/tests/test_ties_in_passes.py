@@ -71,7 +71,7 @@ def test_evaluated_in_between(ranks: int, use_orig_params: bool, free_after_forw
 
 
 class Failure(Exception):
-    """What the hooks below raise."""
+    """The exception that the hooks below raise."""
 
 
 def test_failing(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:

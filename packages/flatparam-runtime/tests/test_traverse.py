@@ -1,4 +1,4 @@
-"""The tensors in whatever a module takes or returns."""
+"""The tensors in the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Plain:
 
 
 class OneSlot:
-    __slots__ = "value"  # a single string is legal, too
+    # A single string is legal, too.
+    __slots__ = "value"
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -110,7 +111,8 @@ def test_a_tensor_is_found_in(place: str) -> None:
     """The tensor is found, once, wherever it is."""
     tensor = torch.ones(2, requires_grad=True)
     found = list(tensors_in(HIDING_PLACES[place](tensor)))
-    if place == "packed sequence":  # it holds a copy of the tensor and the sizes of the batch
+    # A packed sequence holds a copy of the tensor and the sizes of the batch.
+    if place == "packed sequence":
         assert sum(t.requires_grad for t in found) == 1
     elif place == "distribution":
         assert any(t.requires_grad for t in found)
@@ -229,7 +231,7 @@ def shape(value: Any) -> Any:
 
 @given(TREES)
 def test_mapping_nothing_gives_the_same_object(tree: Any) -> None:
-    """Where no tensor changes, the very object comes back."""
+    """If no tensor changes, the very object comes back."""
     assert map_tensors(lambda t: t, tree) is tree
 
 
@@ -246,7 +248,7 @@ def test_mapping_keeps_kinds_of_mappings() -> None:
 
 
 def test_mapping_keeps_what_a_dataclass_does_not_take() -> None:
-    """A field that the constructor does not take is worked out again by it."""
+    """The constructor computes a field that it does not take again."""
 
     @dataclasses.dataclass
     class WithSum:
@@ -260,6 +262,6 @@ def test_mapping_keeps_what_a_dataclass_does_not_take() -> None:
 
 
 def test_mapping_passes_objects_through() -> None:
-    """What it does not know how to rebuild is passed on as it is."""
+    """An object that the function cannot rebuild is returned as it is."""
     hidden = Plain(torch.ones(1))
     assert map_tensors(lambda t: t * 2, [hidden])[0] is hidden

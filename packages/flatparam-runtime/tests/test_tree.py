@@ -1,4 +1,4 @@
-"""Which unit is the root, what the units are called, and several roots in one process."""
+"""The choice of the root, the names of the units, and several roots in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_outermost_forward_makes_the_root() -> None:
 
 
 def test_a_module_around_units_is_no_root() -> None:
-    """Below a module that is no unit every unit is a root of its own, called so."""
+    """Below a module that is no unit, every unit is a root of its own, and has a root's name."""
     module = Stack()
     for block in module.blocks:
         shard_module(block, UnitPlan(Topology(SingleCollectives())))
@@ -74,7 +74,8 @@ def test_a_child_that_ran_alone_joins_the_tree(ranks: int, free_after_forward: b
         module = sharded(Stack, collectives, units=BLOCKS, free_after_forward=free_after_forward)
         child = unit_of(module.blocks[0])
         assert child is not None
-        module.blocks[0](batch())  # with gradients, and never a backward
+        # A pass with gradients that no backward follows.
+        module.blocks[0](batch())
         assert child.name == ROOT_NAME
         assert child.residency is Residency.UNSHARDED
         loss(module, collectives.rank).backward()

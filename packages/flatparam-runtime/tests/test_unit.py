@@ -42,7 +42,7 @@ def test_filling_and_showing_are_two_steps(ranks: int, use_orig_params: bool) ->
 
 
 def test_calling_again_changes_nothing() -> None:
-    """Each of the three may be called again where it has nothing to do: no second gather, no second event."""
+    """A second call of each of the three does nothing: no second gather, no second event."""
     wire = Wire()
     module, unit = one(WiredCollectives(SingleCollectives(), wire))
     log = EventLog()
@@ -126,7 +126,8 @@ def test_reset_brings_it_to_rest_from_anywhere(phase: Phase, stage: str) -> None
     """``reset`` frees and idles a unit from every phase and residency, and leaves the shard as it is."""
     module, unit = one()
     shard = unit.handles[0].flat_param.detach().clone()
-    unit.unshard()  # there are leaves
+    # The gather makes the leaves.
+    unit.unshard()
     unit.reshard()
     unit.phase = phase
     if stage != "at rest":
@@ -135,7 +136,8 @@ def test_reset_brings_it_to_rest_from_anywhere(phase: Phase, stage: str) -> None
         unit.finish_unshard()
         module.up.weight.grad = torch.ones(WIDTH, WIDTH)
         unit.handles[0].deposit(0)
-        module.up.bias.grad = torch.ones(WIDTH)  # an interrupt came before its deposit
+        # An interrupt came before the deposit of the gradient.
+        module.up.bias.grad = torch.ones(WIDTH)
     unit.reset(drop_gradients=True)
     check_at_rest(module)
     assert torch.equal(unit.handles[0].flat_param, shard)
@@ -167,7 +169,8 @@ def test_a_reduction_owns_its_tensors_until_it_is_settled(ranks: int) -> None:
         unit.reshard()
         reduction = unit.begin_reduce([handle])
         assert unit.phase is Phase.REDUCING
-        assert (handle.gradients.buffer.held_nbytes > 0) == (ranks > 1)  # else it is what will be `.grad`
+        # With one rank the flat gradient becomes `.grad`.
+        assert (handle.gradients.buffer.held_nbytes > 0) == (ranks > 1)
         reduction.replicate()
         assert not reduction.is_under_way
         assert handle.gradients.buffer.held_nbytes == 0
@@ -195,7 +198,7 @@ def test_repr_shows_the_state() -> None:
 
 
 def test_a_unit_is_on_the_device_it_is_given() -> None:
-    """``device=`` says where shards and full parameters live, whatever device the module was on."""
+    """``device=`` is the device of shards and full parameters, whatever device the module was on."""
     module = Block()
     unit = shard_module(module, UnitPlan(Topology(SingleCollectives())), device=torch.device("cpu", 0))
     assert unit.handles[0].flat_param.device.type == "cpu"
@@ -203,7 +206,7 @@ def test_a_unit_is_on_the_device_it_is_given() -> None:
 
 
 def test_fields_are_fixed() -> None:
-    """Nobody can add an attribute to a unit: what it knows is declared."""
+    """No attribute can be added to a unit: all of its attributes are declared."""
     _, unit = one()
     with pytest.raises(AttributeError):
         unit.something_else = 1  # type: ignore[attr-defined]  # that is the test

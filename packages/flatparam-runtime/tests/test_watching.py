@@ -1,4 +1,4 @@
-"""LeafWatch: which gradients are waited for one by one and which are collected together, always to the same bits."""
+"""LeafWatch: gradients that are waited for one by one, or collected together, always have the same bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hidden:
 
 
 class Hiding(nn.Module):
-    """Its inner block's output is hidden, in one way or another."""
+    """A module whose inner block hides its output in a given way."""
 
     def __init__(self, hide: Callable[[Tensor], Any], show: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Giving(Block):
 
 
 class Sometimes(nn.Module):
-    """The second layer has a part only where it is switched on."""
+    """A module that uses its second layer only if that is switched on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def sometimes(module: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def hooks(module: nn.Module) -> dict[str, int]:
-    """How many leaves of each unit have a hook of their own."""
+    """The number of leaves of each unit that have a hook of their own."""
     return {
         unit.name: sum(len(watch.hooked) for _, _, watch in watches(unit.handles))
         for unit in units_in(module)
@@ -142,7 +142,7 @@ def test_frozen_leaves_may_be_trained_later() -> None:
 
 
 def test_hooks_are_added_once() -> None:
-    """A leaf that is to be told of gets one hook, and is no longer among those without."""
+    """`hook` gives a leaf one hook, and the leaf is no longer among those without."""
     watch = watched(2, 2, 2)
     watch.hook([1])
     watch.hook([])
@@ -185,7 +185,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_hidden_outputs(form: str, ranks: int, use_orig_params: bool) -> None:
-    """A unit that hides its output trains to the same bits, since each of its gradients is told of."""
+    """A unit that hides its output trains to the same bits, since each of its gradients has a hook."""
     how = FORMS[form]
     check_training(lambda: Hiding(*how), losses(3), ranks, units=["inner"], use_orig_params=use_orig_params)
 
@@ -197,7 +197,7 @@ def test_a_parameter_without_a_gradient_in_some_step(ranks: int, use_orig_params
 
 
 def test_a_missing_gradient_is_not_waited_for() -> None:
-    """A leaf that no graph reaches gets no hook by that: there is nothing to be told of."""
+    """A leaf that no graph reaches gets no hook, since it has no gradient to report."""
     module = sharded(OneOfTwo, SingleCollectives(), units=["part"])
     for step in range(4):
         sometimes(module, 0, step).backward()
@@ -266,7 +266,8 @@ def test_other_backwards(way: Callable[[nn.Module, int], None], ranks: int, use_
 
     def step(collectives: Collectives) -> dict[str, Tensor | None]:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
-        way(module, 0)  # the same on every rank, so that the mean is what each has
+        # The input is the same on every rank, so that the mean is what each rank has.
+        way(module, 0)
         check_at_rest(module)
         return full_gradients(module)
 

@@ -1,4 +1,4 @@
-"""Collectives that tell when a transfer begins and when it is waited for, take (virtual) time, or fail on demand."""
+"""Collectives that log the begin and the wait of each transfer, take (virtual) time, or fail on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatparam_comm import Collectives, ForwardingCollectives, Pending, ReduceOp
 
 @attrs.define(eq=False)
 class Wire:
-    """What passes over it: a list of ``(what, op, label)``, and a clock that transfers and computations move on.
+    """A log of transfers and computations, as ``(what, op, label)``, and a clock that both advance.
 
     Transfers go one after the other, each for ``seconds``; a wait moves the clock to the end of its transfer.
     """
@@ -40,7 +40,7 @@ class Wire:
 
 @attrs.define(eq=False)
 class TimedPending:
-    """Waits for the inner pending, and for the wire."""
+    """A pending that waits for the inner pending, and for the wire."""
 
     inner: Pending
     wire: Wire
@@ -63,7 +63,7 @@ class TimedPending:
 
 
 class WiredCollectives(ForwardingCollectives):
-    """Sends everything over a wire."""
+    """Collectives that send everything over a wire."""
 
     def __init__(self, inner: Collectives, wire: Wire) -> None:
         super().__init__(inner)
@@ -89,12 +89,12 @@ class WiredCollectives(ForwardingCollectives):
 
 
 class WireBroke(RuntimeError):
-    """What a broken wire raises."""
+    """The exception that a broken wire raises."""
 
 
 @attrs.define(eq=False)
 class BreakingPending:
-    """Calls ``check`` at every wait, before the inner wait."""
+    """A pending that calls ``check`` at every wait, before the inner wait."""
 
     inner: Pending
     check: Callable[[], None]

@@ -27,7 +27,7 @@ Grads = dict[str, "Tensor | None"]
 
 
 def run(ranks: int, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = ()) -> list[T]:
-    """What ``fn(collectives, *args)`` returns on each rank: of a world of one, or of a world of threads."""
+    """The results of ``fn(collectives, *args)`` on each rank of a world of one, or of a world of threads."""
     if ranks == 1:
         single: Collectives = SingleCollectives()
         return [fn(FaultyCollectives(single, faults) if faults else single, *args)]
@@ -35,9 +35,10 @@ def run(ranks: int, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = 
 
 
 def seeded(make: Callable[[], M], device: torch.device | str | None = None) -> M:
-    """The same module on every call; on torch's default device where none is named."""
+    """The same module on every call, on torch's default device if none is given."""
     torch.manual_seed(7)
-    return make().to(device or torch.get_default_device())  # its values are the same on every device
+    # The values are the same on every device.
+    return make().to(device or torch.get_default_device())
 
 
 def rectangle(world: Collectives, shards: int) -> Topology:
@@ -113,7 +114,7 @@ def full_gradients(module: nn.Module) -> Grads:
 
 
 def is_part_of_shard(tensor: Tensor, unit: Unit) -> bool:
-    """Whether `tensor` lies in the memory of the unit's shards, as what a sharded module shows does."""
+    """Whether `tensor` lies in the memory of the unit's shards, as the parameters of a sharded module do."""
     shards = {handle.flat_param.untyped_storage().data_ptr() for handle in unit.handles}
     return tensor.untyped_storage().data_ptr() in shards
 
@@ -130,7 +131,7 @@ def nobody_has_gradient(handle: FlatParamHandle, index: int, missing: Sequence[b
 def mean_gradients(module: nn.Module, losses: Callable[[nn.Module, int], Tensor], ranks: int) -> Grads:
     """The mean of the gradients of a local module on each rank's loss, summed in the order of ranks.
 
-    As in a world of threads, backward runs in this thread, also on an accelerator, where it adds in another order then.
+    As in a world of threads, backward runs in this thread; on an accelerator this changes the order of additions.
     """
     found: Grads = dict.fromkeys(name for name, _ in module.named_parameters())
     for rank in range(ranks):
@@ -145,7 +146,7 @@ def mean_gradients(module: nn.Module, losses: Callable[[nn.Module, int], Tensor]
 
 
 def check_same(found: Grads, expected: Grads, *, exact: bool = True) -> None:
-    """Assert bit-equality (or nearly so); where one side has no gradient, the other has none or zeros."""
+    """Assert bit-equality (or nearly so); if one side has no gradient, the other has none or zeros."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         other = found[name]
@@ -198,7 +199,7 @@ def check_training(
 
 
 def check_at_rest(module: nn.Module) -> None:
-    """Assert that no pass is under way and that no byte is taken but the shards' and their gradients'."""
+    """Assert that no pass is running, and that only shards and their gradients take memory."""
     for unit in units_in(module):
         assert unit.phase is Phase.IDLE, repr(unit)
         assert unit.residency is Residency.SHARDED, repr(unit)

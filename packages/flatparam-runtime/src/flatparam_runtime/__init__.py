@@ -1,4 +1,7 @@
-"""When things happen: units, hooks, passes, prefetch, accumulation. Shards a module by hooks, without a wrapper."""
+"""The layer that decides when things happen: units, hooks, passes, prefetch, accumulation.
+
+It shards a module by hooks, without a wrapper.
+"""
 
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.autograd import in_range, untraced

@@ -2,11 +2,11 @@
 
 | name of torch | what it tells | if it is gone |
 | --- | --- | --- |
-| `_C._current_graph_task_id` | which autograd run this thread is in | a backward pass says so, and is not run |
+| `_C._current_graph_task_id` | which autograd run this thread is in | a backward pass raises an error that names it |
 | `_C._will_engine_execute_node` | whether this run computes what arrives at a node | the same |
 | `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
 | `autograd._profiler_enabled` | whether somebody profiles | no ranges are shown |
-| `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` says so |
+| `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _private(name: str) -> Any:
-    """The function of torch of this dotted name; if it is gone, one that says so when it is called."""
+    """The function of torch with this dotted name; if torch has none, a function that raises an error."""
     found: Any = torch
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -61,7 +61,7 @@ _IS_PROFILED: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_ena
 
 #: The number of the autograd run that this thread is in; -1 outside of one.
 current_run: Final[Callable[[], int]] = _TASK
-#: Have a function called, in the autograd run that this thread is in, when that has computed everything.
+#: Have a function called when the autograd run that this thread is in has computed everything.
 call_at_end: Final[Callable[[Callable[[], None]], None]] = _QUEUE
 
 
@@ -76,13 +76,13 @@ def will_run(node: Node) -> bool:
         return bool(_WILL_EXECUTE(node))
     except FlatParamError:
         raise
-    # A leaf that autograd.grad() was asked for: its gradient is computed, and its hooks run.
+    # The leaf is an input of autograd.grad(): its gradient is computed, and its hooks run.
     except RuntimeError:
         return True
 
 
 def accumulation_node(leaf: Tensor) -> Node | None:
-    """The node of autograd that accumulates the gradient of `leaf`; `None` for integers, which never get one."""
+    """The node of autograd that accumulates the gradient of `leaf`; `None` for integers, which never get a gradient."""
     if not (leaf.is_floating_point() or leaf.is_complex()):
         return None
     wanted = leaf.requires_grad
@@ -93,14 +93,14 @@ def accumulation_node(leaf: Tensor) -> Node | None:
 
 
 def untraced(function: Function, *, with_callees: bool = True) -> Function:
-    """Have `torch.compile` run `function`, a Python function, as it is: it compiles modules, not what is around them.
+    """Have `torch.compile` run `function`, a Python function, as it is: it compiles modules, not the code around them.
 
-    `torch.compiler.disable` does the same, at the price of importing Dynamo with this package, and of some microseconds
-    for each call. Here the code object is marked, which the interpreter's frame hook reads, and the function, which
-    Dynamo reads.
+    `torch.compiler.disable` does the same, but imports Dynamo with this package, and takes some microseconds for each
+    call. Here two objects are marked: the code object, which the interpreter's frame hook reads, and the function,
+    which Dynamo reads.
 
     Args:
-        with_callees: everything that it calls too; else that is compiled by itself.
+        with_callees: leave everything that `function` calls as it is, too; otherwise, the callees are compiled.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -108,21 +108,23 @@ def untraced(function: Function, *, with_callees: bool = True) -> Function:
         skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
         strategy = eval_frame._FrameExecStrategy(skip, skip if with_callees else default)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    # Another version of torch: the way that is public.
+    # This version of torch lacks these names: use its public function.
     except (ImportError, AttributeError):
         return torch.compiler.disable(function, recursive=with_callees)  # type: ignore[no-any-return, no-untyped-call]
-    # What torch.compiler.disable sets.
+    # torch.compiler.disable sets the same attribute.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 @functools.partial(untraced, with_callees=False)
 def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Call `function(*args)`, which a profile shows as `FullyShardedDataParallel.<name>`; it costs nothing without one.
+    """Call `function(*args)`; a profile shows the call as `FullyShardedDataParallel.<name>`.
+
+    Without a profiler this costs nothing.
 
     The names are FSDP1's: `_root_pre_forward`, `_pre_forward`, `_to_kwargs`, `_pre_forward_prefetch`, `_post_forward`,
     `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`, `_post_backward_hook_reshard_only`,
-    `_post_backward_prefetch`, and `rate_limiter` if a reduction waits for the one before it.
+    `_post_backward_prefetch`, and `rate_limiter`, in which a reduction waits for the one before it.
     """
     if not _IS_PROFILED():
         return function(*args)

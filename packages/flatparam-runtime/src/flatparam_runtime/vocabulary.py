@@ -1,7 +1,7 @@
-"""The names of the layers beneath that this package's signatures are made of, and what makes or takes such values.
+"""The names of lower layers that occur in this package's signatures, and the functions that make or take such values.
 
-A unit has flat parameters and a topology of groups; its plan is made of both. Nothing else is passed on, and
-`tools/check_layers.py` sees to it.
+A unit has flat parameters and a topology of groups; its plan is made of both. No other name is re-exported;
+`tools/check_layers.py` checks this.
 """
 
 from flatparam_comm import (

@@ -31,7 +31,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 
 def local_clip(max_norm: float, norm_type: float, ranks: int) -> tuple[Tensor, Grads]:
-    """What torch says about the unsharded model."""
+    """The norm and the gradients that torch computes for the unsharded model."""
     module = seeded(Stack)
     gradients = mean_gradients(module, loss, ranks)
     for name, parameter in module.named_parameters():

@@ -149,7 +149,7 @@ def test_gradients_of_several_passes() -> None:
 
 
 def test_memory_of_replaced_state_is_let_go() -> None:
-    """State that a program moves away between steps is not kept by what was remembered of it."""
+    """State that a program moves away between steps is freed, though its runs are cached."""
     module = sharded(Stack, SingleCollectives(), use_orig_params=True)
     optimizer = adam(module)
     loss(module, 0).backward()

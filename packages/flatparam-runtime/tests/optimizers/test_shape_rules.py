@@ -1,4 +1,4 @@
-"""An optimizer that would train other numbers on shards is refused, and an unknown one is told of."""
+"""An optimizer that would train different numbers on shards is refused, and an unknown one causes a warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKS = ["blocks.0", "blocks.1"]
 
 
 class Quiet(torch.optim.Optimizer):
-    """An optimizer of nobody's knowledge; it steps by the sign."""
+    """An unknown optimizer, which steps by the sign."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -159,7 +159,7 @@ def test_whole_parameters_may_be_stepped_by_any(make: Callable[..., Any]) -> Non
 
 
 def test_optimizers_of_other_models_are_left_alone() -> None:
-    """What holds no parameter of a unit is not looked at."""
+    """An optimizer without parameters of a unit is not checked."""
     module = nn.Linear(3, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,1 +1,1 @@
-"""What ranks compare, so that no two of them run different programs in silence."""
+"""The comparisons that ranks make, so that no two of them diverge in silence."""

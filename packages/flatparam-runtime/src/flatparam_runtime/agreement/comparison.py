@@ -1,4 +1,4 @@
-"""At the end of a pass: whether every rank has done the same, and which parameters got a gradient anywhere."""
+"""The comparison at the end of a pass: do ranks diverge, and which parameters got a gradient on any rank?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def groups_of(units: Iterable[Unit]) -> Iterator[tuple[Collectives, list[Unit]]]
 @final
 @attrs.define(eq=False)
 class _Mask:
-    """What a group adds up: a byte for each parameter of `handles`, in order, and the fingerprint's flags."""
+    """A byte for each parameter of `handles`, in order, and the fingerprint's flags; a group takes their maximum."""
 
     handles: list[FlatParamHandle]
     flags: Tensor
@@ -80,10 +80,10 @@ class _Mask:
 @final
 @attrs.define(eq=False)
 class Comparison:
-    """What the ranks have told each other at the end of a pass; on an accelerator it is on its way to the host.
+    """The result of comparing the ranks at the end of a pass; on an accelerator its copy to the host is in flight.
 
-    It is one small all-reduce for each group of ranks, in which every rank takes part: it holds a byte for each
-    parameter, and the fingerprint of what this rank has done since the last time.
+    Every rank issues one small all-reduce for each of its groups. The tensor holds a byte for each parameter, and the
+    fingerprint of everything that this rank has done.
     """
 
     _units: Sequence[Unit]
@@ -91,9 +91,9 @@ class Comparison:
     _known: dict[FlatParamHandle, bytes]
     _own: bytes
     _noted: int
-    """How many collectives the fingerprint is of."""
+    """The number of collectives that the fingerprint covers."""
     _parts: list[tuple[Tensor, list[FlatParamHandle]]]
-    """For each group what comes to the host, and the flat parameters that its flags are of, in order."""
+    """For each group, the tensor that is copied to the host, and the flat parameters of its flags, in order."""
     _landed: Mark
     _combined: bytes | None = None
     """The flags of all fingerprints, once they have been read."""
@@ -102,11 +102,11 @@ class Comparison:
     def begin(
         cls, units: Sequence[Unit], known: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
     ) -> Self:
-        """Tell the other ranks the flags that are `known` here, and the fingerprint."""
+        """Send the flags that this rank knows (`known`) and the fingerprint to the other ranks."""
         own = fingerprint.flags()
         masks: list[_Mask] = []
         device = next((handle.device for unit in units for handle in unit.handles), _CPU)
-        # Nothing that computes waits for it, nor the other way round.
+        # No computation waits for the comparison, and the comparison waits for no computation.
         with streams_of(device).aside() as copies:
             for group, members in groups_of(units):
                 handles = [handle for unit in members for handle in unit.handles if handle in known]
@@ -118,7 +118,7 @@ class Comparison:
         return cls(units, fingerprint, dict(known), own, fingerprint.noted, parts, copies.end)
 
     def look(self) -> None:
-        """Read it if it has come; the host does not wait."""
+        """Read the result if it has arrived; the host does not wait."""
         if self._combined is None and self._landed.is_reached():
             self._take()
 
@@ -138,14 +138,15 @@ class Comparison:
             start = 0
             for handle in handles:
                 stop = start + len(handle.layout.slots)
-                self._known[handle] = found[start:stop]  # the last group's
+                # The last group's flags replace those of the groups before.
+                self._known[handle] = found[start:stop]
                 start = stop
 
     def check(self) -> None:
-        """See whether the ranks have all done the same; every rank calls it in the same place, as it may communicate.
+        """Check that all ranks have done the same; every rank calls it in the same place, since it may communicate.
 
         Raises:
-            DivergenceError: on every rank, if they have not.
+            DivergenceError: on every rank, if the ranks diverge.
         """
         self.read()
         if self._combined != self._own:
@@ -158,12 +159,12 @@ class Comparison:
 def compare_gradients(
     units: Sequence[Unit], given: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
 ) -> Comparison:
-    """Tell the other ranks which parameters of every flat parameter got a gradient here, and what was done."""
+    """Compare across ranks which parameters of every flat parameter got a gradient, and what each rank did."""
     taking_part = {handle for unit in units for handle in unit.trainable} | given.keys()
     known = {handle: given.get(handle, bytes(len(handle.layout.slots))) for handle in taking_part}
     return Comparison.begin(units, known, fingerprint)
 
 
 def compare_inference(units: Sequence[Unit], fingerprint: Fingerprint) -> Comparison:
-    """Tell the other ranks what was done in a pass that no backward follows."""
+    """Compare across ranks what each rank did in a pass that no backward follows."""
     return Comparison.begin(units, {}, fingerprint)

@@ -1,4 +1,4 @@
-"""That ranks run different programs: how it is found out together, and told on every rank."""
+"""Ranks that diverge: all ranks detect it together, and each of them raises the error."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def from_everyone(topology: Topology, value: T, label: str) -> list[T]:
 
 
 def rank_of(topology: Topology) -> int:
-    """This rank's number among all that data parallelism works over, replica by replica."""
+    """This rank's number among all data-parallel ranks, replica by replica."""
     return topology.shard.rank + topology.shard.size * (topology.replicate.rank if topology.replicate else 0)
 
 
 def agree_on_deed(topology: Topology, deed: Deed) -> None:
-    """Check, before a collective of a unit over `topology`, that every rank is about to do the same one.
+    """Check, before a unit over `topology` issues a collective, that every rank is about to issue the same one.
 
     Raises:
-        DivergenceError: on every rank, naming the units and parameters that each is at.
+        DivergenceError: on every rank; it names the unit and parameters that each rank has reached.
     """
     everyone = from_everyone(topology, deed, "order")
     if any(other != deed for other in everyone):
@@ -80,7 +80,7 @@ def check_training(units: Sequence[Unit]) -> None:
 
 
 def first_divergence(everyone: Sequence[Sequence[Deed]], rank: int) -> str:
-    """What to say of the first thing that not all ranks did alike."""
+    """The message about the first collective in which the ranks diverge."""
     places = range(max(map(len, everyone)) + 1)
     for place in places:
         deeds = [deeds[place] if place < len(deeds) else None for deeds in everyone]

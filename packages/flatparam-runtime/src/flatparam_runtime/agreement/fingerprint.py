@@ -1,4 +1,4 @@
-"""What a rank's units did together with other ranks, in order, and as one number."""
+"""The collectives that a rank's units issued, in order, and as one number."""
 
 from __future__ import annotations
 
@@ -16,45 +16,47 @@ __all__ = ["Acting", "Deed", "DeedKind", "Fingerprint"]
 DeedKind: TypeAlias = Literal["gather", "reduce", "train"]
 
 _KINDS: Final[dict[DeedKind, int]] = {"gather": 1, "reduce": 2, "train": 3}
-_MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX linear congruential generator
+# The multiplier of Knuth's linear congruential generator for MMIX.
+_MULTIPLIER: Final = 6364136223846793005
 _MASK: Final = 2**64 - 1
 LOG_LENGTH: Final = Threshold(
     "runtime.log_length",
     2**16,
-    "Collectives since the ranks last agreed are remembered, two numbers each, up to here; then the list begins anew.",
+    "The log of collectives since the ranks last agreed holds up to so many numbers, two for each; then it is cleared.",
     least=2,
 )
 
 
 class Acting(Protocol):
-    """Who does something together with other ranks: a unit is one."""
+    """Anything that issues collectives, as a unit does."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
 
     @property
     def handles(self) -> Sequence[FlatParamHandle]:
-        """What it gathers and reduces."""
+        """The flat parameters that it gathers and reduces."""
 
     @property
     def topology(self) -> Topology:
-        """The ranks that it does it with."""
+        """The ranks that take part in its collectives."""
 
 
 @final
 @attrs.frozen
 class Deed:
-    """One collective of one unit, or a change of what it trains.
+    """One collective of one unit, or a change of the parameters that the unit trains.
 
-    `nbytes` are those of the full parameters or gradients; of a change a checksum of what is trained from now on.
+    `nbytes` is the size of the full parameters or gradients; for a change, it is a checksum of what is trained from
+    now on.
     """
 
     kind: DeedKind
     unit: str
     nbytes: int
     parameters: tuple[str, ...]
-    """The first few, by their names in the unit."""
+    """The names of the first few parameters in the unit."""
 
     def __str__(self) -> str:
         names = ", ".join(self.parameters[:2]) + (", ..." if len(self.parameters) > 2 else "")
@@ -66,22 +68,22 @@ class Deed:
 @final
 @attrs.define(eq=False)
 class Fingerprint:
-    """Folds every collective of a tree's units, so that ranks can see in one comparison whether all did the same.
+    """A hash of every collective of a tree's units: one comparison detects whether ranks diverge.
 
     A unit counts by its place in the tree, which is the same on every rank.
     """
 
     value: int = 0
-    """A 64-bit hash of everything since the beginning."""
+    """A 64-bit hash of everything that was noted since the beginning."""
     before_each: Callable[[Topology, Deed], None] | None = None
-    """Called before each collective while the ranks have not been through a whole pass together."""
+    """A check before each collective, until the ranks have completed a whole pass together; then `None`."""
     noted: int = 0
-    """How many collectives there were since the beginning."""
+    """The number of collectives since the beginning."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
-    """Two numbers for each collective: which, and its bytes. Bounded, since passes may go on without agreement."""
+    """Two numbers for each collective: its code and its bytes. Bounded, since passes may go on without agreement."""
 
     def note(self, kind: DeedKind, unit: Acting, number: int, nbytes: int) -> None:
-        """Fold what `unit`, the unit `number` of its tree, is about to do."""
+        """Add to the hash what `unit`, the unit `number` of its tree, is about to do."""
         if self.before_each is not None:
             self.before_each(unit.topology, _deed(kind, unit, nbytes))
         what = number * 4 + _KINDS[kind]
@@ -98,18 +100,18 @@ class Fingerprint:
         return not self._log
 
     def deeds(self, units: Sequence[Acting]) -> list[Deed]:
-        """What was noted since the ranks last agreed, for a message; `units` are those of the tree."""
+        """The deeds that were noted since the ranks last agreed, for a message; `units` are those of the tree."""
         kinds = {number: kind for kind, number in _KINDS.items()}
         pairs = zip(self._log[::2], self._log[1::2], strict=True)
         return [_deed(kinds[what % 4], units[what // 4], nbytes) for what, nbytes in pairs]
 
     def agreed(self, noted: int) -> None:
-        """All ranks had the same value when so many collectives were noted: what led to it need not be kept."""
+        """Drop the collectives up to number `noted` from the log: after that one all ranks had the same value."""
         kept = 2 * (self.noted - noted)
         del self._log[: max(0, len(self._log) - kept)]
 
     def flags(self) -> bytes:
-        """16 bytes whose maximum over ranks, byte by byte, is this rank's own exactly where all ranks have the same."""
+        """16 bytes whose bytewise maximum over ranks is this rank's own exactly if all ranks have the same value."""
         value = self.value.to_bytes(8, "little")
         return value + bytes(255 - byte for byte in value)
 

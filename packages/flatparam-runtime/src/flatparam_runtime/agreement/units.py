@@ -1,4 +1,4 @@
-"""Before the first pass: whether every rank has the same units, and began with the same weights."""
+"""The comparison before the first pass: does every rank have the same units, and the same initial weights?"""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["agree_on_units"]
 @final
 @attrs.frozen
 class _Fact:
-    """One thing that must be the same on every rank: about what, and its value."""
+    """One property that must be the same on every rank: its subject, and its value."""
 
     about: str
     value: str
 
 
 def agree_on_units(units: Sequence[Unit]) -> None:
-    """Check that every rank has the same units with the same parameters and plans; warn of other weights.
+    """Check that every rank has the same units with the same parameters and plans; warn of different weights.
 
     Raises:
-        DivergenceError: on every rank, naming the first difference and what each rank has.
+        DivergenceError: on every rank; it names the first difference and what each rank has.
     """
     facts = [fact for unit in units for fact in _facts(unit)]
     weights = _initial_weights(units)
@@ -47,7 +47,7 @@ def _digest(value: object) -> str:
 
 
 def _initial_weights(units: Sequence[Unit]) -> dict[str, int]:
-    """The checksums of the parameters that are as they were when they were sharded, by what a message calls them."""
+    """The checksums of the parameters that have not changed since they were sharded, by their names in a message."""
     found = {}
     for unit in units:
         weights = unit.held.initial
@@ -66,8 +66,9 @@ def _warn_of_weights(everyone: Sequence[Mapping[str, int]]) -> None:
     first = everyone[0].get(about)
     others = [rank for rank, found in enumerate(everyone) if found.get(about) != first]
     warnings.warn(
-        f"the ranks begin with different weights: {about} has other values on ranks {others} than on rank 0, so what "
-        "is trained is a mixture; seed all ranks alike, load the same state on all, or pass sync_module_states=True",
+        f"the ranks begin with different weights: {about} has different values on ranks {others} than on rank 0, so "
+        "the trained weights are a mixture; seed all ranks alike, load the same state on all, or pass "
+        "sync_module_states=True",
         stacklevel=2,
     )
 

@@ -1,4 +1,4 @@
-"""A unit at rest, with something else than its sharded form to be seen."""
+"""A unit at rest that shows something other than its sharded form."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["InAPassError", "full_views", "gather_full", "inspecting", "refuse_in
 
 
 def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
-    """Gather something shaped like the handle's shard (weights, or an optimizer's moment of them) from every rank.
+    """Gather a tensor with the shape of the handle's shard (weights, or an optimizer's moment of them) from every rank.
 
     Args:
         shard: 1-D, `layout.shard_numel` elements, any dtype, on any device.
 
     Returns:
-        1-D, `layout.numel` elements, new, in the dtype of `shard`, where the full parameters live; every rank of the
-        group must call it.
+        A new tensor: 1-D, `layout.numel` elements, in the dtype of `shard`, on the device of the full parameters.
+        Every rank of the group must call the function.
     """
     shard = shard.to(handle.device)
     full = shard.new_empty(handle.layout.numel)
@@ -41,10 +41,10 @@ def full_views(handle: FlatParamHandle, full: torch.Tensor) -> tuple[torch.Tenso
 
 @contextlib.contextmanager
 def inspecting(unit: Unit) -> Iterator[None]:
-    """Keep `unit` from running, sharded and out of every pass, while its parameters are looked at or replaced.
+    """Keep `unit` sharded and out of every pass while its parameters are inspected or replaced.
 
     Raises:
-        FlatParamError: inside a forward or backward pass, or where it is being inspected already.
+        FlatParamError: inside a forward or backward pass, or if the unit is being inspected already.
     """
     if unit.phase is Phase.INSPECTING:
         raise FlatParamError(
@@ -61,19 +61,19 @@ def inspecting(unit: Unit) -> Iterator[None]:
 
 
 class InAPassError(FlatParamError, AssertionError):
-    """Something is asked for inside a forward or backward pass that can only be done outside; FSDP1 asserts it."""
+    """A call inside a forward or backward pass that is legal only outside of passes; FSDP1 raises AssertionError."""
 
 
 def refuse_in_a_pass(unit: Unit) -> None:
-    """Check that no pass is under way in the tree of `unit`.
+    """Check that no pass is running in the tree of `unit`.
 
     Raises:
-        InAPassError: if one is.
+        InAPassError: if a pass is running.
     """
     if tree_of(unit).is_in_a_pass:
         raise InAPassError(
-            f"unit {unit.name!r}: inside a forward or backward pass full parameters cannot be summoned, state neither "
-            "saved nor loaded, and the model neither moved nor cast"
+            f"unit {unit.name!r}: inside a forward or backward pass full parameters cannot be summoned, state cannot "
+            "be saved or loaded, and the model cannot be moved or cast"
         )
 
 

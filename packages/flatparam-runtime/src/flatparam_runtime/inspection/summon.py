@@ -1,4 +1,4 @@
-"""Full parameters outside of forward and backward: to look at, to change, to differentiate."""
+"""Full parameters outside of forward and backward: read, change or differentiate them."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show the full parameters of every unit of `module`, as ordinary registered parameters in their own dtype.
 
-    Every rank enters and leaves it. All units are gathered at once: memory for the whole module. Inside, the module
-    runs, and can be differentiated, on these very parameters, in full precision; a backward pass reduces gradients to
-    the shards as usual. With `rank0_only`, `offload_to_cpu` on an accelerator, or `with_grads` it can only be looked at
-    and changed. Contexts may nest: the inner one shows what the outer one does.
+    Every rank enters and leaves the context. All units are gathered at once, which takes memory for the whole module.
+    Inside, the module runs, and can be differentiated, on these very parameters, in full precision; a backward pass
+    reduces gradients to the shards as usual. With `rank0_only`, `offload_to_cpu` on an accelerator, or `with_grads` the
+    parameters can only be read and changed. Contexts may nest: the inner one shows what the outer one does.
 
     Args:
         recurse: also the units below `module`, not only its own.
-        writeback: take over what was changed inside; each rank keeps its own part of its own changes, with
-            `rank0_only` of rank 0's.
-        rank0_only: only the first rank of each group that shares a shard (of all, where nothing is sharded) gets full
-            parameters; the others see their shards.
+        writeback: copy changes to the shards; each rank keeps its own part of its own changes, or with `rank0_only`
+            its part of rank 0's.
+        rank0_only: only the first rank of each group that shares a shard (of all ranks, if nothing is sharded) gets
+            full parameters; the others see their shards.
         offload_to_cpu: put the full parameters in CPU memory.
-        with_grads: show full gradients as `.grad` too; `writeback` takes over their changes as well.
+        with_grads: show full gradients as `.grad` too; `writeback` copies their changes as well.
 
     Raises:
-        FlatParamError: inside a forward or backward pass, or nested in one that shows less.
+        FlatParamError: inside a forward or backward pass, or nested in a context that shows less.
     """
     wishes = Wishes(writeback, rank0_only, offload_to_cpu, with_grads)
     own = unit_of(module)
@@ -63,7 +63,7 @@ def _summoned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     if unit.summoned is not None and not unit.summoned.shows(wishes):
         raise FlatParamError(
             f"unit {unit.name!r}: an outer summon_full_params() shows its full parameters on one rank only, or without "
-            "gradients; ask there for what is needed here"
+            "gradients; pass the outer one the arguments that this one needs"
         )
     if unit.phase is Phase.INSPECTING and unit.summoned is not None:
         yield
@@ -82,9 +82,9 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     refuse_in_a_pass(unit)
     showing = unit.showing
     if not showing.pins:
-        # What is there may be in another dtype, or stale.
+        # Full parameters in memory may have a different dtype, or be stale.
         unit.reshard()
-        # In memory of its own, so that what is not written back is dropped.
+        # In memory of their own, so that changes that are not written back are dropped.
         unit.unshard(full_precision=True, copied=True)
         for handle in unit.handles:
             handle.exposure.list_flat_parameter(False)
@@ -98,16 +98,18 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
             showing.end()
             for handle in unit.handles:
                 handle.exposure.list_flat_parameter(True)
+        # An exception in a pass has brought everything to rest.
         if unit.residency is not Residency.UNSHARDED:
-            pass  # an exception in a pass has brought everything to rest
-        # Else an optimizer's step is newer.
+            pass
+        # If the stamps differ, an optimizer's step is newer.
         elif wishes.writeback and showing.is_of(unit.stamp()):
             for handle in unit.handles:
                 handle.write_back()
             showing.are_written(unit.stamp())
         else:
             for handle in unit.handles:
-                handle.form.reclaim()  # what somebody gave a parameter is dropped with the rest
+                # Data that the user gave a parameter is dropped with the rest.
+                handle.form.reclaim()
         unit.reshard()
 
 
@@ -139,11 +141,11 @@ class _Copy:
     """1-D, `layout.numel` elements."""
     parameters: list[nn.Parameter]
     grads: Tensor | None = None
-    """Likewise, where gradients are shown."""
+    """The full gradients, 1-D, `layout.numel` elements, if they are shown."""
 
     @classmethod
     def make(cls, unit: Unit, handle: FlatParamHandle, wishes: Wishes) -> Self:
-        """Gather on every rank; where only the first is to have it, the others let go of it."""
+        """Gather on every rank; with `rank0_only`, only the first rank shows the copy."""
         device = torch.device("cpu") if wishes.offload_to_cpu else handle.device
         full = gather_full(unit, handle, handle.flat_param.detach()).to(device)
         wanted = handle.exposure.requires_grad()
@@ -172,12 +174,13 @@ class _Copy:
                 parameter.grad = view
 
     def write_back(self) -> None:
-        """Take this rank's part of what was changed over into its shard, and into its gradients."""
+        """Copy this rank's part of the changes to its shard, and to its gradients."""
         for parameter, view in zip(self.parameters, full_views(self.handle, self.full), strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())
         own = self._own_part(self.full)
-        if not torch.equal(own, self.handle.flat_param.detach()):  # what has not changed counts as unchanged
+        # A copy of equal values would count as a change.
+        if not torch.equal(own, self.handle.flat_param.detach()):
             self.handle.flat_param.detach().copy_(own)
         if self.grads is None:
             return
@@ -202,7 +205,7 @@ class _Copy:
 
 
 def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
-    """This rank's part of each parameter's gradient, as views of `.grad`; `None` where there is none."""
+    """This rank's part of each parameter's gradient, as views of `.grad`; `None` for a parameter without one."""
     parameters = handle.exposure.parameters()
     if parameters[0] is not handle.flat_param:
         return [None if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -212,7 +215,7 @@ def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """The gradients laid out as a shard, zero where there is none."""
+    """The gradients laid out as a shard, with zeros for parameters without a gradient."""
     dtype = handle.precision.grad(handle.layout.dtype)
     shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
     for part, fragment in zip(_grad_parts(handle), handle.layout.fragments(handle.rank), strict=True):

@@ -1,4 +1,4 @@
-"""What is asked of `summon_full_params`, and what is summoned of one unit."""
+"""The arguments of `summon_full_params`, and the state of one unit's summoned parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Summoned", "Wishes"]
 @final
 @attrs.frozen
 class Wishes:
-    """What a caller asks of `summon_full_params`."""
+    """The arguments that a caller passes to `summon_full_params`."""
 
     writeback: bool
     rank0_only: bool
@@ -20,46 +20,46 @@ class Wishes:
 
     @property
     def is_copied(self) -> bool:
-        """Whether full parameters are shown in memory of their own, with which nothing can be computed."""
+        """Whether full parameters are shown as copies, with which the module cannot compute."""
         return self.rank0_only or self.with_grads
 
     def shows(self, other: Wishes) -> bool:
-        """Whether what is shown for these wishes is enough for `other`."""
+        """Whether a context with these wishes shows enough for `other`."""
         return (other.rank0_only or not self.rank0_only) and (self.with_grads or not other.with_grads)
 
 
 @final
 @attrs.define(eq=False)
 class Summoned:
-    """Which full parameters of a unit are summoned."""
+    """The state of a unit's summoned full parameters."""
 
     wishes: Wishes | None = None
-    """What the outermost context asked for; `None` outside of all."""
+    """The arguments of the outermost context; `None` outside of every context."""
     pins: int = 0
-    """How many contexts keep the full parameters that the unit computes with in memory, in full precision."""
+    """The number of contexts that keep the unit's own full parameters in memory, in full precision."""
     _stamp: int = 0
-    """The stamp of the shards when they were last the same as what is summoned."""
+    """The stamp of the shards when they last equalled the summoned parameters."""
 
     def begin(self, wishes: Wishes, stamp: int = 0) -> None:
-        """The outermost context shows what `wishes` says, of shards with this stamp."""
+        """Enter the outermost context, with these `wishes`; the shards have this stamp."""
         self.wishes, self._stamp = wishes, stamp
 
     def end(self) -> None:
-        """The outermost context is left."""
+        """Leave the outermost context."""
         self.wishes = None
 
     def pin(self) -> None:
-        """One more context keeps full parameters in memory."""
+        """Count one more context that keeps full parameters in memory."""
         self.pins += 1
 
     def unpin(self) -> None:
-        """One context less."""
+        """Count one context less."""
         self.pins -= 1
 
     def is_of(self, stamp: int) -> bool:
-        """Whether the shards, with this stamp, are those that are summoned."""
+        """Whether shards with this stamp equal the shards that were summoned."""
         return stamp == self._stamp
 
     def are_written(self, stamp: int) -> None:
-        """The shards, which have got this stamp by it, are again the same as what is summoned."""
+        """Note that the summoned parameters were written to the shards, which got this stamp by it."""
         self._stamp = stamp

@@ -1,1 +1,1 @@
-"""What happens to units in a forward and in a backward pass, in the order in which it happens."""
+"""The steps that units take in a forward and in a backward pass, in order."""

@@ -1,4 +1,4 @@
-"""One backward pass: which gradients each unit still waits for, and which reductions are under way."""
+"""One backward pass: the gradients that each unit still waits for, and the reductions in flight."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = ["BackwardPass"]
 MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
     "runtime.reductions_in_flight",
     1,
-    "So many units' gradients are reduced while the next unit's are computed; above, the oldest is waited for.",
+    "Up to so many units' gradients are reduced while the next unit's are computed; one more waits for the oldest.",
 )
-"""While one unit's gradients are reduced, the next unit's are computed; they are collected when it is over."""
+"""While one unit's gradients are reduced, the next unit's are computed; these are collected after the reduction."""
 MOMENT: Final = 1.0
-"""Seconds; it is waited for only where a pass seems to be under way in another thread."""
+"""In seconds, the time to wait, at most, for an interrupted pass that seems to be running in another thread."""
 
 
 InFlight: TypeAlias = tuple[Unit, Reduction]
-"""A unit, and the reduction of its gradients that is under way."""
+"""A unit, and the reduction in flight of its gradients."""
 LeafKey: TypeAlias = tuple[int, int]
 """A leaf of a unit: the number of its handle, and its index there."""
 
@@ -55,12 +55,12 @@ LeafKey: TypeAlias = tuple[int, int]
 @final
 @attrs.define(eq=False)
 class UnitBackward:
-    """What a unit waits for: the leaves and the inputs whose gradients the engine is going to compute."""
+    """The leaves and inputs of a unit whose gradients the engine is going to compute, and for which the unit waits."""
 
     leaves: set[LeafKey]
     run: int
-    """The autograd run that computes them: a reentrant checkpoint has one of its own inside another, and may reach
-    a leaf that the other one reaches too."""
+    """The autograd run that computes these gradients. A reentrant checkpoint has an inner run of its own, which may
+    reach a leaf that the outer run reaches too."""
     inputs: set[object] = attrs.field(factory=set)
     keeps_parameters: bool = False
     """Whether the full parameters stay until the end of the pass."""
@@ -69,7 +69,7 @@ class UnitBackward:
 @final
 @attrs.define(eq=False)
 class _EndOfBackward:
-    """The callback that autograd holds as long as its backward runs; when that dies of an exception, so does this."""
+    """The callback that autograd holds as long as its backward runs; an exception there frees the callback too."""
 
     call: Callable[[], None]
 
@@ -80,13 +80,13 @@ class _EndOfBackward:
 @final
 @attrs.define(eq=False)
 class BackwardPass:
-    """What is true during one backward pass of a tree.
+    """The state of one backward pass of a tree.
 
-    It begins with the first gradient that reaches an output of a unit and ends with autograd's final callback. A
-    unit is complete as soon as the engine has computed every gradient of its parameters and inputs that it is going
-    to compute, which the engine itself says beforehand. Its full parameters are freed then; its reduction starts when
-    the units that began after it in the forward pass are complete too. So the order of reductions is the same on
-    every rank, also where ranks use different parameters of a unit.
+    The pass begins with the first gradient that reaches an output of a unit, and ends with autograd's final callback.
+    A unit is complete as soon as the engine has computed every gradient of the unit's parameters and inputs that it is
+    going to compute; the engine tells in advance which ones these are. Then the unit's full parameters are freed. Its
+    reduction is issued when the units that began after it in the forward pass are complete too. So the order of
+    reductions is the same on every rank, even if ranks use different parameters of a unit.
     """
 
     units: Sequence[Unit]
@@ -100,23 +100,23 @@ class BackwardPass:
     active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
     entered: set[Unit] = attrs.field(factory=set)
     calls: dict[Unit, ForwardCall] = attrs.field(factory=dict)
-    """For each unit that was entered, the forward call that is differentiated, its last."""
+    """For each unit that was entered, the forward call that is differentiated: the unit's last one."""
     ready: list[Unit] = attrs.field(factory=list)
-    """Complete, and waiting for their turn to be reduced."""
+    """The complete units that wait for their turn to be reduced."""
     reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
-    """Under way among the ranks that the unit is sharded over."""
+    """The reductions in flight among the ranks that share a unit's parameters."""
     replicating: collections.deque[InFlight] = attrs.field(factory=collections.deque)
-    """Under way among the copies of each shard."""
+    """The reductions in flight among the copies of each shard."""
     to_enter: set[Unit] = attrs.field(init=False)
-    """Of the expected, those that no gradient has reached yet, whose full parameters may still have to be gathered."""
+    """The expected units that no gradient has reached yet: their full parameters may still have to be gathered."""
     held: list[Reduced] = attrs.field(factory=list)
-    """Reduced gradients that are given at the end: this rank cannot tell alone which parameters got any, or they are
-    still being copied to the host."""
+    """Reduced gradients that parameters get at the end: this rank alone does not know which parameters got a gradient,
+    or the copy to the host is still in flight."""
     comparison: Comparison | None = None
-    """What the ranks have told each other at the end."""
+    """The comparison of the ranks at the end."""
     reduced: bool = False
     given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
-    """Which parameters this rank had a gradient for, of each flat parameter that was reduced."""
+    """For each flat parameter that was reduced, a flag for each parameter: this rank had a gradient of it."""
     run: int = attrs.field(factory=current_run)
     """The autograd run that the pass began in."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
@@ -148,33 +148,34 @@ class BackwardPass:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the autograd run that this pass began in is still going on."""
+        """Whether the autograd run that this pass began in is still running."""
         return self._callback is not None and self._callback() is not None
 
     def wait_if_dying(self) -> None:
-        """Give autograd's own threads, which an accelerator has, a moment to let go of a pass that an exception ended.
+        """Give autograd's own threads, which an accelerator has, a moment to free a pass that an exception interrupted.
 
-        The call of `backward()` that it ended may return before they do. A pass that goes on in another thread is alive
-        after it, too.
+        The interrupted call of `backward()` may return before these threads free the pass. A pass that runs in another
+        thread is alive after the moment, too.
         """
+        # The caller is inside a pass.
         if in_backward():
-            return  # asked from inside a pass
+            return
         until = time.monotonic() + MOMENT
         while self.is_alive and time.monotonic() < until:
             time.sleep(0.001)
 
-    # What hooks report
+    # Reports from hooks
 
     @profiled("_pre_backward_hook")
     def enter(self, unit: Unit, call: ForwardCall, *, again: bool = False) -> None:
         """A gradient has reached an output of `call`, a forward call of `unit`.
 
         Args:
-            again: it has reached a gradient that an earlier backward pass made (`create_graph`), and so the graph of
+            again: the gradient has reached one that an earlier backward pass made (`create_graph`), and so the graph of
                 that pass, which reads the parameters too.
 
         Raises:
-            FlatParamError: where the parameters have changed since.
+            FlatParamError: if the parameters have changed since the forward call.
         """
         state = self.active.get(unit)
         self.calls.setdefault(unit, call)
@@ -187,28 +188,29 @@ class BackwardPass:
             unit.begin_unshard(full_precision=call.full_precision)
             self._note_entered(unit)
             for lender in unit.lenders:
-                # One of another tree has its own pass.
+                # A lender in a different tree has its own pass.
                 if lender.belongs_to(self.fingerprint) and lender not in self.active:
                     self._hook_the_rest(lender, self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             unit.finish_unshard()
         state.inputs.update(token for token, node in call.inputs.items() if will_run(node))
+        # If gradients are enabled, each gradient has a graph, which is watched too.
         if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
-            self._hook_the_rest(unit, state)  # the former: each gradient has a graph that is watched too
-        # Without an input to wait for, nothing says when a reentrant recomputation inside needs the parameters last;
-        # and in the graph of a gradient nothing says which of its nodes reads them last.
+            self._hook_the_rest(unit, state)
+        # Without an input to wait for, nothing says when a reentrant recomputation inside last needs the parameters;
+        # and in the graph of a gradient nothing says which node reads them last.
         state.keeps_parameters = state.keeps_parameters or again or not call.inputs
 
     def _note_entered(self, unit: Unit) -> None:
         self.to_enter.discard(unit)
         if not (self.to_enter and unit.plan.free_after_forward):
-            # Nothing more is gathered: gradients can have the memory of their parameters.
+            # Nothing more is gathered: gradients can have the pooled memory of full parameters.
             self.pool.trim()
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
-        """Whether nothing waits for `unit` but the end of the pass.
+        """Whether only the end of the pass waits for `unit`.
 
-        Parameters of the outermost unit may be used outside of it too, where only their gradients tell.
+        The code around the outermost unit may use its parameters too, and only their gradients tell of that.
         """
         return not call.is_top and next(reversed(self.expected), None) is unit
 
@@ -221,7 +223,8 @@ class BackwardPass:
         else:
             handle.deposit(index, divisor=divisor)
         key = (number, index)
-        if key in state.leaves and current_run() == state.run:  # else more may follow
+        # In a different autograd run, more of this gradient may follow.
+        if key in state.leaves and current_run() == state.run:
             state.leaves.discard(key)
             self._complete_if_done(unit, state)
 
@@ -232,7 +235,7 @@ class BackwardPass:
             state.inputs.discard(token)
             self._complete_if_done(unit, state)
 
-    # What follows from it
+    # Consequences of the reports
 
     def _complete_if_done(self, unit: Unit, state: UnitBackward) -> None:
         if state.leaves or state.inputs or current_run() != state.run:
@@ -242,11 +245,11 @@ class BackwardPass:
             self._complete(unit)
 
     def _is_alone(self, unit: Unit) -> bool:
-        """Whether no other unit is waited for: `finish` comes next, and frees what was kept before it collects."""
+        """Whether the pass waits for no other unit: `finish` comes next, which frees parameters before it collects."""
         return self.active.keys() | self.expected.keys() == {unit}
 
     def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
-        """Wait for each gradient that is still to come, and from now on for those leaves in every pass."""
+        """Hook the leaves whose gradients are still to come: this pass and every later one waits for them."""
         for number, handle, watch in watches(unit.handles):
             missing = watch.missing() if handle.exposure.is_trainable else ()
             if missing:
@@ -254,9 +257,10 @@ class BackwardPass:
                 state.leaves.update((number, index) for index in missing)
 
     def _collect(self, unit: Unit) -> None:
-        """Take the gradients that have no hook of their own, and those that were kept."""
+        """Take the gradients of leaves without a hook, and those that were kept."""
+        # Wait before one more buffer is taken; the reduction would have to wait anyway.
         if unit.sync_gradients and unit.to_reduce:
-            self._make_room()  # before there is one more buffer; the reduction would have to wait for it anyway
+            self._make_room()
         divisor, reduces_parts = unit.reducer.averaging(unit.handles).before, self._reduces_parts(unit)
         for _, handle, watch in watches(unit.handles):
             if handle.exposure.is_trainable:
@@ -273,7 +277,8 @@ class BackwardPass:
             raise RuntimeError(
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
             )
-        if unit in self.ready:  # it was complete, and is reached again: what was collected stays
+        # The unit was complete, and a gradient reaches it again: the collected gradients stay.
+        if unit in self.ready:
             self.ready.remove(unit)
         unit.move(Phase.BACKWARD)
         if unit in self.expected:
@@ -313,7 +318,8 @@ class BackwardPass:
         for lender in unit.lenders:
             if lender not in self.active:
                 self._free(lender)
-        self._collect(unit)  # only now: their buffer may take the place of the full parameters
+        # Collect only now: the buffer of the gradients may take the memory of the full parameters.
+        self._collect(unit)
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
             unit.reducer.unsynced.update(unit.trainable)
@@ -321,13 +327,13 @@ class BackwardPass:
         self._reduce_ready()
 
     def _free(self, unit: Unit) -> None:
-        """Free the full parameters, unless a unit that is under way borrows some."""
+        """Free the full parameters, unless an active unit borrows some."""
         is_lent = any(borrower in self.active for borrower in unit.links.borrowers)
         if not is_lent and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
             unit.reshard()
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
-        """Start the reductions whose turn it is: of the complete units, the last to begin first."""
+        """Issue the reductions whose turn has come: of the complete units, the last to begin first."""
         awaited = (
             -1 if all_of_them else self.forward.place(next(iter(self.expected))) if self.expected else -1
         )
@@ -347,8 +353,9 @@ class BackwardPass:
             self.reducing.append((unit, reduction))
             self.reduced = True
             has_copies = unit.plan.topology.replicate is not None
+            # The only collective is the sum over the copies; one such sum stays in flight.
             if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
-                self._advance()  # there is but the sum over the copies, of which one stays under way
+                self._advance()
 
     @profiled("rate_limiter")
     def _make_room(self) -> None:
@@ -356,14 +363,14 @@ class BackwardPass:
             self._advance()
 
     def settle_until(self, unit: Unit) -> None:
-        """Finish the reductions under way up to the one of `unit`, where there is one."""
+        """Finish the reductions in flight up to that of `unit`, if `unit` has one."""
         while unit.phase is Phase.REDUCING and self.replicating:
             self._settle(*self.replicating.popleft())
         while unit.phase is Phase.REDUCING and self.reducing:
             self._advance(keep=0)
 
     def _advance(self, *, keep: int = 1) -> None:
-        """Take the oldest reduction on; of those among copies so many stay under way, where they can."""
+        """Move the oldest reduction on to the copies; up to `keep` of these stay in flight, if they can."""
         unit, reduction = self.reducing.popleft()
         unit.observers.tell(unit, "finish", reduction.replicate())
         self.replicating.append((unit, reduction))
@@ -381,31 +388,36 @@ class BackwardPass:
             if all(arrived) and reduced.landed is None:
                 _give(handle, reduced.gradient, arrived)
             else:
+                # The last of these was reduced one unit ago: its copy is over, or nearly over.
                 if self.held:
-                    self.held[-1].let_go()  # a unit ago: its copy is over, or nearly so
+                    self.held[-1].let_go()
                 self.held.append(reduced)
 
     def finish(self) -> None:
-        """Autograd has computed everything: complete what still waits, and give every gradient to its parameter."""
+        """Complete the units that still wait, and give every gradient to its parameter; autograd has computed all."""
         try:
             self._finish()
         except BaseException:
-            self._callback = None  # its traceback keeps the callback, but this pass is over
+            # The traceback keeps the callback, but this pass is over.
+            self._callback = None
             raise
 
     def _finish(self) -> None:
         for unit in self.units:
+            # No hook reported the unit: its outputs hide their tensors.
             if unit not in self.active and _has_gradients_left(unit):
-                self._activate(unit)  # nothing told of it before: its outputs hide their tensors
+                self._activate(unit)
         for unit in self.units:
+            # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
             if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
-                unit.reshard()  # kept for the whole pass, prefetched for nothing, or used in the forward pass alone
+                unit.reshard()
         for unit in list(self.active):
             self._complete(unit)
         self._reduce_ready(all_of_them=True)
         for unit in self.units:
+            # The gradients were collected earlier, and this pass has not reached the unit.
             if unit.sync_gradients and unit.reducer.unsynced and unit.phase is Phase.IDLE:
-                self._reduce(unit)  # collected before, and not reached by this pass
+                self._reduce(unit)
         while self.reducing:
             self._advance()
         while self.replicating:
@@ -415,7 +427,7 @@ class BackwardPass:
         self.on_end(self.reduced)
 
     def _give_held(self) -> None:
-        """Learn from the other ranks which parameters got a gradient anywhere; the others' stays `None`."""
+        """Give the gradients to the parameters that got one on any rank; the `.grad` of all others stays `None`."""
         if self._is_captured:
             self._give_captured()
             return
@@ -423,8 +435,9 @@ class BackwardPass:
         all_here = all(all(reduced.arrived) for reduced in self.held)
         arrived_anywhere = {} if all_here else self.comparison.read()
         for reduced in reversed(self.held):
+            # The earlier copies were made on the same stream, so they have landed then, too.
             if reduced.landed is not None:
-                reduced.landed.synchronize()  # and so have those before it, which were copied on the same stream
+                reduced.landed.synchronize()
                 break
         for reduced in self.held:
             arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
@@ -436,25 +449,26 @@ class BackwardPass:
         return any(streams_of(unit.device).is_capturing for unit in self.units)
 
     def _give_captured(self) -> None:
-        """In a graph the host looks at nothing: the next pass that is not captured compares what this one did too."""
+        """Give the gradients without a look from the host; the next pass that is not captured compares this one too."""
         alone = all(unit.plan.topology.data_parallel_size == 1 for unit in self.units)
         for reduced in self.held:
             if reduced.landed is not None or not (alone or all(reduced.arrived)):
                 why = (
                     "its gradients are offloaded"
                     if reduced.landed is not None
-                    else "not all of it got a gradient"
+                    else "not every parameter of it got a gradient"
                 )
                 raise FlatParamError(
                     f"{reduced.handle}: a backward pass is being captured in a graph, but {why}, so that the host has "
                     "to look at what comes from the device; capture the step without this unit, or do not capture it"
                 )
-        for reduced in self.held:  # only now: nothing is given where something is refused
+        # Give gradients only now: if one is refused, no parameter gets any.
+        for reduced in self.held:
             _give(reduced.handle, reduced.gradient, reduced.arrived)
         self.held.clear()
 
     def drop(self) -> None:
-        """Let go of everything after an exception; what is under way is waited for, since it owns memory."""
+        """Drop everything after an exception; wait for the reductions in flight, since they own memory."""
         for _, reduction in (*self.reducing, *self.replicating):
             reduction.drop()
         for reduced in self.held:
@@ -472,9 +486,9 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
             handle.check_leaves()
     if call.stamp != unit.stamp():
         raise FlatParamError(
-            f"unit {unit.name!r} on rank {unit.plan.topology.shard.rank}: its parameters were changed (by "
-            "an optimizer step, "
-            "by loading, or in place) between its forward pass and the backward pass through it; run backward first"
+            f"unit {unit.name!r} on rank {unit.plan.topology.shard.rank}: its parameters were changed (by an optimizer "
+            "step, by loading, or in place) between its forward pass and the backward pass through it; run backward "
+            "first"
         )
 
 

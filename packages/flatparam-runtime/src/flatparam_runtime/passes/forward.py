@@ -1,4 +1,4 @@
-"""What happens when a unit's forward call begins and when it ends."""
+"""The beginning and the end of a unit's forward call."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ __all__ = ["enter_forward", "is_of_exception", "leave_forward"]
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
     2**22,
-    "On an accelerator one unit is gathered ahead, and more of them as long as they have so many bytes together.",
+    "On an accelerator one unit is gathered ahead, and more if all of them have at most so many bytes together.",
 )
 
 
 def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
     """Have the unit's full parameters in place for a forward call of `module` that begins now."""
-    backward = tree.backward  # clears away a pass that died
+    # The property drops an interrupted pass.
+    backward = tree.backward
+    # This pass was interrupted too, but autograd's own threads have not freed it yet.
     if backward is not None and not in_backward():
-        tree.recover()  # so did this one, but autograd's own threads have not let go of it yet
+        tree.recover()
         backward = None
     call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
         unit.held.begin_call(call)
         return call
+    # A pass was interrupted, and no hook was called.
     if unit.calls and _was_interrupted(unit, module):
-        tree.recover()  # an interrupt ended a pass without a word
+        tree.recover()
     if tree.forward is None and not in_backward():
         tree.begin_forward()
         call.is_top = True
@@ -58,7 +61,7 @@ def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
 
 
 def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
-    """Whether some call that the unit knows of is not on the stack any more; a call of `module` begins now."""
+    """Whether some call that the unit has recorded is not on the stack any more; a call of `module` begins now."""
     known = collections.Counter(call.module for call in unit.calls)
     known[module] += 1
     return any(running_calls(called) < count for called, count in known.items())
@@ -81,7 +84,7 @@ def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
 
 
 def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
-    """The first `least` of `units`, and those after them as long as all together are small."""
+    """The first `least` of `units`, and more of them as long as all together are small."""
     waiting = 0
     for count, unit in enumerate(units):
         waiting += unit.unsharded_nbytes
@@ -93,7 +96,7 @@ def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
 def leave_forward(
     tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
 ) -> None:
-    """Free the unit's full parameters where its plan says so.
+    """Free the unit's full parameters if its plan says so.
 
     Args:
         failed: the call raised.
@@ -110,7 +113,7 @@ def leave_forward(
         for lender in unit.lenders:
             if not lender.is_needed and lender.phase is Phase.IDLE and lender.plan.free_after_forward:
                 lender.reshard()
-        # A recomputation ends early, with an exception, where it has what it needs; the gradients come at once.
+        # A recomputation stops early, with an exception, as soon as it has what it needs; the gradients come at once.
         keeps = in_backward() or (
             not failed and _keeps_full_parameters(tree.forward, unit, call, recorded, watched)
         )
@@ -129,19 +132,23 @@ def _keeps_full_parameters(
     if unit.is_needed:
         return True
     if not recorded:
-        # Without a recorded pass around it no backward follows, and the next pass may come after an optimizer's
-        # step. In a recorded one this is a reentrant checkpoint, whose recomputation needs the parameters again.
+        # If no recorded pass is around the call, no backward follows, and the next pass may come after an optimizer's
+        # step. In a recorded pass the call is a reentrant checkpoint, whose recomputation needs the parameters again.
         return around is not None and around.recorded and not call.is_top and not unit.plan.free_after_forward
+    # The outputs hide their tensors: no hook would gather the parameters again for their backward.
     if not watched and (unit.trainable or call.inputs):
-        return True  # the outputs hide their tensors: nothing would gather the parameters again for their backward
+        return True
     return call.is_top or not unit.plan.free_after_forward
 
 
 def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
-    """Whether all but the outermost unit have ended, if this pass goes as the one before: backward begins with it."""
+    """Whether `unit` is expected to be the first in backward.
+
+    It is if all but the outermost unit have ended, and this pass is like the one before.
+    """
     if not unit.plan.keeps_last or tree.forward is None or in_backward():
         return False
-    # Only their number counts: ranks that run different units must still make the same collectives, to be told so.
+    # Only the number of units counts: ranks that diverge must still issue the same collectives, so that all detect it.
     return len(tree.forward.ended) == tree.calls_before - 2
 
 

@@ -1,4 +1,4 @@
-"""The hooks: when things happen.
+"""The hooks, which decide when things happen.
 
 ===================  ==============================  ======================  ==========================
 hook                 on                              handler                 phase of the unit
@@ -13,10 +13,10 @@ node pre-hook        gradients with a graph          `_before_second_...`    IDL
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
 
-All are registered here but two: `leaves.py` puts its handler on a leaf once it has to, and `backward.py` queues the
-final callback when a pass begins. Outside of `passes`, `optimizers/stepping.py` registers one hook for the process,
-on every optimizer's step, if `notice_optimizers` is called; `inner_calls.py` puts `_call_inside` in the place of a
-method while its unit is not called.
+This module registers all of them but two: `leaves.py` registers a leaf's hook once it has to, and `backward.py` queues
+the final callback when a pass begins. Outside of `passes`, `optimizers/stepping.py` registers one hook for the
+process, on every optimizer's step, if `notice_optimizers` is called; `inner_calls.py` replaces a method by
+`_call_inside` while its unit is not called.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ __all__ = ["attach", "register_forward_method"]
 
 
 def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
-    """Have `unit` follow the forward and backward passes of its module, and of those `below` it that are in no other.
+    """Have `unit` follow the forward and backward passes of its module, and of the modules `below` in no other unit.
 
-    One inside only counts if it is called by itself, from outside of the unit's own forward.
+    A call of a module below counts only if it comes from outside of the unit's own forward.
 
     Returns:
-        The calls of those inside, which the unit looks after.
+        The calls of the modules below, which the unit looks after.
     """
     module = unit.module
     module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
@@ -63,7 +63,7 @@ def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
 
 
 def _is_shell(module: nn.Module) -> bool:
-    """Whether it is nothing but something around one unit, so that calling it is calling that unit."""
+    """Whether `module` only wraps one unit, so that a call of `module` is a call of that unit."""
     while unit_of(module) is None:
         if module._parameters or module._buffers or not module._modules:
             return False
@@ -81,7 +81,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         module: a unit, or a module inside one.
 
     Raises:
-        FlatParamError: where it is neither, or has no such method.
+        FlatParamError: if `module` is neither, or has no such method.
     """
     forward = module.__dict__.get("forward")
     unit = forward.unit if isinstance(forward, InnerCall) else unit_of(module)
@@ -96,7 +96,7 @@ def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str,
     unit = call.unit
     if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
         return call.__wrapped__(*args, **kwargs)
-    # A recomputation of what belongs to other units? Another method was named by the user, who knows what it uses.
+    # A recomputation may be of modules in other units. A method that the user registered always gets the parameters.
     if call.name == "forward" and in_backward() and not _uses_parameters(unit, call.module):
         return call.__wrapped__(*args, **kwargs)
     before, after = functools.partial(_before_forward, unit), functools.partial(_after_forward, unit)
@@ -104,7 +104,7 @@ def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _uses_parameters(unit: Unit, module: nn.Module) -> bool:
-    """Whether `module`, or one in it, has parameters of `unit` or of those that it borrows from."""
+    """Whether `module`, or a module inside it, has parameters of `unit` or of the units that `unit` borrows from."""
     handles = (handle for each in (unit, *unit.lenders) for handle in each.handles)
     users = {info.module for handle in handles for infos in handle.param_infos for info in infos}
     return not users.isdisjoint(module.modules())
@@ -134,7 +134,8 @@ def _before_forward(
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
     """The inputs on the device of the unit's parameters and in the dtype that it computes in."""
     if call.is_top and unit.handles:
-        waits = unit.device.type == "cpu"  # the host would compute with what has not landed
+        # Without waiting, the host would compute with inputs that have not landed.
+        waits = unit.device.type == "cpu"
         inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=not waits), inputs)
     casting = unit.plan.casting
     if (
@@ -156,8 +157,9 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 @untraced
 @profiled("_post_forward")
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    # The tree has recovered from an exception inside, which now propagates.
     if not unit.calls:
-        return None  # recovered from an exception further in, which is now on its way out
+        return None
     call = unit.held.end_call()
     failed = is_of_exception(call, output)
     recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
@@ -175,10 +177,11 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
         if tensor.requires_grad:
             token = object()
             call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node
-            # The hook holds only the token: the node owns its hooks, so a hook that held the node would never be freed.
+            # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-            if tensor.grad_fn is None:  # a leaf outlives this graph; the call does not
+            # A leaf outlives this graph; the call does not.
+            if tensor.grad_fn is None:
                 weakref.finalize(call, registered.remove)
 
 
@@ -188,14 +191,13 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     for tensor in tensors_in(output, opaque):
         if not tensor.requires_grad:
             continue
-        if (
-            tensor.grad_fn is None
-        ):  # a leaf that the module passed on: nobody waits for it, but it may be a parameter
+        # The module passed a leaf on: no unit waits for it, but it may be a parameter.
+        if tensor.grad_fn is None:
             opaque.extend(leaf for handle in unit.handles for leaf in handle.leaves if leaf is tensor)
             continue
         if tensor.grad_fn not in watched:
-            # A node's hooks run after those of its output tensors. So where this output is also another unit's
-            # input, that unit is complete, and its memory free, before this one gathers ahead.
+            # A node's hooks run after those of its output tensors. So if this output is also the input of a different
+            # unit, that unit is complete, and its memory is free, before this unit gathers ahead.
             tensor.grad_fn.register_prehook(functools.partial(_before_backward, unit, call))
         watched.add(tensor.grad_fn)
     return bool(watched) and not opaque
@@ -208,7 +210,7 @@ def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int)
 
 
 def _hook_every_leaf(unit: Unit) -> None:
-    """No output announces the unit's backward pass: its gradients have to."""
+    """Hook all leaves, since no output announces the unit's backward pass."""
     for each in (unit, *unit.lenders):
         for _, _, watch in watches(each.handles):
             watch.hook(watch.unhooked)
@@ -248,6 +250,6 @@ def _input_arrived(
 
 
 def _watch_gradient(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
-    """Where the gradient has a graph of its own (`create_graph`), that graph reads the unit's parameters again."""
+    """Watch the gradient if it has a graph of its own (`create_graph`), which reads the unit's parameters again."""
     if gradient.grad_fn is not None:
         gradient.grad_fn.register_prehook(functools.partial(_before_second_backward, unit, call))

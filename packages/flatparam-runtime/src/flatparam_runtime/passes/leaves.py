@@ -1,4 +1,4 @@
-"""The leaves whose gradients a backward pass waits for, and how it learns that they are there."""
+"""The leaves whose gradients a backward pass waits for, and the hooks that report these gradients."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _GRAD: Final = operator.attrgetter("grad")
 @final
 @attrs.define(eq=False)
 class LeafWatch:
-    """How a pass learns of the gradients of one form of a flat parameter.
+    """A watch over the gradients of the leaves of one form of a flat parameter.
 
-    A leaf has no hook at first: when the gradients of the unit's inputs are there, so are those of its leaves, and all
-    are collected at once. Where that cannot be counted on, because the unit has no such inputs, hides its outputs, or a
-    gradient was missing then, leaves get a hook, for ever.
+    A leaf has no hook at first: when the gradients of the unit's inputs are computed, those of its leaves are too, and
+    all are collected at once. If this is not certain, because the unit has no inputs with a gradient, hides its
+    outputs, or a gradient was missing then, leaves get a hook, permanently.
     """
 
     leaves: tuple[Tensor, ...]
     nodes: list[Node | None]
-    """For each leaf the node of autograd that accumulates its gradient; `None` where it never gets one."""
+    """For each leaf the node of autograd that accumulates its gradient; `None` if it never gets a gradient."""
     unhooked: list[int]
     """The leaves without a hook, in order."""
     hooked: list[int]
     _arrived: Callable[[int], Callable[[Tensor], Any]]
-    """Makes the hook of a leaf."""
+    """A function that makes the hook of a leaf, by its index."""
     stream: int
-    """The stream that was current when `nodes` were made, on which they accumulate."""
+    """The stream that was current when `nodes` were made; they accumulate on it."""
 
     @classmethod
     def begin(
@@ -54,25 +54,27 @@ class LeafWatch:
         return watch
 
     def follow(self, stream: int) -> None:
-        """Have the gradients accumulated on `stream`, which is current now, once no graph has the nodes of another."""
+        """Accumulate gradients on `stream`, the current one, once no graph holds the nodes of a different stream."""
         if stream != self.stream:
-            self.nodes.clear()  # the leaf makes another node as soon as nobody has this one
+            # A leaf makes a new node once its old one is freed.
+            self.nodes.clear()
             self.nodes.extend(map(accumulation_node, self.leaves))
             self.stream = stream
 
     def hook(self, indices: Collection[int]) -> None:
-        """Be told of the gradients of the leaves `indices`, from now on."""
+        """Put a hook on the leaves `indices`, which reports their gradients from now on."""
         for index in indices:
             leaf = self.leaves[index]
             wanted = leaf.requires_grad
-            leaf.requires_grad_(True)  # a frozen one may be trained later, and takes a hook only so
+            # A frozen leaf may be trained later, and takes a hook only if it requires a gradient.
+            leaf.requires_grad_(True)
             leaf.register_post_accumulate_grad_hook(self._arrived(index))  # type: ignore[no-untyped-call]
             leaf.requires_grad_(wanted)
         self.hooked = sorted({*self.hooked, *indices})
         self.unhooked = [index for index in self.unhooked if index not in indices]
 
     def missing(self) -> list[int]:
-        """The leaves without a hook whose gradient the backward pass under way has still to compute."""
+        """The leaves without a hook whose gradient the running backward pass has yet to compute."""
         if not any(map(operator.is_, map(_GRAD, self.leaves), itertools.repeat(None))):
             return []
         return [
@@ -80,7 +82,7 @@ class LeafWatch:
         ]
 
     def will_arrive(self, index: int) -> bool:
-        """Whether the backward pass under way computes the gradient of leaf `index`, or has."""
+        """Whether the running backward pass computes, or has computed, the gradient of leaf `index`."""
         node = self.nodes[index]
         return node is not None and self.leaves[index].requires_grad and will_run(node)
 
@@ -89,12 +91,12 @@ _WATCHES: Final[weakref.WeakKeyDictionary[FullForm, LeafWatch]] = weakref.WeakKe
 
 
 def watch_of(handle: FlatParamHandle) -> LeafWatch | None:
-    """The watch over the leaves that `handle` has now, or had last; `None` before they computed for the first time."""
+    """The watch over the leaves that `handle` has now, or had last; `None` before the first forward call."""
     return _WATCHES.get(handle.form)
 
 
 def watches(handles: Iterable[FlatParamHandle]) -> Iterator[tuple[int, FlatParamHandle, LeafWatch]]:
-    """The watches over the leaves of `handles`, each with its handle's number: of those that have computed already."""
+    """The watches over the leaves of those `handles` that have one, each with the handle's number and the handle."""
     for number, handle in enumerate(handles):
         watch = _WATCHES.get(handle.form)
         if watch is not None:

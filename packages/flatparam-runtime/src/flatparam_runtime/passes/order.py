@@ -1,4 +1,4 @@
-"""In which order units run, learned from the passes before, and which unit comes next."""
+"""The order in which units run, learned from the previous passes, and the units that come next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ForwardPass", "next_backward", "next_forward"]
 @final
 @attrs.define(eq=False)
 class ForwardPass:
-    """The units of one forward pass: in the order in which they began, and in which they ended."""
+    """The units of one forward pass, in the order in which they began, and in the order in which they ended."""
 
     recorded: bool = False
     """Whether autograd records the outermost call."""
@@ -24,21 +24,21 @@ class ForwardPass:
     _places: dict[Unit, int] = attrs.field(factory=dict)
 
     def begin(self, unit: Unit) -> None:
-        """A call of `unit` begins."""
+        """Note that a call of `unit` begins."""
         self._places.setdefault(unit, len(self._places))
         self.began.append(unit)
 
     def place(self, unit: Unit) -> int:
-        """How many units began before `unit` did first; -1 where it did not run."""
+        """The number of units that began before the first call of `unit`; -1 if `unit` did not run."""
         return self._places.get(unit, -1)
 
 
 def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:
-    """The `depth` units that follow the one that began last, if this pass goes as the one before.
+    """The `depth` units that follow the one that began last, if this pass is like the one before.
 
     Args:
         before: the units of the previous pass in the order in which they began.
-        now: those of this pass so far.
+        now: the units of this pass so far, in the same order.
     """
     place = len(now) - 1
     if depth and 0 <= place < len(before) and before[place] is now[place]:
@@ -50,8 +50,8 @@ def next_backward(ended: Sequence[Unit], unit: Unit) -> Iterator[Unit]:
     """The units that the backward pass is expected to need after `unit`: those that ended before it, backwards.
 
     Args:
-        ended: the units of the forward pass in the order in which they ended; one that ran several times counts where
-            it ended last.
+        ended: the units of the forward pass in the order in which they ended; of a unit that ran several times, only
+            the last end counts.
     """
     seen = False
     for candidate in dict.fromkeys(reversed(ended)):

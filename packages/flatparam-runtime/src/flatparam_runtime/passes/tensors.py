@@ -1,4 +1,4 @@
-"""The tensors in whatever a module takes or returns."""
+"""The tensors in the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensors_in(value: object, opaque: list[object] | None = None) -> Iterator[Te
     """Every tensor in `value`, once: in tuples, lists, sets, mappings, dataclasses and objects with attributes.
 
     Args:
-        opaque: gets what may hold a tensor and cannot be looked into: functions, iterators and objects that are called.
+        opaque: gets the objects that may hold a tensor and cannot be searched: functions, iterators, callable objects.
     """
     if isinstance(value, Tensor):
         yield value
@@ -50,16 +50,19 @@ def _attributes(item: object) -> list[object]:
     values = list(vars(item).values()) if hasattr(item, "__dict__") else []
     for kind in type(item).__mro__:
         for descriptor in kind.__dict__.values():
-            if isinstance(descriptor, types.MemberDescriptorType):  # a slot, under whatever name
-                with contextlib.suppress(AttributeError):  # one that was never set
+            # The descriptor of a slot, whatever its name.
+            if isinstance(descriptor, types.MemberDescriptorType):
+                # The slot may never have been set.
+                with contextlib.suppress(AttributeError):
                     values.append(descriptor.__get__(item))
     return values
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor in it replaced; containers are rebuilt only where something in them changed.
+    """`value` with every tensor in it replaced; a container is rebuilt only if something in it changed.
 
-    Goes into tuples (named ones too), lists, mappings and dataclasses; anything else is passed through.
+    The function searches tuples (named ones too), lists, mappings and dataclasses; other objects are returned as they
+    are.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -74,7 +77,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return value
         if not isinstance(value, MutableMapping):
             return type(value)(pairs)  # type: ignore[call-arg]  # a Mapping that is made from a dict
-        changed = copy.copy(value)  # keeps what a dict does not have, as a defaultdict's factory
+        # A copy keeps what a dict does not have, such as a defaultdict's factory.
+        changed = copy.copy(value)
         changed.update(pairs)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""The units below one root, and the passes that are under way in them."""
+"""The units below one root, and their running passes."""
 
 from __future__ import annotations
 
@@ -25,55 +25,56 @@ from flatparam_runtime.unit.unit import Unit
 __all__ = ["ROOT_NAME", "UnitTree", "tree_of"]
 
 ROOT_NAME = "(root)"
-"""How the root unit is called in labels, events and messages."""
+"""The name of the root unit in labels, events and messages."""
 
 _TREE = "_flatparam_tree"
-"""The attribute of a module that keeps its tree, so that both live exactly as long."""
+"""The attribute of a module that holds its tree, so that both have the same lifetime."""
 
 
 @final
 @attrs.define(eq=False)
 class UnitTree:
-    """A root unit and those below it. It is made when the first forward pass of the root begins.
+    """A root unit and the units below it, made when the first forward pass of the root begins.
 
-    `forward` and `backward` hold what is true for one pass, and nothing between passes.
+    `forward` and `backward` hold the state of one pass, and are `None` between passes.
     """
 
     root: Unit
     units: tuple[Unit, ...]
     forward: ForwardPass | None = None
     last_forward: ForwardPass | None = None
-    """The pass before: what prefetching expects to happen again."""
+    """The previous forward pass; prefetching expects the same order again."""
     calls_before: int = 0
-    """How many calls of units ended in the last forward pass that autograd recorded."""
+    """The number of unit calls that ended in the last forward pass that autograd recorded."""
     keeps_unsharded: bool = False
-    """Whether parameters that are unsharded between passes may be used as they are: after an unsynced backward pass."""
+    """Whether full parameters in memory between passes may be used as they are, after an unsynced backward pass."""
     fingerprint: Fingerprint = attrs.field(factory=Fingerprint)
-    """Of the collectives of all units."""
+    """The fingerprint of the collectives of all units."""
     pool: BufferPool = attrs.field(factory=lambda: BufferPool(keeps=False))
     """Memory of the full parameters and unsharded gradients of all units, during a pass."""
     streams: OnDevice = attrs.field(factory=NoStreams)
-    """Of the device that the units compute on."""
+    """The streams of the device that the units compute on."""
     stream: int = 0
-    """The one that was current when the pass began."""
+    """The stream that was current when the pass began."""
     has_changed_stream: bool = False
     """Whether passes have begun on several streams."""
     comparison: Comparison | None = None
-    """What the ranks have told each other after the last pass, where it has not been looked at."""
+    """The comparison of the ranks after the last pass, until it is checked."""
     _backward: BackwardPass | None = None
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
     _has_trained: bool = False
-    """Whether they have been through a whole training step together, and found that they do the same."""
+    """Whether the ranks have completed a whole training step together without a divergence."""
     _has_inferred: bool = False
-    """The same for a forward pass that autograd does not record."""
+    """Whether the ranks have completed a forward pass that autograd does not record without a divergence."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _nothing, ()  # a copy of the modules grows a tree of its own
+        # A copy of the modules gets a tree of its own.
+        return _nothing, ()
 
     @classmethod
     def grow(cls, root: Unit) -> Self:
-        """Make the tree of `root`: every unit below it belongs to it from now on, also one that was a root itself."""
+        """The tree of `root`, to which every unit below `root` belongs from now on, even a former root."""
         revive_units(root.module)
         modules = root.module.named_modules()
         named = [(clean_fqn(name), unit) for name, module in modules if (unit := unit_of(module)) is not None]
@@ -88,13 +89,13 @@ class UnitTree:
 
     @property
     def backward(self) -> BackwardPass | None:
-        """The backward pass that is under way; one that died with an exception is cleared away first."""
+        """The running backward pass; one that an exception interrupted is dropped first."""
         if self._backward is not None and not self._backward.is_alive:
             self.recover()
         return self._backward
 
     def begin_backward(self) -> BackwardPass:
-        """The backward pass that is under way, or a new one; call it from within the autograd engine only."""
+        """The running backward pass, or a new one; only hooks that the autograd engine runs may call this."""
         current = self.backward
         if current is None:
             self._look_at_comparison()
@@ -111,13 +112,14 @@ class UnitTree:
         if ended is not None and not self.streams.is_capturing:
             self._compare(ended.comparison)
         self.keeps_unsharded = not synced
+        # From here on one comparison at the end of each backward is enough.
         if synced:
-            self._has_trained = True  # from here on one comparison at the end of each backward will do
+            self._has_trained = True
             self.fingerprint.before_each = None
 
     @property
     def is_in_a_pass(self) -> bool:
-        """Whether a forward or backward pass is under way; what an interrupted one left is cleared away first."""
+        """Whether a forward or backward pass is running; the remains of an interrupted pass are dropped first."""
         if self._backward is not None and self.streams.runs_ahead:
             self._backward.wait_if_dying()
         if self.backward is not None:
@@ -129,7 +131,7 @@ class UnitTree:
 
     @profiled("_root_pre_forward")
     def begin_forward(self) -> None:
-        """A unit's forward call begins outside of any other's; what an earlier pass left is cleared away.
+        """Begin a forward pass: a unit is called outside of any other unit's call. The remains of earlier passes go.
 
         Raises:
             FlatParamError: while full parameters are summoned, or state is saved or loaded.
@@ -165,9 +167,8 @@ class UnitTree:
         self.streams = streams_of(next(devices, torch.device("cpu")))
         if self.streams.is_capturing and not (self._has_trained or self._has_inferred):
             raise FlatParamError(
-                f"unit {self.root.name!r}: its first pass is being captured in a graph, but in the first pass the "
-                "ranks compare what they do, which the host has to look at; run a few steps on a side stream before "
-                "the capture"
+                f"unit {self.root.name!r}: its first pass is being captured in a graph, but in the first pass the host "
+                "has to compare what the ranks do; run a few steps on a side stream before the capture"
             )
 
     def _begin_on_stream(self) -> None:
@@ -179,8 +180,8 @@ class UnitTree:
     def to_come(self, unit: Unit) -> Iterator[Unit]:
         """The units with parameters whose forward calls are expected after that of `unit`, which begins now.
 
-        They are those of the pass before, or in the first pass those that are registered after it. None are expected
-        once the pass has gone another way, so that no more than a few are ever gathered for nothing.
+        These are the units that followed it in the previous pass, or in the first pass the units registered after it.
+        Once the pass takes a different way, none are expected, so that only a few are ever gathered in vain.
         """
         assert self.forward is not None, "it is asked for inside a forward pass"
         before = self.units if self.last_forward is None else self.last_forward.began
@@ -190,29 +191,32 @@ class UnitTree:
         return (other for other in expected if other.handles and self.forward.place(other) < 0)
 
     def end_forward(self) -> None:
-        """The outermost unit's forward call is over.
+        """End the forward pass, when the outermost unit's forward call is over.
 
         Raises:
-            DivergenceError: where no backward follows, which would compare, and the ranks have run different units.
+            DivergenceError: if the ranks have run different units, and no backward follows, which would compare.
         """
         self.last_forward, self.forward = self.forward, None
         if self.last_forward is not None and self.last_forward.recorded:
             self.calls_before = len(self.last_forward.ended)
+        # No backward pass follows.
         elif self.last_forward is not None:
-            self._end_pooling()  # no backward pass follows
+            self._end_pooling()
         if self.last_forward is None or self.last_forward.recorded:
             return
+        # The host may write its parameters next.
         if any(unit.plan.storage_device is not None for unit in self.units):
-            self.streams.wait_for_uploads()  # the host may write its parameters next
+            self.streams.wait_for_uploads()
         if not self.fingerprint.is_empty and not self.streams.is_capturing:
             self._compare(compare_inference(self.units, self.fingerprint))
             self._has_inferred = True
 
     def _compare(self, comparison: Comparison | None) -> None:
-        """See whether the ranks have done the same: at once if it is here, else when the next pass has compared.
+        """Check the previous comparison; check this one in the next pass, or now on the CPU and in the first passes.
 
-        By then it has long come from an accelerator, and the host has read it when the next pass or its backward began.
-        Every rank says so in the same place, whenever it has read the answer, because it then asks the others.
+        By the next comparison the result has long arrived from an accelerator, and the host has read it when the next
+        pass or its backward began. Every rank raises a divergence in the same place, whenever it read the result,
+        because it then communicates with the others.
         """
         self.check_comparison()
         self.comparison = comparison
@@ -220,15 +224,15 @@ class UnitTree:
             self.check_comparison()
 
     def _look_at_comparison(self) -> None:
-        """Read it if it has come, so that nobody has to wait for it later."""
+        """Read the comparison if it has arrived, so that nothing has to wait for it later."""
         if self.comparison is not None and not self.streams.is_capturing:
             self.comparison.look()
 
     def check_comparison(self) -> None:
-        """See what the ranks have compared, and wait for it where it has not come.
+        """Check the comparison of the ranks; wait for it if it has not arrived.
 
         Raises:
-            DivergenceError: on every rank, if the ranks have not all done the same.
+            DivergenceError: on every rank, if the ranks diverge.
         """
         comparison, self.comparison = self.comparison, None
         if comparison is not None:
@@ -246,11 +250,11 @@ class UnitTree:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
             elif not self.keeps_unsharded or unit.is_stale:
-                # Every rank must decide alike, and does: it is the same program that steps, or does not.
+                # Every rank must decide alike, and does: all run the same program, which steps or does not.
                 unit.reshard()
 
     def recover(self) -> None:
-        """Bring every unit back to rest after an exception: sharded, idle, no gradient of a failed backward left."""
+        """Bring every unit back to rest after an exception: sharded, idle, without gradients of a failed backward."""
         dead, self._backward, self.forward = self._backward, None, None
         if dead is not None:
             dead.drop()
@@ -262,10 +266,10 @@ class UnitTree:
 
 
 def _nothing() -> None:
-    """What a copy has instead of a tree."""
+    """`None`, which a copy of a module has instead of a tree."""
 
 
 def tree_of(unit: Unit) -> UnitTree:
-    """The tree that `unit` belongs to; one is grown from it where it has none yet."""
+    """The tree that `unit` belongs to; if it has none yet, a new one with `unit` as its root."""
     tree: UnitTree | None = unit.module.__dict__.get(_TREE)
     return UnitTree.grow(unit) if tree is None else tree

@@ -1,1 +1,1 @@
-"""A unit: a module, the parameters that it shards together, and what happens to them."""
+"""A unit: a module, the parameters that it shards together, and their state."""

@@ -19,7 +19,7 @@ __all__ = ["UnitBuffers", "broadcast_buffers"]
 @final
 @attrs.frozen(eq=False)
 class _Site:
-    """One buffer: where it is registered, and its name below the unit."""
+    """One buffer: the module that registers it, and its name below the unit."""
 
     module: weakref.ReferenceType[nn.Module]
     name: str
@@ -40,7 +40,7 @@ class UnitBuffers:
 
     _sites: tuple[_Site, ...] = ()
     _before: dict[str, torch.dtype] = attrs.field(factory=dict)
-    """The dtype of each buffer that was cast, before it was, by name below the unit."""
+    """The dtype that each cast buffer had before its first cast, by name below the unit."""
 
     @classmethod
     def of(cls, unit_module: nn.Module, modules: Collection[nn.Module]) -> Self:
@@ -60,7 +60,7 @@ class UnitBuffers:
         )
 
     def tensors(self) -> Iterator[tuple[_Site, Tensor]]:
-        """Every buffer that is still there."""
+        """Every buffer that still exists, with its site."""
         for site in self._sites:
             module = site.module()
             buffer = None if module is None else module._buffers.get(site.name)
@@ -68,7 +68,7 @@ class UnitBuffers:
                 yield site, buffer
 
     def cast(self, policy: BufferDtype) -> None:
-        """Give each buffer the dtype that `policy` says, its original one where that is `None`."""
+        """Give each buffer the dtype that `policy` says, or its original dtype if that is `None`."""
         for site, buffer in self.tensors():
             wanted = policy(site.fqn, buffer) if callable(policy) else policy
             wanted = wanted or self._before.get(site.fqn, buffer.dtype)
@@ -79,7 +79,7 @@ class UnitBuffers:
 
     @property
     def original_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Those of the buffers that were cast, by name below the unit."""
+        """The original dtypes of the buffers that were cast, by name below the unit."""
         return self._before
 
 

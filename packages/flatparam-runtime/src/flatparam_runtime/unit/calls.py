@@ -1,4 +1,4 @@
-"""Forward calls of a unit's module, or of a module inside it."""
+"""The forward calls of a unit's module, or of a module inside it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ForwardCall:
     """One call of a unit's module.
 
     Attributes:
-        outer_error: the exception that was being handled when the call began; another one at its end is the call's own.
+        outer_error: the exception that was being handled when the call began; a different one at its end is the call's.
         is_recomputation: activation checkpointing runs the forward again inside the unit's own backward.
         is_top: the call is the outermost of its pass.
-        module: the unit's, or a module inside that was called by itself.
-        full_precision: it computes with the parameters in their own dtype.
-        restored: the dtype that floating-point outputs are cast back to, where they are.
-        stamp: the stamp of the unit's parameters with which it computes.
+        module: the unit's module, or a module inside it that was called by itself.
+        full_precision: the call computes with the parameters in their own dtype.
+        restored: the dtype that floating-point outputs are cast back to; `None` if they are not.
+        stamp: the stamp of the unit's parameters with which the call computes.
         inputs: for each input tensor with a gradient, the graph node that will compute it, and its token.
     """
 
@@ -62,11 +62,11 @@ def call_as_forward(
 
 
 _CALLERS = (nn.Module._call_impl.__code__, call_as_forward.__code__)
-"""The functions whose frames tell that a module is being called; their first argument is the module."""
+"""The code of the functions that call a module, which is their first argument; their frames tell of calls."""
 
 
 def running_calls(module: nn.Module) -> int:
-    """How many calls of `module` are on this thread's stack."""
+    """The number of calls of `module` on this thread's stack."""
     count = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The one way in for whoever wants to watch: units tell their tree's fingerprint, and instruments, what they do."""
+"""The only way to watch units: they report their actions to their tree's fingerprint, and to instruments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EventKind = Literal["unshard", "use", "reshard", "reduce", "finish", "take over"
 @final
 @attrs.frozen
 class Event:
-    """Something that a unit did.
+    """An action of a unit.
 
-    `unshard`: memory for the full parameters was taken and their gather started. `use`: the bytes are there and the
-    module shows the full parameters. `reshard`: that memory was given back. `reduce`: the reduction of the
-    gradients started. `finish`: it is over and the memory of the unsharded gradients was given back. `take over`:
-    parameters that the user had given other data since the last gather (`FlatParamHandle.taken_over`) were copied to
-    the shard. `nbytes` is that memory.
+    `unshard`: memory for the full parameters was taken and their gather issued. `use`: the gather is over and the
+    module shows the full parameters. `reshard`: the memory of the full parameters was given back. `reduce`: the
+    reduction of the gradients was issued. `finish`: the reduction is over and the memory of the unsharded gradients was
+    given back. `take over`: parameters to which the user had given different data since the last gather
+    (`FlatParamHandle.taken_over`) were copied to the shard. `nbytes` is the size of the memory named here.
     """
 
     kind: EventKind
@@ -34,17 +34,17 @@ class Event:
 
 
 class Instrument(Protocol):
-    """Anything that wants to be told; it must not raise and must not change the unit."""
+    """A receiver of events; it must not raise and must not change the unit."""
 
     def on_event(self, event: Event) -> None:
-        """Take notice of `event`, which has just happened on this rank."""
+        """Receive `event`, which has just happened on this rank."""
         ...
 
 
 @final
 @attrs.define(eq=False)
 class EventLog:
-    """An instrument that keeps what it is told, for tests and for reading a schedule.
+    """An instrument that keeps the events that it receives, for tests and for reading a schedule.
 
     >>> log = EventLog()  # doctest: +SKIP
     >>> with observe(model, log): model(x).sum().backward()  # doctest: +SKIP
@@ -67,25 +67,25 @@ class _Unit(Acting, Protocol):
 
 
 _DEEDS: Final[dict[str, DeedKind]] = {"unshard": "gather", "reduce": "reduce", "train": "train"}
-"""What all ranks have to do alike, under the fingerprint's names."""
+"""The events that must be the same on all ranks, with the fingerprint's names for them."""
 
 
 @final
 @attrs.define(eq=False)
 class Observers:
-    """Who is told what a unit does: first the fingerprint, which may refuse it, and then the instruments."""
+    """The receivers of a unit's events: first the fingerprint, which may refuse one, and then the instruments."""
 
     number: int = 0
     """The unit's place in its tree, the same on every rank."""
     fingerprint: Fingerprint | None = None
-    """Its tree's."""
+    """The fingerprint of the unit's tree."""
     instruments: list[Instrument] = attrs.field(factory=list)
 
     def tell(self, unit: _Unit, kind: EventKind | Literal["train"], nbytes: int) -> None:
-        """The unit does what `kind` says, or is about to.
+        """Report that the unit does what `kind` says, or is about to.
 
-        "train" says that the unit trains other parameters from now on, with a checksum of them; instruments are not
-        told of it.
+        "train" says that the unit trains different parameters from now on; its `nbytes` is a checksum of them, and
+        instruments do not receive it.
 
         Raises:
             DivergenceError: on every rank, if the ranks are about to do different things.

@@ -1,4 +1,4 @@
-"""Whether the ranks begin with the same weights: each keeps a part of its own, so others would make it a mixture."""
+"""Checksums of the initial weights: each rank keeps only its own part, so different weights would become a mixture."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["InitialWeights"]
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CODES: Final = {1: "B", 2: "h", 4: "i", 8: "q", 16: "q"}
-"""The same for Python's arrays."""
+"""The type codes of Python's arrays for the same sizes."""
 
 FEW: Final = Threshold(
     "runtime.few_numel",
     256,
-    "The checksum of a parameter's first values is made by Python up to so many elements, and by an operator above.",
+    "Python adds up the checksum of a parameter's initial values up to so many elements; above, an operator does.",
     least=0,
 )
-"""Up to so many elements a parameter in CPU memory is added up by Python, which takes less than to call an operator."""
+"""Up to so many elements of a parameter in CPU memory, Python adds up faster than a call of an operator."""
 
 
 @final
@@ -35,17 +35,17 @@ class InitialWeights:
     """A checksum of each parameter as it was when it was sharded: the sum of its bits, taken as integers."""
 
     fqns: tuple[str, ...]
-    """Of all, below the unit."""
+    """The names of all parameters below the unit."""
     _small: Mapping[str, int]
     _others: Sequence[str]
     _sums: Tensor | None
-    """Theirs: 1-D, int64, where the first of them was; looked at when they are compared."""
+    """The sums of the `_others`: 1-D, int64, on the device of the first of them; read when they are compared."""
     stamp: int = 0
-    """The stamp of the shards that were made of them; what has changed since is not compared."""
+    """The stamp of the shards that were made of these weights; weights that have changed since are not compared."""
 
     @classmethod
     def of(cls, fqns: Sequence[str], parameters: Sequence[nn.Parameter]) -> Self:
-        """Of `parameters`, of any dtypes and devices, each read once."""
+        """The checksums of `parameters`, of any dtypes and devices; each parameter is read once."""
         small: dict[str, int] = {}
         others: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -58,7 +58,7 @@ class InitialWeights:
             return cls(tuple(fqns), small, tuple(others), torch.stack(home) if others else None)
 
     def checksums(self) -> dict[str, int]:
-        """By name below the unit, in the order of the parameters."""
+        """The checksums by name below the unit, in the order of the parameters."""
         sums = [] if self._sums is None else self._sums.tolist()
         found = {**self._small, **dict(zip(self._others, sums, strict=True))}
         return {fqn: found[fqn] for fqn in self.fqns}
@@ -66,7 +66,8 @@ class InitialWeights:
 
 def _sum(parameter: Tensor) -> Tensor:
     nbytes = parameter.itemsize
-    if nbytes > 8:  # a number as several integers: they have to lie side by side
+    # A number is viewed as several integers, which have to lie side by side.
+    if nbytes > 8:
         parameter = parameter.reshape(-1)
     return parameter.view(_INTEGERS[nbytes]).sum(dtype=torch.int64)
 
@@ -77,4 +78,5 @@ def _sum_of_few(parameter: Tensor) -> int:
         return 0
     raw = ctypes.string_at(parameter.data_ptr(), parameter.nbytes)
     total = sum(array(_CODES[parameter.itemsize], raw))
-    return (total + 2**63) % 2**64 - 2**63  # as int64 wraps around
+    # int64 wraps around in the same way.
+    return (total + 2**63) % 2**64 - 2**63

@@ -17,26 +17,26 @@ U = TypeVar("U")
 
 @final
 class InnerCall(Generic[U]):
-    """Stands for a method of a module, as an attribute of the module itself: the unit has its parameters meanwhile."""
+    """A stand-in for a method, as an attribute of the module: while it runs, the unit has its full parameters."""
 
     __slots__ = ("covered", "name", "own", "reference", "run", "unit")
 
     def __init__(self, unit: U, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
-        """Not in its place yet.
+        """A stand-in that `put` puts in its place.
 
         Args:
             unit: the unit that `module` is, or is inside of.
-            name: the method's.
+            name: the name of the method.
             run: called with this object and the method's positional and keyword arguments.
         """
         self.unit = unit
         self.reference = weakref.ref(module)
         self.name = name
         self.run = run
-        self.own: Callable[..., Any] | None = None  # what the user had put in the place of the class's method
-        self.covered: Callable[..., Any] | None = (
-            None  # what he has put in the place of this, most likely around it
-        )
+        # The user's replacement for the class's method.
+        self.own: Callable[..., Any] | None = None
+        # The user's replacement for this object, which most likely calls it.
+        self.covered: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         state = (self.unit, self.module, self.name, self.run, self.own, self.covered)
@@ -59,14 +59,14 @@ class InnerCall(Generic[U]):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The method itself, whose signature this has too."""
+        """The method itself, whose signature this object has too."""
         if self.own is not None:
             return self.own
         method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
         return method
 
     def put(self) -> None:
-        """Stand in the method's place; what somebody has put over this stays, and calls this if it wants to."""
+        """Replace the method; a function that the user has put over this object stays, and may call this object."""
         module = self.reference()
         if module is None:
             return
@@ -76,7 +76,7 @@ class InnerCall(Generic[U]):
             module.__dict__[self.name] = self
 
     def lift(self) -> None:
-        """Put back what was there, unless somebody has put something over this."""
+        """Restore the method, unless the user has put a function over this object."""
         module = self.reference()
         if module is None:
             return
@@ -96,27 +96,28 @@ def _new() -> InnerCall[Any]:
 @final
 @attrs.define(eq=False)
 class InnerCalls:
-    """The `forward` of every module inside a unit: watched exactly while the unit itself is not called."""
+    """The stand-ins for the `forward` of every module inside a unit, in place exactly while the unit is not called."""
 
     calls: tuple[InnerCall[Any], ...] = ()
 
     @classmethod
     def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
-        """Watch from now on."""
+        """These calls, watched from now on."""
         watched = cls(calls)
         watched.put()
         return watched
 
     def put(self) -> None:
-        """The unit is not called any more."""
+        """Put every stand-in in its place: the unit is not called any more."""
         for call, place in self._places():
-            if place.get(call.name) is call.own is call.covered is None:  # as nearly always, in few steps
+            # The shortcut for nearly all calls.
+            if place.get(call.name) is call.own is call.covered is None:
                 place[call.name] = call
             else:
                 call.put()
 
     def lift(self) -> None:
-        """The unit is called, and calls what is inside: nothing stands in between then, also for a compiler."""
+        """Remove every stand-in: the unit is called, and calls the modules inside directly, also under a compiler."""
         for call, place in self._places():
             if place.get(call.name) is call and call.own is None:
                 del place[call.name]

@@ -1,4 +1,4 @@
-"""The module of a unit: its forward calls, and what of it is looked after between them."""
+"""The module of a unit: its forward calls, its buffers, its initial weights, and the calls of modules inside it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class UnitModule:
     _reference: weakref.ReferenceType[nn.Module]
     buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
     initial: InitialWeights | None = None
-    """What it was made of, until the ranks have compared it."""
+    """The checksums of the initial weights, until the ranks have compared them."""
     inner: InnerCalls = attrs.field(factory=InnerCalls)
-    """Of the modules inside it, while it is not called itself."""
+    """The stand-ins in the modules inside, in place while the module itself is not called."""
     calls: list[ForwardCall] = attrs.field(factory=list)
-    """Its forward calls under way, the innermost last."""
+    """The module's running forward calls, the innermost last."""
 
     def get(self, unit: str) -> nn.Module:
         """The module.
 
         Raises:
-            FlatParamError: if it is gone, naming `unit`.
+            FlatParamError: if it does not exist any more; the message names `unit`.
         """
         module = self._reference()
         if module is None:
@@ -46,27 +46,27 @@ class UnitModule:
         return module
 
     def begin_call(self, call: ForwardCall) -> None:
-        """A forward call begins."""
+        """Add a forward call that begins."""
         if not self.calls:
             self.inner.lift()
         self.calls.append(call)
 
     def end_call(self) -> ForwardCall:
-        """The innermost forward call is over."""
+        """Remove the innermost forward call, which is over, and return it."""
         call = self.calls.pop()
         if not self.calls:
             self.inner.put()
         return call
 
     def forget_calls(self) -> None:
-        """An exception has ended every call."""
+        """Remove every call, after an exception has interrupted them."""
         self.calls.clear()
         self.inner.put()
 
     def look_after(self, buffers: UnitBuffers, initial: InitialWeights | None, inner: InnerCalls) -> None:
-        """Have the buffers cast, the weights that it begins with compared, and the calls inside it watched."""
+        """Take the buffers to cast, the initial weights to compare, and the calls inside to watch."""
         self.buffers, self.initial, self.inner = buffers, initial, inner
 
     def forget_initial(self) -> None:
-        """The ranks have compared the weights that it began with."""
+        """Drop the checksums of the initial weights: the ranks have compared them."""
         self.initial = None

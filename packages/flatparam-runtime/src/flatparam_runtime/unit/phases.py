@@ -1,4 +1,4 @@
-"""What a unit is doing, and what it may do next."""
+"""The phases of a unit, and the legal steps between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PHASES", "Phase"]
 
 
 class Phase(enum.Enum):
-    """What a unit is doing; what is in memory is the handles' residency."""
+    """The phase of a unit; the residency of its handles tells what is in memory."""
 
     IDLE = "idle"
     FORWARD = "in one or more forward calls"
@@ -19,7 +19,8 @@ class Phase(enum.Enum):
     REDUCING = "its gradients are on their way between ranks"
     INSPECTING = "its full parameters are shown to the user"
 
-    __hash__ = object.__hash__  # Enum's own is written in Python, and a table is looked up at every step
+    # The hash of Enum is written in Python, and every step looks a phase up in a table.
+    __hash__ = object.__hash__
 
 
 PHASES: Final = Transitions(

@@ -1,4 +1,4 @@
-"""What a unit is told once, when it is made: the answers that a sharding strategy comes down to."""
+"""The settings that a unit gets when it is made: a sharding strategy is resolved into them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flatparam_comm import Precision, Topology
 __all__ = ["BackwardOrder", "BufferDtype", "Casting", "PrefetchPlan", "UnitPlan"]
 
 BufferDtype: TypeAlias = "torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None"
-"""The dtype of floating-point buffers while training: one for all, or asked for each by name (`None` leaves it)."""
+"""The dtype of floating-point buffers while training: one for all, or a function of name and buffer."""
 
 
 class BackwardOrder(enum.Enum):
-    """When the gather for the next unit of the backward pass starts; FSDP1's BACKWARD_PRE, BACKWARD_POST and None."""
+    """The time to gather the next unit of the backward pass; FSDP1's BACKWARD_PRE, BACKWARD_POST and None."""
 
     BEFORE_COMPUTE = "before this unit's gradients are computed: most overlap"
     AFTER_COMPUTE = "after this unit's full parameters are freed: least memory"
@@ -29,12 +29,11 @@ class BackwardOrder(enum.Enum):
 @final
 @attrs.frozen
 class PrefetchPlan:
-    """How far ahead full parameters are gathered, in units; 0 gathers each when it is needed.
+    """The number of units to gather ahead; 0 gathers each unit when it is needed.
 
-    In the forward pass `None` leaves it to the device. The CPU gathers each unit when it is needed, since the same
-    cores copy and compute. On an accelerator the next unit is gathered beside the computing. There, units after the
-    first so many are gathered ahead too, as long as all that wait to be used are no more than
-    `runtime.prefetch_nbytes`.
+    In the forward pass `None` lets the device decide. The CPU gathers each unit when it is needed, since the same
+    cores copy and compute. An accelerator gathers the next unit in the background. There, more units than this number
+    are gathered ahead, as long as all gathered units that wait to be used have at most `runtime.prefetch_nbytes`.
     """
 
     forward: int | None = None
@@ -51,10 +50,10 @@ class PrefetchPlan:
 @final
 @attrs.frozen
 class Casting:
-    """What becomes of the floating-point tensors that a unit's module takes.
+    """The casts of the floating-point tensors that a unit's module takes.
 
     Attributes:
-        dtype: what they are cast to; `None` casts nothing.
+        dtype: the dtype that inputs are cast to; `None` casts nothing.
         at_root: whether the outermost unit of a pass casts.
         below_root: whether a unit with parameters casts, also inside another.
         restores_outputs: cast floating-point outputs back to the dtype that the inputs had.
@@ -66,7 +65,12 @@ class Casting:
     restores_outputs: bool = False
 
     def applies(self, *, is_top: bool, manages: bool = True) -> bool:
-        """Whether a call casts its inputs; `is_top`: it is the outermost of its pass; `manages`: it has parameters."""
+        """Whether a call casts its inputs.
+
+        Args:
+            is_top: the call is the outermost of its pass.
+            manages: the unit has parameters.
+        """
         below_root = self.below_root and (manages or self.restores_outputs)
         return self.dtype is not None and (below_root or (self.at_root and is_top))
 
@@ -74,21 +78,21 @@ class Casting:
 @final
 @attrs.frozen
 class UnitPlan:
-    """Where a unit's parameters are sharded, and when its full parameters are freed.
+    """The settings of a unit: the ranks that share its parameters, and how it gathers, casts, frees and reduces.
 
     Attributes:
         topology: the ranks over which parameters are sharded, and those that hold copies.
         free_after_forward: free the full parameters between the forward and the backward pass.
-        keeps_last: but not those of the unit that ends last, as in the pass before: backward needs them first, so they
-            would be gathered twice in a row.
-        free_after_unsynced_backward: free them after a backward pass inside `no_sync` too.
+        keeps_last: do not free those of the unit that is expected to end last, as in the previous pass: backward needs
+            them first, so they would be gathered twice in a row.
+        free_after_unsynced_backward: free the full parameters after a backward pass inside `no_sync` too.
         full_precision_in_eval: compute in the parameters' own dtype while the module is in `eval()`.
-        storage_device: where the shards live between steps; `None`: where the full parameters do.
-        notices_replacement: look, at each gather, whether the user has given a parameter other data.
-        overlaps_reductions: compute the gradients of a unit while those of the unit before are reduced, which takes the
-            memory of one unit's gradients more; `None`: on an accelerator only, since on the CPU the same cores add,
-            copy and compute.
-        broadcast_buffers: start each training forward of the root from rank 0's buffers.
+        storage_device: the device of the shards between steps; `None` is the device of the full parameters.
+        notices_replacement: detect, at each gather, whether the user has given a parameter different data.
+        overlaps_reductions: compute the gradients of a unit while those of the unit before are reduced, which takes
+            memory for one more unit's gradients; `None` does so on an accelerator only, since on the CPU the same cores
+            add, copy and compute.
+        broadcast_buffers: start each training forward of the root with rank 0's buffers.
     """
 
     topology: Topology

@@ -1,4 +1,4 @@
-"""From a module or a flat parameter to its unit."""
+"""The unit of a module or of a flat parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatparam_runtime.unit.unit import Unit
 __all__ = ["holder_of", "inside", "register_unit", "revive_units", "unit_of", "units_in"]
 
 _UNIT = "_flatparam_unit"
-"""The attribute of a module that keeps its unit, so that both live exactly as long."""
+"""The attribute of a module that holds its unit, so that both have the same lifetime."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -47,12 +47,12 @@ def units_in(module: nn.Module) -> tuple[Unit, ...]:
 
 
 def revive_units(module: nn.Module) -> None:
-    """Have the units of `module`, a copy or from a file, take their places, as far as it is whole."""
+    """Register the units of `module`, which was copied or loaded from a file, as far as they are whole."""
     for unit in units_in(module):
         if unit.revive():
             register_unit(unit.module, unit)
 
 
 def inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below `module` that no unit below it has, each once, depth first."""
+    """The modules below `module` that are in no unit below it, each once, depth first."""
     return islice(each_module(module, lambda child: _UNIT in child.__dict__), 1, None)

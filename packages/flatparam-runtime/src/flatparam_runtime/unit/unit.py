@@ -28,22 +28,22 @@ __all__ = ["Links", "Unit"]
 @final
 @attrs.define(eq=False)
 class Links:
-    """What a unit has to do with other units."""
+    """The relations of a unit to other units."""
 
     lenders: list[Unit] = attrs.field(factory=list)
-    """Units that hold parameters which this unit's module uses too."""
+    """The units that hold parameters which this unit's module uses too."""
     borrowers: list[Unit] = attrs.field(factory=list)
-    """Units whose modules use parameters that this unit holds."""
+    """The units whose modules use parameters that this unit holds."""
     forward_prefetch: Sequence[Unit] | None = None
-    """What to gather when this unit's forward begins, instead of what the last pass suggests."""
+    """The units to gather when this unit's forward begins; `None` gathers those that the last pass suggests."""
     backward_prefetch: Sequence[Unit] | None = None
-    """What to gather when this unit's backward begins, instead of what the forward suggests."""
+    """The units to gather when this unit's backward begins; `None` gathers those that the forward suggests."""
 
 
 @final
 @attrs.define(eq=False)
 class Unit:
-    """One module's flat parameters and what is happening to them on this rank.
+    """One module's flat parameters and their state on this rank.
 
     Invariants: all handles have the same residency between two calls; `phase` is FORWARD exactly while
     `calls` holds a call that is not a recomputation.
@@ -56,13 +56,13 @@ class Unit:
     held: UnitModule
     phase: Phase = Phase.IDLE
     reducer: Reducer = attrs.field()
-    """How gradients become their mean, and what waits for the next reduction."""
+    """The reducer, which averages gradients and knows the flat parameters that wait for the next reduction."""
     links: Links = attrs.field(factory=Links)
     observers: Observers = attrs.field(factory=Observers)
     showing: Summoned = attrs.field(factory=Summoned)
-    """What `summon_full_params` shows of it."""
+    """The state of `summon_full_params` for this unit."""
     _gather: Gather | None = None
-    """The full parameters, from when their gather is issued until they are freed."""
+    """The gather of the full parameters, from its issue until they are freed."""
 
     @reducer.default
     def _over_its_ranks(self) -> Reducer:
@@ -74,14 +74,14 @@ class Unit:
     def __str__(self) -> str:
         return f"unit {self.name!r}"
 
-    # What it is
+    # Queries
 
     @property
     def module(self) -> nn.Module:
         """The module whose forward pass needs these parameters.
 
         Raises:
-            FlatParamError: if it is gone.
+            FlatParamError: if it does not exist any more.
         """
         return self.held.get(self.name)
 
@@ -92,41 +92,41 @@ class Unit:
 
     @property
     def calls(self) -> list[ForwardCall]:
-        """The module's forward calls under way, the innermost last."""
+        """The module's running forward calls, the innermost last."""
         return self.held.calls
 
     @property
     def lenders(self) -> Sequence[Unit]:
-        """Units that hold parameters which this unit's module uses too."""
+        """The units that hold parameters which this unit's module uses too."""
         return self.links.lenders
 
     @property
     def pins(self) -> int:
-        """How many `summon_full_params` contexts keep the full parameters in memory, in full precision."""
+        """The number of `summon_full_params` contexts that keep the full parameters in memory, in full precision."""
         return self.showing.pins
 
     @property
     def summoned(self) -> Wishes | None:
-        """What the outermost `summon_full_params` asked for, if there is one."""
+        """The arguments of the outermost `summon_full_params`, if there is one."""
         return self.showing.wishes
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the next backward pass reduces gradients; `no_sync` turns it off."""
+        """Whether the next backward pass reduces gradients, which `no_sync` prevents."""
         return self.reducer.synchronises
 
     @property
     def residency(self) -> Residency:
-        """What is in memory; SHARDED for a unit without parameters."""
+        """The residency of all handles; SHARDED for a unit without parameters."""
         return self.handles[0].residency if self.handles else Residency.SHARDED
 
     @property
     def device(self) -> torch.device:
-        """Where its full parameters live; the CPU for a unit without parameters."""
+        """The device of the full parameters; the CPU for a unit without parameters."""
         return self.handles[0].device if self.handles else torch.device("cpu")
 
     def stamp(self) -> int:
-        """A number that is another one after every in-place change of the unit's parameters."""
+        """A number that changes with every in-place change of the unit's parameters."""
         stamp = 0
         for handle in self.handles:
             stamp += handle.stamp()
@@ -144,7 +144,7 @@ class Unit:
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
-        """The flat parameters of which some parameter is to get a gradient."""
+        """The flat parameters that contain a parameter which is to get a gradient."""
         return tuple(handle for handle in self.handles if handle.exposure.is_trainable)
 
     @property
@@ -154,7 +154,7 @@ class Unit:
 
     @property
     def to_reduce(self) -> tuple[FlatParamHandle, ...]:
-        """The flat parameters that the next reduction takes: those trained now, or since the last one."""
+        """The flat parameters that the next reduction takes: those that are trained now, or were since the last one."""
         unsynced = self.reducer.unsynced
         if not unsynced:
             return self.trainable
@@ -168,7 +168,7 @@ class Unit:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a forward call under way uses the full parameters: its own, or one of a unit that shares some."""
+        """Whether a context or a running forward call, of this unit or of a borrower, uses the full parameters."""
         return bool(
             self.held.calls or self.showing.pins or any(unit.held.calls for unit in self.links.borrowers)
         )
@@ -180,7 +180,7 @@ class Unit:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of the full parameters."""
+        """The bytes of the full parameters."""
         return sum(handle.buffer.nbytes for handle in self.handles)
 
     def move(self, phase: Phase) -> None:
@@ -190,11 +190,11 @@ class Unit:
     # Full parameters
 
     def begin_unshard(self, *, full_precision: bool = False, copied: bool = False) -> None:
-        """Start to gather the full parameters; nothing if they are there or on their way.
+        """Issue the gather of the full parameters, unless they are in memory or their gather is in flight.
 
         Args:
-            full_precision: in their own dtype, whatever the compute dtype.
-            copied: in memory of their own, also if nothing is sharded.
+            full_precision: gather them in their own dtype, whatever the compute dtype.
+            copied: gather them to memory of their own, even if nothing is sharded.
         """
         for lender in self.links.lenders:
             lender.begin_unshard(full_precision=full_precision, copied=copied)
@@ -218,7 +218,7 @@ class Unit:
                 self.observers.tell(self, "take over", handle.flat_param.nbytes)
 
     def finish_unshard(self) -> None:
-        """Wait for the gather and show the full parameters; nothing if they are shown."""
+        """Wait for the gather and show the full parameters, unless they are shown already."""
         for lender in self.links.lenders:
             lender.finish_unshard()
         if self.residency is not Residency.UNSHARDING or self._gather is None:
@@ -235,7 +235,7 @@ class Unit:
         """Have the ranks compare, at the end of the pass, which parameters of `handle` are trained from now on."""
         self.observers.tell(self, "train", zlib.crc32(bytes(handle.trained)))
         if was_trained and not any(handle.trained) and self.plan.topology.data_parallel_size > 1:
-            # Another rank may still train it: it is reduced once more, and then all ranks are told of the difference.
+            # Another rank may still train it: it is reduced once more, and then all ranks detect the divergence.
             self.reducer.unsynced.add(handle)
 
     def unshard(self, *, full_precision: bool = False, copied: bool = False) -> None:
@@ -244,15 +244,15 @@ class Unit:
         self.finish_unshard()
 
     def shed(self, *, full_precision: bool) -> None:
-        """Free full parameters that are in another dtype than is asked for, if nobody uses them."""
+        """Free full parameters whose dtype is not the requested one, unless something uses them."""
         fit = all(handle.computes_in(full_precision=full_precision) for handle in self.handles)
         if not fit and self.residency is not Residency.SHARDED and not self.is_needed:
             self.reshard()
 
     def reshard(self) -> None:
-        """Free the full parameters, also if their gather is still under way; nothing if there are none.
+        """Free the full parameters, if there are any, even if their gather is still in flight.
 
-        Nothing either while a context keeps them.
+        While a context keeps the full parameters, this does nothing.
         """
         if self._gather is None or self.showing.pins:
             return
@@ -276,62 +276,62 @@ class Unit:
     # Gradients
 
     def begin_reduce(self, handles: Sequence[FlatParamHandle]) -> Reduction:
-        """Start to reduce the collected gradients of `handles` to this rank's shards."""
+        """Issue the reduction of the collected gradients of `handles` to this rank's shards."""
         self.move(Phase.REDUCING)
         self.reducer.unsynced.clear()
         self.observers.tell(self, "reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
         return self.reducer.issue(handles, label=self.name)
 
     def synchronise(self, wanted: bool) -> None:
-        """Have the backward passes from now on reduce gradients, or collect them."""
+        """Have later backward passes reduce gradients, or only collect them."""
         self.reducer.synchronises = wanted
 
     def sum_copies(self, wanted: bool) -> None:
-        """Have the backward passes from now on sum gradients over the copies of a shard, or inside its group alone."""
+        """Have later backward passes sum gradients over the copies of a shard too, or inside the shard's group only."""
         self.reducer.sums_copies = wanted
 
     def divide_by(self, factor: float | None) -> None:
         """Divide the sum of gradients by `factor`; `None` divides it by the number of ranks."""
         self.reducer.divide_factor = factor
 
-    # Other units, and what a caller changes
+    # Other units, and changes by a caller
 
     def join(self, name: str, number: int, fingerprint: Fingerprint) -> None:
-        """Belong to a tree from now on: under `name`, as its unit `number`, with the `fingerprint` of its ranks."""
+        """Join a tree, as its unit `number`, under `name`; the tree has this `fingerprint`."""
         self.name = name
         self.observers.number, self.observers.fingerprint = number, fingerprint
 
     def belongs_to(self, fingerprint: Fingerprint) -> bool:
-        """Whether its tree is the one with this fingerprint."""
+        """Whether the unit's tree is the one with this fingerprint."""
         return self.observers.fingerprint is fingerprint
 
     def borrow_from(self, lender: Unit) -> None:
-        """This unit's module uses parameters that `lender` holds."""
+        """Note that this unit's module uses parameters that `lender` holds."""
         if lender not in self.links.lenders:
             self.links.lenders.append(lender)
             lender.links.borrowers.append(self)
 
     def prefetch_in_forward(self, units: Sequence[Unit] | None) -> None:
-        """Gather `units` when this unit's forward begins; `None`: what the last pass suggests."""
+        """Gather `units` when this unit's forward begins; `None` gathers the units that the last pass suggests."""
         self.links.forward_prefetch = units
 
     def prefetch_in_backward(self, units: Sequence[Unit] | None) -> None:
-        """Gather `units` when this unit's backward begins; `None`: what the forward suggests."""
+        """Gather `units` when this unit's backward begins; `None` gathers the units that the forward suggests."""
         self.links.backward_prefetch = units
 
     def change_prefetch(self, **changes: Any) -> None:
-        """Evolve `plan.prefetch`, which counts from the next pass on."""
+        """Change fields of `plan.prefetch`, from the next pass on."""
         self.plan = attrs.evolve(self.plan, prefetch=attrs.evolve(self.plan.prefetch, **changes))
 
     def cast_buffers(self) -> None:
-        """Give the buffers the dtype that the plan says for a forward call that begins now."""
+        """Give the buffers the dtype that the plan says, for a forward call that begins now."""
         if self.plan.buffer_dtype is not None:
             self.held.buffers.cast(None if self.computes_in_full_precision else self.plan.buffer_dtype)
 
     # Copies, and exceptions
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy is made of: the module with it, and none of what a pass leaves behind.
+        """The state of a copy, which includes the module, and nothing that a pass leaves behind.
 
         Raises:
             FlatParamError: inside a pass, or while full parameters are summoned.
@@ -356,22 +356,23 @@ class Unit:
         return all([handle.revive() for handle in self.handles])
 
     def reset(self, *, drop_gradients: bool) -> None:
-        """Come back to rest after an exception, whatever was under way; the shards and `.grad` stay as they are.
+        """Return to rest after an exception in any phase; the shards and `.grad` stay as they are.
 
         Args:
-            drop_gradients: forget what was collected and not reduced; a failed backward leaves it incomplete.
+            drop_gradients: drop gradients that were collected and not reduced; after a failed backward they are
+                incomplete.
         """
         self.held.forget_calls()
-        # A gather that failed with the pass has nothing more to say.
+        # The pass has already reported the error of a failed gather.
         if self._gather is not None:
             with contextlib.suppress(RuntimeError):
                 self._gather.wait()
-        # A parameter that was replaced has been reported, and will be again.
+        # The error of a replaced parameter has been raised, and will be again.
         with contextlib.suppress(RuntimeError):
             self.reshard()
         if drop_gradients:
             self.reducer.forget()
             for handle in self.handles:
                 handle.drop_gradients()
-        # From wherever it was: the one step that is not in the table.
+        # From any phase: the only step that is not in the table.
         self.phase = Phase.IDLE
