@@ -93,7 +93,7 @@ def _broadcast_bucket(collectives: Collectives, bucket: _Bucket, root: int, labe
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_nbytes: int) -> Iterator[_Bucket]:
-    """Yield the tensors in order, in buckets of one device each; only a tensor larger than a bucket exceeds its size."""
+    """Yield the tensors in order, in buckets of one device each; only one larger tensor may exceed `bucket_nbytes`."""
     filling: dict[torch.device, _Bucket] = {}
     for tensor in tensors:
         bucket = filling.setdefault(tensor.device, _Bucket())
