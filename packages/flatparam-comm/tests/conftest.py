@@ -39,7 +39,7 @@ class World:
     device: str
 
     def run(self, fn: Contract, *args: Any) -> list[Any]:
-        """What `fn(collectives, device, *args)` returns on each rank."""
+        """Run `fn(collectives, device, *args)` on each rank; returns the results."""
         kind = self.name.split("-")[0]
         if kind == "gloo":
             return run_processes(self.size, fn, self.device, *args)
@@ -60,7 +60,7 @@ class World:
 
 
 def run_shared(group: Collectives, fn: Contract, *args: Any) -> Any:
-    """What `fn` returns over the shared memory of the ranks of a process group."""
+    """The result of `fn` over the shared memory of the ranks of a process group."""
     return fn(shared_memory(group), *args)
 
 
@@ -117,12 +117,13 @@ _WORLDS = [
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
-    torch.set_num_threads(1)  # the bits of some sums depend on it
+    # The bits of some sums depend on the number of threads.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _late_reports_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a rank has failed, wait for what the others say: whose fault it was must not depend on who is slow."""
+    """If a rank has failed, wait for the others' reports: which rank is to blame must not depend on which is slow."""
     monkeypatch.setattr(processes, "_GRACE_SECONDS", PATIENCE)
 
 

@@ -106,7 +106,7 @@ def test_strides_may_differ_between_ranks() -> None:
 
 
 def test_different_tensors_are_an_error_before_anything_is_sent() -> None:
-    """When shapes, dtypes or the number differ, every rank gets an error that names the first difference."""
+    """If shapes, dtypes or the number differ, every rank gets an error that names the first difference."""
     seen: list[str] = []
 
     def program(comm: Collectives) -> None:

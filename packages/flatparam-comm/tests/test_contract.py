@@ -1,4 +1,4 @@
-"""What every engine promises, tested on every engine (see conftest.py). Each contract runs on all ranks."""
+"""The contract of engines, tested on every engine (see conftest.py). Each test runs on all ranks."""
 
 from __future__ import annotations
 
@@ -301,10 +301,11 @@ def _agreement(comm: Collectives, device: str) -> None:
     everyone = comm.exchange(gathered.tolist())
     assert all(each == everyone[0] for each in everyone)
     assert torch.allclose(gathered, reduced)
-    if comm.size <= 2:  # a sum of two has one order
+    # A sum of two has one order.
+    if comm.size <= 2:
         assert torch.equal(gathered, reduced)
 
 
 def test_gather_of_scattered_sums_is_the_all_reduce(world: Any) -> None:
-    """reduce_scatter then all_gather gives all ranks the same bits: those of all_reduce where order cannot matter."""
+    """reduce_scatter then all_gather gives all ranks the same bits: those of all_reduce if the order cannot matter."""
     world.run(_agreement)

@@ -1,4 +1,4 @@
-"""What every engine refuses, in the same words (see conftest.py)."""
+"""The calls that every engine refuses, with the same message (see conftest.py)."""
 
 from __future__ import annotations
 

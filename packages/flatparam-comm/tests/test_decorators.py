@@ -237,7 +237,7 @@ def test_a_delay_is_spent_before_the_call() -> None:
 
 
 def test_faults_are_checked_when_they_are_made() -> None:
-    """A negative delay, a negative number or an action that is none is refused where it is written."""
+    """A negative delay, a negative number or an unknown action is refused when the fault is made."""
     with pytest.raises(ValueError, match=">= 0"):
         Delay(-1.0)
     with pytest.raises(ValueError, match=">= 0"):

@@ -74,7 +74,8 @@ def _several(comm: Any) -> None:
     pending.append(comm.all_gather(gathered, torch.tensor([float(comm.rank)])))
     for number in (4, 0, 5, 2, 3, 1) if comm.rank else (1, 5, 3, 4, 2, 0):
         pending[number].wait()
-        pending[number].wait()  # a second time is nothing
+        # A second wait does nothing.
+        pending[number].wait()
         assert pending[number].done()
     for number, output in enumerate(outputs):
         assert torch.equal(output, in_rank_order(comm.rank, comm.size, torch.float32, number)), number

@@ -1,4 +1,4 @@
-"""What only CUDA can show: streams. The values are tested by the contract, which runs on CUDA, too."""
+"""The order of streams, which only CUDA can show. The values are tested by the contract, which runs on CUDA, too."""
 
 from __future__ import annotations
 

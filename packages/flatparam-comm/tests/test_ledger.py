@@ -37,7 +37,7 @@ def test_broadcast_delivers_to_everyone_else(size: int, nbytes: int, root: int) 
 
 @given(size=st.integers(1, 64), nbytes=st.integers(0, 1000))
 def test_a_fraction_of_a_byte_is_rounded_up(size: int, nbytes: int) -> None:
-    """What n does not divide is at most one byte more than the exact amount."""
+    """If n does not divide the bytes, the result is at most one byte more than the exact amount."""
     assert 0 <= sent_nbytes("all_reduce", nbytes, rank=0, size=size) - 2 * nbytes * (size - 1) / size < 1
 
 
@@ -102,7 +102,7 @@ def test_a_ledger_keeps_nothing_unless_told_to() -> None:
 
 
 def test_a_refused_call_is_not_entered() -> None:
-    """What the engine refuses moves no bytes."""
+    """A call that the engine refuses moves no bytes."""
 
     def refused(comm: Collectives) -> int:
         ledger = ByteLedger()

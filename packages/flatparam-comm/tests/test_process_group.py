@@ -67,7 +67,7 @@ class _Recorder:
 def test_the_names_of_each_torch_version(
     monkeypatch: Any, names: tuple[str, ...], expected: list[str]
 ) -> None:
-    """The new names are used where torch has them, and the old ones where it has not."""
+    """The new names are used if torch has them, and otherwise the old ones."""
     recorder = _Recorder(*names)
     monkeypatch.setattr(c10d_names, "dist", recorder)
     group: Any = None
@@ -77,7 +77,7 @@ def test_the_names_of_each_torch_version(
 
 
 def test_a_torch_without_any_of_the_names_is_named(monkeypatch: Any) -> None:
-    """When torch has none of the names, the error lists them, torch's version and what to do."""
+    """If torch has none of the names, the error lists them, torch's version and what to do."""
     monkeypatch.setattr(c10d_names, "dist", _Recorder())
     group: Any = None
     with pytest.raises(
@@ -128,12 +128,14 @@ def test_only_members_of_a_group_can_use_it() -> None:
 
 
 def _absent_peer(comm: ProcessGroupCollectives) -> Any:
-    comm.barrier()  # all are here before a time is short
+    # All ranks have arrived before a limit is short.
+    comm.barrier()
     brief = ProcessGroupCollectives(dist.new_group(timeout=timedelta(seconds=BRIEFLY)))
     pair = brief.subgroup([0, 1])
     assert pair is not None
     if comm.rank == 1:
-        comm.barrier()  # rank 0 has given up
+        # Rank 0 has given up.
+        comm.barrier()
         return None
     pending = pair.all_reduce(torch.zeros(1), label="gradient norm")
     assert not pending.done()
@@ -152,7 +154,8 @@ def _absent_peer(comm: ProcessGroupCollectives) -> Any:
 def test_a_backends_error_names_rank_call_and_label() -> None:
     """A collective that a peer never joins is a CollectiveError on each wait; a subgroup has its parent's timeout."""
     rank, op, label, text = run_processes(2, _absent_peer)[0]
-    assert f"{BRIEFLY}000ms" in text  # the parent's, not the half hour that torch gives a new group
+    # The limit is the parent's, not the half hour that torch gives a new group.
+    assert f"{BRIEFLY}000ms" in text
     assert (rank, op, label) == (0, "all_reduce", "gradient norm")
     assert text.startswith("rank 0: all_reduce 'gradient norm': the process group failed with ")
     assert "did not make this call" in text

@@ -115,22 +115,21 @@ def _hang(comm: Collectives) -> None:
 
 
 def test_a_timeout_shows_where_each_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When time is up, every process is killed and the error has the stack of each rank that was not done."""
+    """After the timeout every process is killed and the error has the stack of each rank that was not done."""
     for limit in longer_and_longer(1):
         monkeypatch.setattr(processes, "_STACKS_SECONDS", limit / 4)
         with pytest.raises(WorldTimeout, match=f"run_processes: not done after {limit} s") as raised:
             run_processes(2, _hang, timeout=limit)
         _assert_nothing_left()
-        if "in barrier" in str(raised.value) and "in _hang" in str(
-            raised.value
-        ):  # so far they had come by then
+        # The ranks had got this far by then.
+        if "in barrier" in str(raised.value) and "in _hang" in str(raised.value):
             break
     assert re.search("rank 0 is still running:.*in barrier", str(raised.value), re.DOTALL)
     assert re.search("rank 1 is still running:.*in _hang", str(raised.value), re.DOTALL)
 
 
 def test_a_collective_that_times_out_shows_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a rank's collective times out because another hangs, the error has the stack of the one that hangs."""
+    """If a rank's collective times out because another hangs, the error has the stack of the one that hangs."""
     for limit in longer_and_longer(0.5):
         monkeypatch.setattr(processes, "_STACKS_SECONDS", limit / 2)
         monkeypatch.setattr(processes, "_GRACE_SECONDS", limit)

@@ -12,7 +12,7 @@ from flatparam_comm import CollectiveError, RanksOnly, SingleCollectives, resolv
 
 
 class Ranks:
-    """What tests of wrapping pass as a process group."""
+    """The stand-in that tests of wrapping pass as a process group."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

@@ -102,12 +102,15 @@ def test_a_rank_that_is_killed_while_it_connects_is_an_error(tmp_path: Path) -> 
 
 
 def _stays_away(comm: ProcessGroupCollectives) -> str:
-    comm.barrier()  # all are here before a time is short
+    # All ranks have arrived before a limit is short.
+    comm.barrier()
     shared = shared_memory(ProcessGroupCollectives(dist.new_group(timeout=timedelta(seconds=BRIEFLY))))
     if comm.rank == 1:
-        comm.barrier()  # rank 0 has given up
-        with pytest.raises(CollectiveError, match="rank 0 takes no part any more") as raised:
-            for _ in range(3):  # what rank 0 had posted before can still be finished
+        # Rank 0 has given up.
+        comm.barrier()
+        with pytest.raises(CollectiveError, match="rank 0 no longer takes part") as raised:
+            # The calls that rank 0 had posted before can still be finished.
+            for _ in range(3):
                 shared.all_reduce(torch.zeros(1)).wait()
         return str(raised.value)
     pending = shared.all_reduce(torch.zeros(1), label="gradient norm")
@@ -123,10 +126,10 @@ def _stays_away(comm: ProcessGroupCollectives) -> str:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    """After the process group's timeout the ranks that have not come are named; those that come later are told, too."""
+    """After the process group's timeout the missing ranks are named; those that arrive later are told, too."""
     away, late = run_processes(2, _stays_away)
     assert away.startswith(
-        f"rank 0: all_reduce 'gradient norm': ranks [1] have not come within {BRIEFLY} s; make every"
+        f"rank 0: all_reduce 'gradient norm': ranks [1] have not arrived within {BRIEFLY} s; make every"
     )
     assert late.startswith("rank 1: all_reduce: rank 0 takes no part")
 
@@ -169,7 +172,7 @@ def _mismatched(comm: ProcessGroupCollectives, kinds: tuple[str, str]) -> str:
     ids=str,
 )
 def test_calls_that_differ_are_both_named(kinds: tuple[str, str], texts: tuple[str, str]) -> None:
-    """When the ranks' calls differ, each rank has a MismatchError that says what both have called."""
+    """If the ranks diverge, each rank has a MismatchError that says what both have called."""
     for told in run_processes(2, _mismatched, kinds):
         assert f"rank 0 called {texts[0]}; rank 1 called {texts[1]}; make every rank" in told
 
@@ -178,7 +181,8 @@ def _freed(comm: ProcessGroupCollectives) -> str:
     shared = shared_memory(comm)
     output = torch.zeros(8)
     if comm.rank == 1:
-        comm.barrier()  # rank 0 has freed its output
+        # Rank 0 has freed its output.
+        comm.barrier()
         shared.all_gather(output, torch.zeros(4)).wait()
         return ""
     pending = shared.all_gather(output, torch.zeros(4), label="freed")

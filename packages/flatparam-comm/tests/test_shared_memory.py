@@ -30,7 +30,7 @@ from flatparam_comm import (
     shared_memory,
     takes_parts,
 )
-from flatparam_comm.shared_memory.moves import OPS, Call
+from flatparam_comm.shared_memory.moves import OPS, PostedCall
 from flatparam_comm.shared_memory.segment import SLOTS
 from flatparam_comm.testing import run_processes, run_threads
 
@@ -148,7 +148,7 @@ def _recorded(comm: Collectives) -> tuple[bool, list[tuple[str, int, int]], Tens
 
 @processes
 def test_parts_are_entered_in_a_ledger() -> None:
-    """As the tensor that was never made; over an engine that takes none, the recording one does not either."""
+    """Parts count as the flat tensor; over an engine that takes no parts, the recording one takes none either."""
     for rank, (plain, found, output) in enumerate(run_processes(2, _recorded)):
         assert not plain
         assert found == [("reduce_scatter", 24, 12)]
@@ -167,13 +167,14 @@ def _refused(comm: Collectives) -> list[str]:
         with pytest.raises(ValueError, match="expected") as caught:
             shared.reduce_scatter_parts(output, Torn(full), label="L")
         said.append(str(caught.value))
-    shared.barrier()  # nothing has begun
+    # No collective is under way.
+    shared.barrier()
     return said
 
 
 @processes
 def test_parts_that_cannot_be_reduced_are_refused() -> None:
-    """Before anything is sent: too many elements, another dtype, one that has no sum, another shape."""
+    """Too many elements, a different dtype, one without a sum and a different shape are refused before sending."""
     for rank, said in enumerate(run_processes(2, _refused)):
         begin = f"rank {rank} of 2: reduce_scatter 'L': expected "
         expected = "parts of 6 x float32 on cpu for an output of 3 elements on cpu, found parts of "
@@ -199,7 +200,8 @@ def _runs_ahead(comm: ProcessGroupCollectives) -> list[float]:
     tensors = [torch.tensor([float(comm.rank + index)]) for index in range(5 * SLOTS)]
     pendings = [shared.all_reduce(tensor) for tensor in tensors]
     first = pendings[0]
-    assert first.done()  # its slot was needed, so it is over
+    # Its slot was needed, so the first is over.
+    assert first.done()
     order = pendings if comm.rank else pendings[::-1]
     for pending in order:
         pending.wait()
@@ -219,7 +221,8 @@ def _crossed(comm: ProcessGroupCollectives) -> float:
     crossing = torch.ones(1)
     held = [one.all_reduce(torch.ones(1)) for _ in range(SLOTS)]
     if comm.rank == 0:
-        held.append(one.all_reduce(value))  # needs the slot of the first one, which rank 1 has not waited for
+        # This call needs the slot of the first one, which rank 1 has not waited for.
+        held.append(one.all_reduce(value))
         other.all_reduce(crossing).wait()
     else:
         other.all_reduce(crossing).wait()
@@ -231,14 +234,15 @@ def _crossed(comm: ProcessGroupCollectives) -> float:
 
 @processes
 def test_groups_go_on_while_one_of_them_waits() -> None:
-    """Two groups may be used in another order on each rank: whoever waits for one ends what is ready in the other."""
+    """Ranks may use two groups in different orders: a rank that waits for one finishes what is ready in the other."""
     assert run_processes(2, _crossed) == [4.0, 4.0]
 
 
 def _dropped(comm: ProcessGroupCollectives) -> float:
     shared = shared_memory(comm)
     for _ in range(3 * SLOTS):
-        shared.all_gather(torch.zeros(200), torch.ones(100))  # nobody waits
+        # No rank waits for it.
+        shared.all_gather(torch.zeros(200), torch.ones(100))
     value = torch.ones(1)
     shared.all_reduce(value).wait()
     return value.item()
@@ -265,7 +269,7 @@ def _infers(comm: ProcessGroupCollectives) -> list[list[float]]:
 
 @processes
 def test_inference_mode_may_begin_and_end_between() -> None:
-    """What is started in inference mode may be waited for outside, and the same sizes serve training after it."""
+    """A collective that is issued in inference mode may be waited for outside; training may reuse its sizes."""
     assert run_processes(2, _infers) == [[[1.0, 2.0]] * (2 * SLOTS)] * 2
 
 
@@ -275,7 +279,7 @@ def _closes_early(comm: ProcessGroupCollectives) -> str:
     if comm.rank == 1:
         shared.close()
         return ""
-    with pytest.raises(CollectiveError, match="rank 1 takes no part any more") as raised:
+    with pytest.raises(CollectiveError, match="rank 1 no longer takes part") as raised:
         for _ in range(2):
             shared.barrier(label="end")
     return raised.value.label
@@ -283,7 +287,7 @@ def _closes_early(comm: ProcessGroupCollectives) -> str:
 
 @processes
 def test_a_rank_that_has_closed_is_missed_at_once() -> None:
-    """Who waits for a rank that has closed its memory is told so, without waiting for the timeout."""
+    """A rank that waits for one that has closed its memory is told so, without waiting for the timeout."""
     assert run_processes(2, _closes_early) == ["end", ""]
 
 
@@ -295,9 +299,11 @@ def _held(comm: ProcessGroupCollectives) -> None:
     def both_slots(call: Callable[[], Pending]) -> None:
         for _ in range(SLOTS):
             call().wait()
-        shared.barrier()  # everyone has written
+        # All ranks have written.
+        shared.barrier()
         for _ in range(SLOTS - 1):
-            shared.barrier()  # the same calls in each slot again
+            # Each slot gets the same calls again.
+            shared.barrier()
 
     def check(slot_nbytes: int) -> None:
         expected = PAGE + SLOTS * -(-slot_nbytes // PAGE) * PAGE
@@ -352,7 +358,8 @@ def _descriptors() -> list[str]:
         try:
             held.append(os.readlink(f"/proc/self/fd/{name}"))
         except FileNotFoundError:
-            continue  # that of the listing itself
+            # The descriptor was that of the listing itself.
+            continue
     return sorted(name for name in held if "memfd:flatparam" in name or "pidfd" in name)
 
 
@@ -361,9 +368,8 @@ def _closes(comm: ProcessGroupCollectives) -> None:
     for _ in range(SLOTS):
         shared.all_reduce(torch.zeros(100_000)).wait()
     assert not [name for name in os.listdir("/dev/shm") if "flatparam" in name]
-    assert len(_descriptors()) == 3 + SLOTS, (
-        _descriptors()
-    )  # the segment, its words, its slots, the other process
+    # The descriptors are those of the segment, its words, its slots and the other process.
+    assert len(_descriptors()) == 3 + SLOTS, _descriptors()
     comm.barrier()
     shared.close()
     shared.close()
@@ -430,7 +436,7 @@ def test_calls_have_codes(op: str) -> None:
     """A call is told by a number of 63 bits, and is the same when it is read again."""
     for dtype in (torch.float32, torch.complex128, torch.float8_e5m2):
         for numel, detail in ((0, 0), ((1 << 40) - 1, 2)):
-            call = Call(op, dtype, numel, detail)
+            call = PostedCall(op, dtype, numel, detail)
             assert 0 <= call.code < 1 << 63
-            assert Call.of(call.code) == call
+            assert PostedCall.of(call.code) == call
             assert str(call).startswith(op)

@@ -1,4 +1,4 @@
-"""Who shares memory: names, pairs, meshes, hosts; and what says that it cannot be."""
+"""The groups that share memory: names, pairs, meshes, hosts; and the errors of those that cannot."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _one_cannot(comm: ProcessGroupCollectives) -> str:
 
 @processes
 def test_every_rank_says_the_same_when_one_cannot() -> None:
-    """Where one rank's system lacks what is needed, all ranks have the same error, which names that rank."""
+    """If one rank's system lacks what is needed, all ranks have the same error, which names that rank."""
     first, second = run_processes(2, _one_cannot)
     assert first == second
     assert "rank 1: shared memory needs Linux (memfd_create, pidfd_open)" in first
@@ -130,7 +130,7 @@ def _cannot_open(comm: ProcessGroupCollectives) -> str:
 
 @processes
 def test_memory_that_cannot_be_opened_is_told_by_all() -> None:
-    """Where one rank may not open the others' memory, all ranks go without it and name that rank."""
+    """If one rank may not open the others' memory, all ranks go without it and name that rank."""
     first, second = run_processes(2, _cannot_open)
     assert first == second
     assert "rank 1: its peers' memory" in first

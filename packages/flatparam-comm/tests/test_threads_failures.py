@@ -36,7 +36,8 @@ def _raised(size: int, program: Program, **options: Any) -> tuple[RankError, lis
             raise
 
     with pytest.raises(RankError) as raised:
-        run_threads(size, watched, timeout=None, **options)  # an error must not wait for a timeout
+        # An error must not wait for a timeout.
+        run_threads(size, watched, timeout=None, **options)
     return raised.value, seen
 
 
@@ -77,7 +78,7 @@ def _post(kind: str, comm: Collectives) -> None:
     ],
 )
 def test_calls_that_differ_are_an_error_on_every_rank(one: str, other: str, words: list[str]) -> None:
-    """When ranks' n-th calls differ in op, numel, dtype, reduction or root, every rank is told what each called."""
+    """If ranks' n-th calls differ in op, numel, dtype, reduction or root, every rank is told what each called."""
     error, seen = _raised(3, lambda comm: _post(other if comm.rank == 1 else one, comm))
     assert isinstance(error.__cause__, MismatchError)
     for rank, mine in enumerate(seen):
@@ -92,7 +93,7 @@ def test_calls_that_differ_are_an_error_on_every_rank(one: str, other: str, word
 
 
 def test_labels_need_not_agree() -> None:
-    """Labels are the caller's own business: ranks with other labels meet."""
+    """Labels are the caller's own: ranks with different labels meet."""
     assert run_threads(2, lambda comm: comm.exchange(comm.rank, label=f"rank {comm.rank}")) == [[0, 1]] * 2
 
 
@@ -108,7 +109,7 @@ def test_a_difference_is_found_though_a_rank_never_comes() -> None:
 
 
 def test_a_circle_of_waits_is_an_error_at_once() -> None:
-    """When every rank waits for another, every rank gets an error that names what each of them waits for."""
+    """If every rank waits for another, every rank gets an error that names what each of them waits for."""
 
     def circle(comm: Collectives) -> None:
         pair = comm.subgroup([0, 1])
@@ -177,7 +178,7 @@ def test_the_others_are_woken_with_a_peer_error() -> None:
 
 
 def test_of_several_culprits_the_lowest_is_named() -> None:
-    """When ranks fail by themselves, the lowest is reported; ranks that fail because of it are not culprits."""
+    """If ranks fail by themselves, the lowest is reported; ranks that fail because of it are not culprits."""
 
     def program(comm: Collectives) -> None:
         if comm.rank in (1, 2):

@@ -34,11 +34,15 @@ def test_ranks_run_one_at_a_time_in_cyclic_order() -> None:
     log: Log = []
     run_threads(3, _gossip, log)
     assert log == [
-        *("0 starts", "0 posted"),  # 0 waits for 1 and 2
-        *("1 starts", "1 posted"),  # 1 waits for 2
-        *("2 starts", "2 posted", "2 has it"),  # 2 waits in the barrier
+        # 0 waits for 1 and 2.
+        *("0 starts", "0 posted"),
+        # 1 waits for 2.
+        *("1 starts", "1 posted"),
+        # 2 waits in the barrier.
+        *("2 starts", "2 posted", "2 has it"),
         "0 has it",
-        *("1 has it", "1 ends"),  # 1 was the last to come to the barrier
+        # 1 was the last to arrive at the barrier.
+        *("1 has it", "1 ends"),
         "2 ends",
         "0 ends",
     ]
@@ -77,7 +81,8 @@ def test_one_thread_runs_at_a_time() -> None:
         for _ in range(5):
             assert not inside
             inside.add(comm.rank)
-            threading.Event().wait(0.002)  # lets go of the interpreter lock
+            # This releases the interpreter lock.
+            threading.Event().wait(0.002)
             inside.discard(comm.rank)
             comm.barrier()
 
@@ -97,7 +102,8 @@ def test_sums_are_made_in_rank_order_in_the_own_dtype(dtype: torch.dtype) -> Non
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator).to(dtype) for _ in range(4)]
     forward, backward = _sum_of(values), _sum_of(values[::-1])
-    assert not torch.equal(forward, backward)  # or the test could not tell
+    # Otherwise the test could not tell the orders apart.
+    assert not torch.equal(forward, backward)
 
     def reduce(comm: Collectives) -> torch.Tensor:
         tensor = values[comm.rank].clone()

@@ -15,7 +15,7 @@ from flatparam_comm.testing import PATIENCE, Fault, Kill, Raise, longer_and_long
 
 
 def test_a_timeout_says_where_everybody_is() -> None:
-    """When time is up, the error says who waits for what and where the others run; the world is stopped."""
+    """After the timeout the error says who waits for what and where the others run; the world is stopped."""
 
     def stuck_in_a_computation(comm: Collectives, release: threading.Event) -> None:
         if comm.rank == 1:
@@ -28,7 +28,8 @@ def test_a_timeout_says_where_everybody_is() -> None:
             run_threads(2, stuck_in_a_computation, release, timeout=limit)
         release.set()
         _assert_threads_end()
-        if "rank 1 is running" in str(raised.value):  # so far it had come by then
+        # Rank 1 had got this far by then.
+        if "rank 1 is running" in str(raised.value):
             break
     assert "rank 0 waits for barrier 'end'" in str(raised.value)
     assert "rank 1 is running" in str(raised.value)
@@ -44,7 +45,7 @@ def test_an_interrupt_stops_the_world() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
             comm.barrier()
 
-    # Whoever was started in the background by a shell ignores the signal.
+    # A process that a shell started in the background ignores the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -64,7 +64,7 @@ def test_data_parallel_size_is_the_product() -> None:
     "given", ["world", 3, [SingleCollectives()], object()], ids=lambda given: type(given).__name__
 )
 def test_anything_else_is_a_type_error(given: Any) -> None:
-    """What is none of these is a TypeError that lists what can be passed and names the type found."""
+    """Any other argument is a TypeError that lists what can be passed and names the type found."""
     with pytest.raises(TypeError, match=f"DeviceMesh, found {type(given).__name__}"):
         resolve_topology(given)
 

@@ -1,4 +1,4 @@
-"""Making every rank's tensors those of one rank, a bucket at a time."""
+"""The broadcast of one rank's tensors to all ranks, in buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["broadcast_tensors"]
 BUCKET_NBYTES: Final = Threshold(
     "comm.broadcast_bucket_nbytes",
     250 * 2**20,
-    "Tensors that one rank sends to all travel together up to here; a larger one by itself, without a copy.",
+    "Tensors that one rank broadcasts travel together up to this size; a larger tensor travels alone, without a copy.",
 )
 #: Each tensor begins at a multiple of this many bytes in its bucket, so that it can be viewed in any dtype.
 _ALIGNMENT = 16
@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 
 @attrs.define(eq=False)
 class _Bucket:
-    """Tensors of one device that travel together, and at which byte of the buffer each begins."""
+    """Tensors of one device that travel together, and the byte of the buffer at which each begins."""
 
     tensors: list[Tensor] = attrs.field(factory=list)
     starts: list[int] = attrs.field(factory=list)
@@ -51,12 +51,13 @@ def broadcast_tensors(
     bucket_nbytes: int | None = None,
     label: str = "broadcast_tensors",
 ) -> None:
-    """Overwrite `tensors` by those of rank `root`; blocks (on CUDA: orders the current stream) until it is done.
+    """Overwrite `tensors` by those of rank `root`; block (on CUDA: order the current stream) until they are there.
 
-    Any dtypes, shapes, strides and devices; all but the strides must be the same on every rank, in the same order
-    (checked before anything is sent; `MismatchError` on every rank if not). They travel as bytes, in buckets of up to
-    `bucket_nbytes`, one after another, so the extra memory is one bucket. A tensor that alone fills a bucket travels
-    without one (and without extra memory if it is contiguous). Raises ValueError for a `bucket_nbytes` below 1.
+    The tensors may have any dtypes, shapes, strides and devices; all but the strides must be the same on every rank, in
+    the same order (checked before anything is sent; `MismatchError` on every rank if not). Tensors travel as bytes, in
+    buckets of up to `bucket_nbytes`, one bucket at a time, so the extra memory is one bucket. A tensor that fills a
+    bucket alone travels without one (and without extra memory if it is contiguous). Raises ValueError for a
+    `bucket_nbytes` below 1.
     """
     if bucket_nbytes is None:
         bucket_nbytes = BUCKET_NBYTES.value
@@ -67,14 +68,14 @@ def broadcast_tensors(
     for bucket in _buckets([tensor for tensor in plain if tensor.numel()], bucket_nbytes):
         tensor = bucket.tensors[0]
         if len(bucket.tensors) == 1 and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            # As bytes, like a bucket: on another rank this very tensor may need one, for its strides.
+            # The tensor travels as bytes, like a bucket: on another rank its strides may require a bucket.
             collectives.broadcast(tensor.view(-1).view(torch.uint8), root=root, label=label).wait()
         else:
             _broadcast_bucket(collectives, bucket, root, label)
 
 
 def _broadcast_bucket(collectives: Collectives, bucket: _Bucket, root: int, label: str) -> None:
-    """Pack on the root, send, unpack elsewhere."""
+    """Pack the bucket on the root, send it, and unpack it on the other ranks."""
     buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=bucket.tensors[0].device)
     is_root = collectives.rank == root
     views = [
@@ -92,7 +93,7 @@ def _broadcast_bucket(collectives: Collectives, bucket: _Bucket, root: int, labe
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_nbytes: int) -> Iterator[_Bucket]:
-    """The tensors, in their order, in buckets of one device each that are not larger than asked for."""
+    """Yield the tensors in order, in buckets of one device each; only one larger tensor may exceed `bucket_nbytes`."""
     filling: dict[torch.device, _Bucket] = {}
     for tensor in tensors:
         bucket = filling.setdefault(tensor.device, _Bucket())
@@ -106,7 +107,7 @@ def _buckets(tensors: Sequence[Tensor], bucket_nbytes: int) -> Iterator[_Bucket]
 def _compare(collectives: Collectives, tensors: Sequence[Tensor], label: str) -> None:
     """Raise MismatchError on every rank unless all ranks have tensors of the same dtypes and shapes.
 
-    Only a digest is exchanged as long as all is well.
+    If the ranks agree, only a digest is exchanged.
     """
     mine = [
         (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)

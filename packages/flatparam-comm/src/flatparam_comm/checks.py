@@ -1,4 +1,4 @@
-"""What every engine demands of its arguments, in one place: all refuse the same calls in the same words.
+"""The checks of arguments that all engines share, so that they refuse the same calls with the same messages.
 
 A call that gloo would refuse must fail on threads too, or tests on threads would prove nothing.
 """
@@ -27,8 +27,8 @@ __all__ = [
     "check_subgroup",
 ]
 
-#: The dtypes that may be reduced: those that gloo and NCCL both add with the same meaning. (bool is left out because
-#: gloo and NCCL make a SUM of it an OR; fp8 and int16 because neither or only one of them can.)
+#: The dtypes that can be reduced: gloo and NCCL both add them, with the same meaning. (bool is left out because gloo
+#: and NCCL turn its SUM into an OR; fp8 and int16 because at most one of the two can add them.)
 REDUCIBLE: Final[frozenset[torch.dtype]] = frozenset(
     {
         torch.float16,
@@ -50,7 +50,7 @@ _ORDERED: Final = frozenset(dtype for dtype in REDUCIBLE if not dtype.is_complex
 
 @attrs.frozen
 class Site:
-    """Where a check is made, for its message: which rank of how many, which collective, the caller's label."""
+    """The place of a check, for its message: the rank, the size of the group, the collective, the caller's label."""
 
     rank: int
     size: int
@@ -58,7 +58,7 @@ class Site:
     label: str
 
     def refuse(self, expected: str, found: str, advice: str = "") -> ValueError:
-        """The error to raise here: what was expected, what was found, what to do."""
+        """The error to raise here; it says what was expected, what was found and what to do."""
         where = f"rank {self.rank} of {self.size}: {describe_call(self.op, self.label)}"
         return ValueError(f"{where}: expected {expected}, found {found}" + (f"; {advice}" if advice else ""))
 
@@ -87,7 +87,7 @@ def check_reduce_scatter(site: Site, output: Tensor, full: Tensor, op: ReduceOp)
 
 
 def check_reduce_scatter_parts(site: Site, output: Tensor, full: Parts) -> None:
-    """Raise ValueError unless `full`, which was never made, can be reduced over the ranks and scattered to `output`."""
+    """Raise ValueError unless `full`, which lies in parts, can be reduced over the ranks and scattered to `output`."""
     _check_flat(site, "output", output)
     found = (full.dtype, full.device.type, full.numel())
     expected = (output.dtype, "cpu", site.size * output.numel())
@@ -104,7 +104,7 @@ def _told(dtype: torch.dtype, device: str, numel: int) -> str:
 
 
 def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
-    """Whether they are as every check below wants them; a quick answer for what is nearly always so."""
+    """Whether the tensors pass every check below and share no memory; a fast path for the usual case."""
     return (
         whole.dtype == part.dtype
         and whole.dtype in _ORDERED
@@ -139,7 +139,7 @@ def check_broadcast(site: Site, tensor: Tensor, root: int) -> None:
 
 
 def check_subgroup(site: Site, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ranks as a tuple; ValueError unless they are some of this group's, in increasing order."""
+    """The ranks as a tuple. Raises ValueError unless they are ranks of this group, in increasing order."""
     chosen = tuple(ranks)
     increasing = all(low < high for low, high in itertools.pairwise(chosen))
     if not chosen or not increasing or chosen[0] < 0 or chosen[-1] >= site.size:
@@ -202,7 +202,7 @@ def _check_numel(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Tens
 
 
 def _check_overlap(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
-    """Two tensors may share memory only where every engine can work in place: the part is the rank's own slice."""
+    """Raise ValueError if two tensors overlap, unless engines can work in place: the part is the rank's own slice."""
     (whole_name, whole_tensor), (part_name, part_tensor) = whole, part
     nbytes = part_tensor.numel() * part_tensor.element_size()
     start, part_start = whole_tensor.data_ptr(), part_tensor.data_ptr()

@@ -1,8 +1,8 @@
-"""The seam of this package: what a group of ranks can do together.
+"""The seam of this package: the protocol of a group of ranks.
 
-Everything above talks to `Collectives` and `Pending` only. Engines (process groups, a world of threads, a world of
-one) and decorators (recording, silent, hooked, compressed, faulty) are interchangeable behind them, and one contract
-test-suite runs over all of them.
+Higher layers use `Collectives` and `Pending` only. Engines (process groups, a world of threads, a world of one) and
+decorators (recording, silent, hooked, compressed, faulty) are interchangeable behind these protocols, and one contract
+test suite runs over all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Parts", "Pending", "ReduceOp", "TakesParts", "takes_p
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one. A mean is not among them: who wants it divides (before or after)."""
+    """The reduction of several ranks' values to one. There is no mean: divide before or after a SUM."""
 
     SUM = "sum"
     MAX = "max"
@@ -29,15 +29,15 @@ class ReduceOp(enum.Enum):
 class Pending(Protocol):
     """Wait on this before you read the output or write to the input of the collective that returned it.
 
-    It owns the tensors that must stay alive until the collective is done, so dropping the arguments is fine; dropping
-    the pending itself without waiting leaves the output undefined.
+    It owns the tensors that must stay alive until the collective is done, so the caller may drop the arguments. If the
+    caller drops the pending itself without waiting, the output is undefined.
     """
 
     def wait(self) -> None:
-        """Make the output readable from here on; calling it again costs nothing.
+        """Make the output readable from here on; a second call costs nothing.
 
         CPU tensors: blocks until the bytes are there. CUDA tensors: orders the *current stream* after the collective
-        and does not block the host. Raises the collective's error (`CollectiveError`), again at each call.
+        and does not block the host. Raises the collective's error (`CollectiveError`), at each call.
         """
         ...
 
@@ -53,7 +53,7 @@ class Collectives(Protocol):
     Every rank of the group makes the same calls in the same order. Data-plane calls (`all_gather`, `reduce_scatter`,
     `all_reduce`, `broadcast`) are asynchronous and return a `Pending`; control-plane calls (`exchange`, `barrier`,
     `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault plans and is
-    not compared between ranks. Arguments that cannot work raise `ValueError` at once, with one text in every engine.
+    not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every engine.
     """
 
     @property
@@ -63,14 +63,14 @@ class Collectives(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         ...
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """Fill `output` with every rank's `shard`, in rank order.
 
-        Both 1-D, contiguous, of one dtype (any) and one device; `output.numel() == size * shard.numel()`. `shard` may
-        be exactly this rank's slice of `output`; any other overlap is refused.
+        Both are 1-D, contiguous, of one dtype (any) and on one device; `output.numel() == size * shard.numel()`.
+        `shard` may be exactly this rank's slice of `output`; any other overlap is refused.
         """
         ...
 
@@ -79,7 +79,7 @@ class Collectives(Protocol):
     ) -> Pending:
         """Fill `output` with this rank's slice of the reduction of every rank's `full`.
 
-        Both 1-D, contiguous, of one dtype (see `checks.REDUCIBLE`) and one device; `full.numel() == size *
+        Both are 1-D, contiguous, of one dtype (see `checks.REDUCIBLE`) and on one device; `full.numel() == size *
         output.numel()`. `output` may be exactly this rank's slice of `full`; any other overlap is refused. `full` is
         left as it is, except for that slice.
         """
@@ -94,7 +94,7 @@ class Collectives(Protocol):
         ...
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """Every rank's picklable `value`, in rank order. For small facts: it blocks, and pickles."""
+        """Every rank's picklable `value`, in rank order. Use it for small facts: it blocks and pickles."""
         ...
 
     def barrier(self, *, label: str = "") -> None:
@@ -102,28 +102,28 @@ class Collectives(Protocol):
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
-        """A group of only these ranks (numbers within this group, increasing), or None where this rank is not one.
+        """A group of only these ranks (numbers within this group, increasing), or None if this rank is not one of them.
 
-        Every rank of this group calls it, with the same `ranks`.
+        Every rank of this group calls `subgroup`, with the same `ranks`.
         """
         ...
 
 
 class Parts(Protocol):
-    """A flat tensor that was never made, 1-D; `flatparam_core.Unflattened` is one."""
+    """A 1-D flat tensor that lies in parts and has no buffer of its own; `flatparam_core.Unflattened` is one."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the flat tensor."""
+        """The dtype of the flat tensor."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where its parts are."""
+        """The device that the parts are on."""
         ...
 
     def numel(self) -> int:
-        """The elements of the flat tensor."""
+        """The number of elements of the flat tensor."""
         ...
 
     def fill(self, start: int, out: Tensor) -> None:
@@ -132,16 +132,17 @@ class Parts(Protocol):
 
 
 class TakesParts(Protocol):
-    """What some `Collectives` can do beside: take each element from where it is."""
+    """An extra method of some `Collectives`: a reduce-scatter that reads each element from where it is."""
 
     def reduce_scatter_parts(self, output: Tensor, full: Parts, *, label: str = "") -> Pending:
-        """`Collectives.reduce_scatter`, a sum, of a flat tensor of the CPU that was never made.
+        """`Collectives.reduce_scatter` of a flat CPU tensor that lies in parts; a sum.
 
-        Ranks may mix the two. The parts may be written to, and freed, when the call returns. `output` is new memory.
+        Some ranks may call this and others `reduce_scatter`. The caller may write to the parts, and free them, when the
+        call returns. `output` is new memory.
         """
         ...
 
 
 def takes_parts(collectives: Collectives) -> TypeGuard[TakesParts]:
-    """Whether `collectives` can reduce-scatter what lies in parts."""
+    """Whether `collectives` can reduce-scatter a tensor that lies in parts."""
     return hasattr(collectives, "reduce_scatter_parts")

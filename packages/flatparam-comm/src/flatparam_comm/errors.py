@@ -1,7 +1,6 @@
-"""What can go wrong between ranks.
+"""Errors between ranks.
 
-Mistakes in the arguments of one call are plain `ValueError`s; these classes are for what only several ranks together
-can get wrong.
+A mistake in the arguments of one call is a plain `ValueError`; these classes are for errors that involve several ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class CommError(RuntimeError):
 
 
 class CollectiveError(CommError):
-    """Catch this when a collective could not be completed on this rank.
+    """Catch this if a collective could not be completed on this rank.
 
     `rank` is the rank (within its group) that the error is about, `op` the collective's name, `label` the caller's own
-    name for it (`""` when none was given). An engine's own exception, where there is one, is `__cause__`.
+    name for it (`""` if none was given). The engine's own exception, if there is one, is `__cause__`.
     """
 
     def __init__(self, rank: int, op: str, label: str, message: str) -> None:
@@ -42,7 +41,7 @@ class CollectiveError(CommError):
 
 
 class MismatchError(CollectiveError):
-    """Catch this when the ranks' n-th calls differ in op, numel, dtype, reduction or root; raised on every rank."""
+    """Catch this if ranks diverge (n-th calls differ in op, numel, dtype, reduction or root); raised on every rank."""
 
 
 class DeadlockError(CollectiveError):
@@ -75,8 +74,8 @@ class PeerError(CollectiveError):
 class RankError(CommError):
     """Catch this when the function that a world of ranks ran has failed.
 
-    `rank` is the lowest rank that failed by itself, not because another one had. Its exception is `__cause__` when the
-    ranks were threads; `remote_traceback` is its text when they were processes.
+    `rank` is the lowest rank that failed by itself, not because another rank had. Its exception is `__cause__` if the
+    ranks were threads; `remote_traceback` is its text if they were processes.
     """
 
     def __init__(self, rank: int, message: str, remote_traceback: str = "") -> None:
@@ -91,7 +90,7 @@ class RankError(CommError):
 
 
 class RankDied(RankError):
-    """Catch this when a rank's process ended without a result; `signal` is the name of what killed it, or `""`."""
+    """Catch this when a rank's process ended without a result; `signal` names the signal that killed it, or is `""`."""
 
     def __init__(self, rank: int, message: str, exitcode: int, signal: str) -> None:
         """`exitcode` is the process's own: negative for a signal."""
@@ -106,7 +105,7 @@ class WorldTimeout(CommError, TimeoutError):
 
 
 def describe_call(op: str, label: str) -> str:
-    """The words by which every message of this package names a collective: `all_gather 'layers.0'`."""
+    """The name of a collective in every message of this package: `all_gather 'layers.0'`."""
     return f"{op} {label!r}" if label else op
 
 

@@ -1,4 +1,4 @@
-"""Points in the streams of an accelerator; the CPU has none, as everything has happened when a call returns."""
+"""Points in the streams of an accelerator; the CPU has none, as its work is done when a call returns."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def follow(point: torch.Event | None, tensor: Tensor) -> None:
 
 
 def keep(tensor: Tensor) -> None:
-    """Have the allocator keep the memory, which another stream was given, until the current stream has used it."""
+    """Make the allocator keep memory that belongs to a different stream until the current stream has used it."""
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))

@@ -1,4 +1,4 @@
-"""The two pending values that need no engine: one that is over, and one that has something left to do."""
+"""The two pendings that need no engine: one that is complete, and one with a step left to run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["COMPLETED", "CompletedPending", "ContinuedPending"]
 @final
 @attrs.frozen
 class CompletedPending:
-    """Return this from a collective that is over when the call returns. Waiting does nothing."""
+    """Return this from a collective that is complete when the call returns. Waiting does nothing."""
 
     def wait(self) -> None:
         """Do nothing."""
 
     def done(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
 
@@ -31,7 +31,7 @@ COMPLETED: Final = CompletedPending()
 @final
 @attrs.define(eq=False)
 class ContinuedPending:
-    """Return this when `then` must run once, after `inner` is over and before the output may be read.
+    """Return this if `then` must run once, after `inner` is complete and before the output may be read.
 
     `then` owns (closes over) whatever it needs; it is dropped as soon as it has run. It runs on the waiter's current
     stream, which `inner.wait()` has ordered after the collective.
@@ -41,7 +41,7 @@ class ContinuedPending:
     then: Callable[[], None] | None
 
     def wait(self) -> None:
-        """Wait for `inner`, then run `then` the first time. Raises what either of them raises."""
+        """Wait for `inner`, then run `then` the first time. Raises the error of either."""
         self.inner.wait()
         if self.then is not None:
             self.then()

@@ -1,4 +1,4 @@
-"""A group that only says how many ranks there are, and which this one is: enough to shard, not to train."""
+"""A group that only knows its size and this rank: enough to shard, not to train."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__ = ["HasRanks", "RanksOnly"]
 
 
 class HasRanks(Protocol):
-    """What a stand-in for a process group has, as tests of wrapping make them: torch's two methods."""
+    """The two methods of torch's process groups that a stand-in has, as tests of wrapping make them."""
 
     def rank(self) -> int:
         """This rank's number."""
         ...
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         ...
 
 
 @final
 @attrs.frozen
 class RanksOnly:
-    """Collectives over a stand-in: a module can be sharded over them, and whatever communicates raises an error.
+    """Collectives over a stand-in: a module can be sharded over them, and every call that communicates raises an error.
 
-    The ranks themselves are asked each time.
+    `rank` and `size` ask the stand-in each time.
     """
 
     group: HasRanks
 
     @property
     def rank(self) -> int:
-        """What the stand-in says."""
+        """The stand-in's rank."""
         return int(self.group.rank())
 
     @property
     def size(self) -> int:
-        """What the stand-in says."""
+        """The stand-in's size."""
         return int(self.group.size())
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:

@@ -1,4 +1,4 @@
-"""The topology that a user means by a process group, a mesh, a name or nothing; and one that was pickled."""
+"""Topologies from a process group, a mesh, a name, nothing or a pickle."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def resolve_topology(
     | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
     | None = None,
 ) -> Topology:
-    """The topology that a user means by what he passes as a process group or a mesh.
+    """The topology that a user's process group, mesh or name stands for.
 
     | given | shard | replicate |
     | --- | --- | --- |
-    | None | the world of threads this thread is a rank of, else torch's default group | - |
-    | `"shared_memory"` | that of None, through the memory that its ranks share: they are on one host | - |
-    | `"auto"` | the same where its ranks can share memory, else that of None | - |
-    | a process group, or `Collectives` | it | - |
+    | None | the world of threads that this thread is a rank of, else torch's default group | - |
+    | `"shared_memory"` | the group of None, through memory that its ranks share: they are on one host | - |
+    | `"auto"` | the same if its ranks can share memory, else the group of None | - |
+    | a process group, or `Collectives` | that group | - |
     | a pair of these | the first | the second |
-    | a pair of a name and one of these | by that name, the ranks of this host in that of None | the second |
+    | a pair of a name and one of these | by that name, the ranks of this host in the group of None | the second |
     | a `DeviceMesh` of one dimension | its group | - |
-    | a `DeviceMesh` of two | that of dimension 1 | that of dimension 0 |
-    | a stand-in with `rank()` and `size()` | it: enough to shard, not to communicate | - |
+    | a `DeviceMesh` of two | the group of dimension 1 | the group of dimension 0 |
+    | a stand-in with `rank()` and `size()` | the stand-in: enough to shard, not to communicate | - |
 
     `with_shared_memory` does for a topology, such as that of a mesh, what `"auto"` does for a group.
 
-    Raises ValueError where there is no group to be found, ranks that are to share memory cannot, or a mesh has another
-    number of dimensions, TypeError for anything else.
+    Raises ValueError if there is no group, if ranks that are to share memory cannot, or if a mesh has a different
+    number of dimensions; TypeError for anything else.
     """
     if where is None:
         return Topology(_default_collectives())
@@ -75,10 +75,10 @@ def resolve_topology(
 
 
 def with_shared_memory(topology: Topology) -> Topology:
-    """The same ranks, each group through shared memory where all of it is on one host, and as it was elsewhere.
+    """The same topology, with shared memory for each group that lies on one host.
 
-    So a shard group within a host is fast, and a replicate group across hosts goes on through its process group. Every
-    rank calls it. Groups of another engine, and decorated ones, stay as they are.
+    So a shard group within a host is fast, and a replicate group across hosts keeps its process group. Every rank calls
+    this function. Groups of a different engine and decorated groups stay as they are.
     """
     replicate = topology.replicate
     return attrs.evolve(
@@ -96,7 +96,7 @@ def _shared_if_possible(group: Collectives) -> Collectives:
 
 
 def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:
-    """The ranks that `find` finds, by the transport of this name."""
+    """The collectives that `find` returns, over the transport of this name."""
     if name == "shared_memory":
         return shared_memory(find())
     if name == "auto":
@@ -105,7 +105,7 @@ def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:
 
 
 def _on_this_host() -> Collectives:
-    """Those of the default group that are on this host."""
+    """The ranks of the default group that are on this host."""
     world = as_process_group(_default_collectives())
     found = _HOST_GROUPS.get(world.group)
     if found is None:
@@ -119,7 +119,7 @@ def _on_this_host() -> Collectives:
     return found
 
 
-#: The groups that `_on_this_host` has made, by the group that they are a part of.
+#: The groups that `_on_this_host` has made, by the group that contains them.
 _HOST_GROUPS: Final[weakref.WeakKeyDictionary[ProcessGroup, ProcessGroupCollectives]] = (
     weakref.WeakKeyDictionary()
 )
@@ -151,7 +151,7 @@ def _as_collectives(given: object) -> Collectives:
             "pass each rank the group that it is in"
         )
     if callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None)):
-        stand_in: HasRanks = given  # type: ignore[assignment]  # it has just been looked at
+        stand_in: HasRanks = given  # type: ignore[assignment]  # both methods were just checked
         return RanksOnly(stand_in) if stand_in.size() > 1 else SingleCollectives()
     raise _not_ranks(given)
 
@@ -167,7 +167,8 @@ def _not_ranks(given: object) -> TypeError:
 def _is_mesh(given: object) -> TypeGuard[DeviceMesh]:
     if not dist.is_available():
         return False
-    from torch.distributed.device_mesh import DeviceMesh  # it exists only where torch.distributed does
+    # This module exists only if torch.distributed does.
+    from torch.distributed.device_mesh import DeviceMesh
 
     return isinstance(given, DeviceMesh)
 
@@ -185,15 +186,15 @@ def _topology_of_mesh(mesh: DeviceMesh) -> Topology:
 
 
 def _same_again(shard: tuple[int, int], replicate: tuple[int, int] | None, shared: bool = False) -> Topology:
-    """In a world of the same size, a topology that was pickled; every rank calls it, with its own.
+    """A pickled topology, restored in a world of the same size; every rank passes its own values.
 
     Args:
-        shard: size of the group, and this rank's number in it.
-        replicate: the same; ranks of one shard group follow each other in the world.
+        shard: the size of the shard group, and this rank's number in it.
+        replicate: the same of the replicate group; the ranks of one shard group are consecutive in the world.
         shared: whether groups on one host go through shared memory.
 
     Raises:
-        ValueError: in another world, or on another rank.
+        ValueError: in a world of a different size, or on a different rank.
     """
     topology = _laid_out(shard, replicate)
     return with_shared_memory(topology) if shared else topology
@@ -224,11 +225,11 @@ def _laid_out(shard: tuple[int, int], replicate: tuple[int, int] | None) -> Topo
 
 
 def _reduced(topology: Topology) -> tuple[object, ...]:
-    """What a topology is pickled as: how many ranks there were, and which of them this one was."""
+    """The pickled form of a topology: how many ranks there were, and which of them this one was."""
     replicate = None if topology.replicate is None else (topology.replicate.size, topology.replicate.rank)
     groups = (topology.shard, topology.replicate)
     shared = any(isinstance(group, SharedMemoryCollectives) for group in groups)
     return _same_again, ((topology.shard.size, topology.shard.rank), replicate, shared)
 
 
-copyreg.pickle(Topology, _reduced)  # type: ignore[arg-type]  # it may name any function
+copyreg.pickle(Topology, _reduced)  # type: ignore[arg-type]  # a reduction may name any function

@@ -1,4 +1,4 @@
-"""The engine for a world of one: the same program, without ranks."""
+"""The engine for a world of one rank."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["SingleCollectives"]
 @final
 @attrs.frozen
 class SingleCollectives:
-    """Use this where there is only one rank; it needs no process group and works on every device.
+    """Use this if there is only one rank; it needs no process group and works on every device.
 
-    A gather and a reduction are copies, and nothing at all where input and output are the same memory. Everything is
-    over when the call returns (on CUDA: it is in the current stream).
+    A gather and a reduction copy the input to the output, and do nothing if both are the same memory. A collective is
+    complete when the call returns (on CUDA: it is in the current stream).
     """
 
     @property
     def rank(self) -> int:
-        """0."""
+        """Always 0."""
         return 0
 
     @property
     def size(self) -> int:
-        """1."""
+        """Always 1."""
         return 1
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
@@ -62,14 +62,14 @@ class SingleCollectives:
         return COMPLETED
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. The value makes the way through pickle, as it does between processes."""
+        """See `Collectives.exchange`. The value is pickled and unpickled, as between processes."""
         return [pickle.loads(pickle.dumps(value))]
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
 
     def subgroup(self, ranks: Sequence[int]) -> SingleCollectives | None:
-        """See `Collectives.subgroup`; the only group there is, is this one."""
+        """See `Collectives.subgroup`; this group is the only one."""
         checks.check_subgroup(_site("subgroup", ""), ranks)
         return self
 

@@ -1,11 +1,11 @@
-"""What tests of programs with several ranks need; it ships, so that yours can use it too.
+"""Tools for tests of programs with several ranks; they ship, so that your tests can use them too.
 
 `run_threads` (all ranks in this process, deterministic) and `run_processes` (real processes over gloo) take the same
 functions, so a test can be written once and run in both worlds.
 
-A machine that is busy must not make a test fail. So only what hangs runs into a limit: call `be_patient()` once, in a
-`conftest.py`, and let what needs a limit of its own take `PATIENCE`. `FLATPARAM_TEST_PATIENCE=4` makes all of it four
-times as long.
+A busy machine must not make a test fail, so only a test that hangs reaches a limit: call `be_patient()` once, in a
+`conftest.py`, and use `PATIENCE` for any limit of your own. `FLATPARAM_TEST_PATIENCE=4` makes all limits four times as
+long.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ __all__ = [
 _SCALE: Final = float(os.environ.get("FLATPARAM_TEST_PATIENCE", "1"))
 
 PATIENCE: Final = 600.0 * _SCALE
-"""Seconds for a world of ranks or a program: only a test that hangs waits so long."""
+"""Seconds for a world of ranks or a program: only a test that hangs waits that long."""
 
 BRIEFLY: Final = round(5 * _SCALE)
-"""Seconds for a collective that is meant to run out of time: enough for the ranks that are there already."""
+"""Seconds for a collective that is meant to time out: enough for the ranks that have already arrived."""
 
 
 def be_patient() -> None:
-    """Make `PATIENCE` the default time limit of `run_threads` and `run_processes`, and of a collective half of it.
+    """Set the default time limit of `run_threads` and `run_processes` to `PATIENCE`, and of collectives to half of it.
 
-    So a collective that hangs says so before its world does.
+    So a collective that hangs times out before its world does.
     """
     _set_defaults(run_threads, timeout=PATIENCE)
     _set_defaults(run_processes, timeout=PATIENCE, pg_timeout=PATIENCE / 2)
 
 
 def longer_and_longer(first: float) -> Iterator[float]:
-    """Yield time limits in seconds, each twice as long as the last, for what must be under way when its time is up.
+    """Yield time limits in seconds, each twice as long as the last, for an attempt that must time out under way.
 
-    A busy machine takes longer until it is; so try each limit until the attempt was under way in time.
+    On a busy machine an attempt takes longer to get under way, so try each limit until one is long enough.
     """
     limit = first
     while limit < PATIENCE / 4:

@@ -1,4 +1,4 @@
-"""Which ranks share a shard, and which hold copies of it."""
+"""The groups of ranks that parameters are sharded over and copied over."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Topology"]
 class Topology:
     """The groups that data parallelism works over.
 
-    `shard` is the group over which each buffer is cut into shards; `replicate`, where there is one, the group of the
-    ranks that hold the same shard. `mesh` is the mesh that the two were taken from, where there was one.
+    `shard` is the group over which each buffer is cut into shards; `replicate`, if there is one, is the group of the
+    ranks that hold the same shard. `mesh` is the mesh that the two were taken from, if there was one.
     """
 
     shard: Collectives
@@ -28,14 +28,15 @@ class Topology:
     mesh: DeviceMesh | None = attrs.field(default=None, eq=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
-        return self  # a copy of a model works over the same ranks
+        # A copy of a model works over the same ranks.
+        return self
 
     @property
     def group(self) -> Collectives:
-        """The ranks of which the first speaks for all: those that share a buffer, or else those that hold copies."""
+        """The group whose first rank speaks for all: the shard group, or the replicate group if nothing is sharded."""
         return self.replicate if self.replicate is not None and self.shard.size == 1 else self.shard
 
     @property
     def data_parallel_size(self) -> int:
-        """Over how many ranks a gradient is averaged."""
+        """The number of ranks that a gradient is averaged over."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)

@@ -1,8 +1,8 @@
-"""The names of the core that this package's signatures are made of, and what makes or takes such values.
+"""The core's names in this package's signatures, and the functions that make or take such values.
 
-Whoever builds on this package gets them from here: a gather and a reduction are of `FlatParamHandle`s, which have a
-layout of slots with spans and specs; they are made of bound parameters by a `Flattening`. Nothing else is passed on,
-and `tools/check_layers.py` sees to it.
+Layers above import these names from here: a gather and a reduction work on `FlatParamHandle`s, which have a layout of
+slots with spans and specs; a `Flattening` makes them from bound parameters. Nothing else is re-exported, and
+`tools/check_layers.py` enforces this.
 """
 
 from flatparam_core import (

@@ -1,1 +1,1 @@
-"""What can stand around any engine: each decorator changes one thing, and passes on the rest."""
+"""Decorators around any engine: each changes one thing, and forwards the rest."""

@@ -1,4 +1,4 @@
-"""The decorator that sends fewer bytes for the same numbers, less exactly."""
+"""The decorator that sends numbers in fewer bytes, less exactly."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["CompressedCollectives"]
 
 @final
 class CompressedCollectives(ForwardingCollectives):
-    """Wrap collectives in this to have real floating-point tensors travel in `dtype` (torch.bfloat16, say).
+    """Wrap collectives in this to send real floating-point tensors in `dtype` (torch.bfloat16, say).
 
     Gathers, reduce-scatters and all-reduces that sum cast when they are called, communicate (and add) in `dtype`, and
     cast back in `wait()`. Tensors that are already as small, other dtypes, other reductions and broadcasts go through.
     A gather takes extra memory for the full buffer in `dtype` until it is waited for, and rounds this rank's own shard
-    too, so every rank gets the same values. Raises ValueError when `dtype` is not a real floating-point dtype that
-    every engine can add.
+    too, so every rank gets the same values. Raises ValueError if `dtype` is not a real floating-point dtype that every
+    engine can add.
     """
 
     __slots__ = ("dtype",)
 
     def __init__(self, inner: Collectives, dtype: torch.dtype) -> None:
-        """Let `inner` carry `dtype` instead of anything larger."""
+        """Send larger floating-point dtypes through `inner` in `dtype`."""
         super().__init__(inner)
         if not dtype.is_floating_point or dtype not in checks.REDUCIBLE:
             raise ValueError(
@@ -87,11 +87,12 @@ class CompressedCollectives(ForwardingCollectives):
 
 
 def _cast_back(output: Tensor, small: Tensor) -> Callable[[], None]:
-    """What is left to do once `small` holds the result."""
+    """The step that casts `small` back to `output`, once `small` holds the result."""
 
     def finish() -> None:
         with torch.no_grad():
             output.copy_(small)
-        keep(small)  # it was allocated on the stream of the call and is read on that of the wait
+        # `small` was allocated on the stream of the call and is read on that of the wait.
+        keep(small)
 
     return finish

@@ -1,4 +1,4 @@
-"""Faults on demand, at a named collective: what a slow, a failing and a dying rank do to the others."""
+"""Faults on demand, at a named collective: a rank that is slow, that fails or that dies."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Kill:
     signal: signal.Signals = signal.SIGKILL
 
 
-#: What a fault does.
+#: The action of a fault.
 Action = Delay | Raise | Kill
 
 
 @final
 @attrs.frozen
 class Fault:
-    """Do `action` at the collectives that this names.
+    """Do `action` at one matching collective of each rank.
 
     `op` is a method's name (`"all_gather"`, ...), `label` a pattern of `fnmatch` for the caller's label, `rank` a rank
-    of the outermost group; None is any. Of those that match, on each rank, number `nth` (from 0) is hit, once.
+    of the outermost group; None matches any. On each rank, only the matching call number `nth` (from 0) is hit.
     """
 
     op: str | None = None
@@ -62,7 +62,7 @@ class Fault:
     action: Action = attrs.field(kw_only=True, validator=attrs.validators.instance_of((Delay, Raise, Kill)))
 
     def matches(self, rank: int, op: str, label: str) -> bool:
-        """Whether this names the collective `op` with `label` on `rank` (whatever its number)."""
+        """Whether this matches the collective `op` with `label` on `rank` (whatever the call's number)."""
         return (
             self.op in (None, op)
             and self.rank in (None, rank)
@@ -72,10 +72,10 @@ class Fault:
 
 @final
 class FaultyCollectives(ForwardingCollectives):
-    """Wrap a rank's collectives in this to have faults happen at the calls that they name; the rest goes through.
+    """Wrap a rank's collectives in this to inject faults at the calls that they match; other calls go through.
 
-    `sleep` is how a delay is spent (seconds). Subgroups count on: a fault's `rank` and `nth` are those of the outermost
-    group's rank, over all its groups.
+    `sleep` spends a delay (in seconds). Subgroups continue the count: a fault's `rank` is that of the outermost group,
+    and its `nth` counts the calls of a rank over all its groups.
     """
 
     __slots__ = ("_hits", "_outer_rank", "_sleep", "faults")
@@ -134,7 +134,7 @@ class FaultyCollectives(ForwardingCollectives):
         return made
 
     def _strike(self, op: str, label: str) -> None:
-        """Do what the faults say for this call."""
+        """Do the actions of the faults that this call hits."""
         for index, fault in enumerate(self.faults):
             if fault.matches(self._outer_rank, op, label):
                 self._hits[index] += 1

@@ -1,4 +1,4 @@
-"""What decorators share: everything they do not change goes through."""
+"""The base of all decorators: it forwards every call that a decorator does not change."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["ForwardingCollectives"]
 
 
 class ForwardingCollectives(abc.ABC):
-    """Derive a decorator of `Collectives` from this and override what it changes. `inner` is what it decorates.
+    """Derive a decorator of `Collectives` from this and override the methods that it changes; it decorates `inner`.
 
-    A subgroup of a decorated group is decorated the same way (`_decorate`), so that nothing escapes through it.
+    A subgroup of a decorated group is decorated the same way (`_decorate`), so that no call escapes the decorator.
     """
 
     __slots__ = ("inner",)
@@ -71,4 +71,4 @@ class ForwardingCollectives(abc.ABC):
 
     @abc.abstractmethod
     def _decorate(self, inner: Collectives) -> Collectives:
-        """`inner` decorated like this."""
+        """Decorate `inner` like this object."""

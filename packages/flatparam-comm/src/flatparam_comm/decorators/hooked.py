@@ -1,4 +1,4 @@
-"""The decorator that puts the user's own communication in place of ours."""
+"""The decorator that replaces collectives by the user's own functions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ CommHook = Callable[[Collectives, Tensor, Tensor, str], "Pending | None"]
 
 @final
 class HookedCollectives(ForwardingCollectives):
-    """Wrap collectives in this to have your functions called instead of them; those that you leave None go through.
+    """Wrap collectives in this to call your own functions instead; collectives without a function go through.
 
-    A hook gets `inner` and may call any of it (in the same order on every rank). The arguments have been checked when
-    it is called. The reductions' hooks stand for sums; other reductions go through. Subgroups have the same hooks.
+    A hook gets `inner` and may call any of its methods (in the same order on every rank). The arguments are checked
+    before the hook is called. The hooks of reductions replace sums; other reductions go through. Subgroups have the
+    same hooks.
     """
 
     __slots__ = ("_all_gather", "_all_reduce", "_reduce_scatter")
@@ -38,7 +39,7 @@ class HookedCollectives(ForwardingCollectives):
         reduce_scatter: CommHook | None = None,
         all_reduce: CommHook | None = None,
     ) -> None:
-        """Call these instead of the methods of `inner` that have their names."""
+        """Call these hooks instead of the methods of `inner` with the same names."""
         super().__init__(inner)
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
@@ -80,5 +81,5 @@ class HookedCollectives(ForwardingCollectives):
 
 
 def _started(pending: Pending | None) -> Pending:
-    """What a hook returned, with None for what is over already."""
+    """The pending of a hook; a hook that has completed may return None."""
     return COMPLETED if pending is None else pending

@@ -1,6 +1,6 @@
 """An exact account of the bytes that one rank moves.
 
-What a rank sends is what it must send in the bandwidth-optimal algorithms, for n ranks and a full buffer of N bytes:
+The bytes that a rank sends are those of the bandwidth-optimal algorithms, for n ranks and a full buffer of N bytes:
 
 | op | bytes this rank sends | algorithm |
 | --- | --- | --- |
@@ -12,8 +12,8 @@ What a rank sends is what it must send in the bandwidth-optimal algorithms, for 
 Sources: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
 Distrib. Comput. 69 (2009), theorem 1 for the all-reduce; R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 Collective Communication Operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), sections 4.1-4.5 for the
-others. An engine may send more (gloo makes its reduce-scatter of an all-reduce); the ledger counts what is needed, so
-that plans can be compared on any engine.
+others. An engine may send more (gloo's own reduce-scatter is an all-reduce); the ledger counts the bytes that are
+needed, so that plans can be compared on any engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["ByteLedger", "Totals", "Transfer", "sent_nbytes"]
 @final
 @attrs.frozen
 class Transfer:
-    """One collective as one rank saw it.
+    """One collective, as seen by one rank.
 
-    `payload_nbytes` is the size of the full buffer (the gather's output, the reduction's input), `sent_nbytes` what
-    this rank must send for it.
+    `payload_nbytes` is the size of the full buffer (the gather's output, the reduction's input), `sent_nbytes` is the
+    number of bytes that this rank must send.
     """
 
     op: str
@@ -45,14 +45,14 @@ class Transfer:
 @final
 @attrs.frozen
 class Totals:
-    """How many collectives, and the sums of their bytes."""
+    """The number of collectives, and the sums of their bytes."""
 
     count: int = 0
     payload_nbytes: int = 0
     sent_nbytes: int = 0
 
     def plus(self, transfer: Transfer) -> Totals:
-        """These totals and one transfer more."""
+        """These totals with one more transfer."""
         return Totals(
             self.count + 1,
             self.payload_nbytes + transfer.payload_nbytes,
@@ -62,7 +62,7 @@ class Totals:
 
 @final
 class ByteLedger:
-    """Give one of these to `RecordingCollectives` (or to several of one rank), and ask it what was moved.
+    """Pass a ledger to `RecordingCollectives` (or to several of one rank), and read what was moved.
 
     Totals are kept by op and by label, so its memory grows with the number of distinct labels only. With `keep=True` it
     also keeps every transfer, in order, in `transfers`.
@@ -71,7 +71,7 @@ class ByteLedger:
     __slots__ = ("_by_label", "_by_op", "_keep", "_total", "_transfers")
 
     def __init__(self, *, keep: bool = False) -> None:
-        """An empty ledger."""
+        """Begin with an empty ledger."""
         self._keep = keep
         self._total = Totals()
         self._by_op: dict[str, Totals] = {}
@@ -82,7 +82,7 @@ class ByteLedger:
         return f"ByteLedger({self._total.count} collectives, {self._total.sent_nbytes} bytes sent)"
 
     def record(self, transfer: Transfer) -> None:
-        """Enter one transfer."""
+        """Add one transfer."""
         self._total = self._total.plus(transfer)
         self._by_op[transfer.op] = self._by_op.get(transfer.op, Totals()).plus(transfer)
         self._by_label[transfer.label] = self._by_label.get(transfer.label, Totals()).plus(transfer)

@@ -1,4 +1,4 @@
-"""The decorator that keeps the ledger."""
+"""The decorator that records collectives in a ledger."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["RecordingCollectives"]
 
 @final
 class RecordingCollectives(ForwardingCollectives):
-    """Wrap collectives in this to have every data-plane call entered in `ledger`, when the engine has accepted it.
+    """Wrap collectives in this to record every data-plane call in `ledger`, once the engine has accepted it.
 
-    It counts what passes *here*: around `CompressedCollectives` the caller's bytes, inside it those that travel.
-    Control-plane calls carry no tensors and are not entered. Subgroups are entered in the same ledger.
+    It counts the bytes that pass *here*: around `CompressedCollectives` the caller's, inside it those that travel.
+    Control-plane calls carry no tensors and are not recorded. Subgroups record in the same ledger.
     """
 
     __slots__ = ("ledger",)
 
     def __init__(self, inner: Collectives, ledger: ByteLedger) -> None:
-        """Enter what goes to `inner` in `ledger`."""
+        """Record the calls to `inner` in `ledger`."""
         super().__init__(inner)
         self.ledger = ledger
 
@@ -46,7 +46,7 @@ class RecordingCollectives(ForwardingCollectives):
 
     @property
     def reduce_scatter_parts(self) -> Callable[..., Pending]:
-        """See `TakesParts.reduce_scatter_parts`; there is one where `inner` has one."""
+        """See `TakesParts.reduce_scatter_parts`; it exists only if `inner` has it."""
         if not takes_parts(self.inner):
             raise AttributeError(f"{self.inner!r} takes no parts")
         return functools.partial(self._reduce_scatter_parts, self.inner)

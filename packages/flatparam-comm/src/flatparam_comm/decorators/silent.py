@@ -1,4 +1,4 @@
-"""The decorator that takes communication away, to see what it costs."""
+"""The decorator that leaves out communication, to measure its cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SilentCollectives(ForwardingCollectives):
     """Wrap collectives in this to measure a program without its communication. **The numbers become wrong.**
 
     A gather only puts this rank's shard in its place (the rest of the output stays as it was), a reduce-scatter only
-    copies this rank's slice, all-reduce and broadcast do nothing. Arguments are checked and the control plane is real.
+    copies this rank's slice; all-reduce and broadcast do nothing. Arguments are checked and the control plane is real.
     """
 
     __slots__ = ()

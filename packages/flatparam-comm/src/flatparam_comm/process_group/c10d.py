@@ -4,9 +4,9 @@ torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_
 `reduce_scatter_single` and warns about the old names; 2.11 and 2.12 have the old ones only. Everything is looked up
 when it is called, so that importing this package works on a torch that was built without `torch.distributed`.
 
-torch names a group that only its own ranks make after a count that each rank keeps for itself: up to 2.13 of the
-groups that it is in, and since 2.14 of those that it made, which then also names the groups that everyone makes. Where
-ranks have made different groups before, they would wait for groups of different names. So we name such groups.
+torch names a group that only its own ranks make after a count that each rank keeps: up to 2.13 of the groups that the
+rank is in, and since 2.14 of the groups that it made, a count that also names the groups that all ranks make. If ranks
+have made different groups before, they would wait for groups of different names. So this file names such groups.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = [
     "timeout_of",
 ]
 
-#: dtypes that gloo, NCCL and MPI all carry as themselves. The rest (bool, complex, 16-bit and unsigned integers, fp8)
-#: travel as bytes where they are only moved: gloo and NCCL answer "Invalid scalar type" to several of them.
+#: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
+#: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".
 _CARRIED: Final = frozenset(
     {
         torch.float16,
@@ -64,33 +64,33 @@ _CARRIED: Final = frozenset(
 )
 
 
-#: The names of torch's backends that take PREMUL_SUM, of which torch has no list. Who registers another one adds it.
+#: The names of torch's backends that take PREMUL_SUM, of which torch has no list. Add yours if you register one.
 PREMULTIPLYING: Final = {"nccl"}
 
 
 def as_carried(tensor: Tensor) -> Tensor:
     """A view of a contiguous tensor's memory in a dtype that every backend can move: its own, or bytes.
 
-    It is detached, as c10d would otherwise make the outputs part of autograd's graph when an input requires gradients.
+    The view is detached, as c10d would otherwise add the outputs to autograd's graph if an input requires gradients.
     """
     carried = plain(tensor)
     return carried if carried.dtype in _CARRIED else carried.view(-1).view(torch.uint8)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, detached where autograd follows it."""
+    """The tensor, detached if it requires gradients."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def default_group() -> ProcessGroup | None:
-    """torch's default process group, or None where there is none (yet)."""
+    """torch's default process group, or None if there is none (yet)."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD
 
 
 def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
-    """Start an all-gather; returns its `Work`."""
+    """Issue an all-gather; returns its `Work`."""
     call = _first_of("all_gather_single", "all_gather_into_tensor")
     return call(output, shard, group=group, async_op=True)
 
@@ -98,22 +98,23 @@ def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
 def reduce_scatter(
     output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0
 ) -> Any:
-    """Start a reduce-scatter; returns its `Work`. A `factor` that is not 1 is of summands, where `premultiplies`."""
+    """Issue a reduce-scatter; returns its `Work`. A `factor` that is not 1 multiplies summands, if `premultiplies`."""
     call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
     return call(output, full, op=_c10d_op(op, factor), group=group, async_op=True)
 
 
 def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether sums of what is on `device` can multiply the summands by a number in the same call."""
+    """Whether sums of tensors on `device` can multiply the summands by a number in the same call."""
     try:
         name = str(group._get_backend(device).name()).lower()
-    except RuntimeError:  # a group that is a backend itself
+    except RuntimeError:
+        # The group is a backend itself.
         name = str(group.name()).lower()
     return name in PREMULTIPLYING and hasattr(dist, "_make_nccl_premul_sum")
 
 
 def all_to_all(output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: list[int] | None = None) -> Any:
-    """Start to send slice `r` of `full` to each rank `r`, and to receive theirs in `output`; returns its `Work`.
+    """Issue an all-to-all: slice `r` of `full` goes to rank `r`, and `output` receives theirs; returns its `Work`.
 
     The slices are equal, or of `sizes` in both directions.
     """
@@ -122,7 +123,7 @@ def all_to_all(output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: list
 
 
 def cpu_backend(group: ProcessGroup) -> str:
-    """What moves CPU tensors in the group, in lower case; empty where nothing does."""
+    """The name of the group's backend for CPU tensors, in lower case; empty if there is none."""
     try:
         return str(group._get_backend(torch.device("cpu")).name()).lower()
     except RuntimeError:
@@ -130,12 +131,12 @@ def cpu_backend(group: ProcessGroup) -> str:
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0) -> Any:
-    """Start an all-reduce in place; returns its `Work`. For `factor` see `reduce_scatter`."""
+    """Issue an all-reduce in place; returns its `Work`. For `factor` see `reduce_scatter`."""
     return _first_of("all_reduce")(tensor, op=_c10d_op(op, factor), group=group, async_op=True)
 
 
 def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
-    """Start a broadcast in place from the *group's* rank `root`; returns its `Work`."""
+    """Issue a broadcast in place from the *group's* rank `root`; returns its `Work`."""
     return _first_of("broadcast")(tensor, group_src=root, group=group, async_op=True)
 
 
@@ -152,16 +153,16 @@ def exchange(value: object, group: ProcessGroup) -> list[Any]:
 
 
 def _control_device(group: ProcessGroup) -> torch.device:
-    """Where small facts travel: on the CPU, unless the group has no backend there."""
+    """The device that small facts travel on: the CPU, unless the group has no backend there."""
     if not torch.accelerator.is_available() or has_cpu_backend(group):
         return torch.device("cpu")
     return current_device()
 
 
 def current_device() -> torch.device:
-    """The accelerator's device that this thread works on; there is an accelerator."""
+    """The accelerator's device that this thread works on; there must be an accelerator."""
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "it was looked for before"
+    assert accelerator is not None, "the caller has looked for an accelerator"
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -176,7 +177,7 @@ def members_of(group: ProcessGroup) -> list[int]:
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Return when every rank of the group is here."""
+    """Return when every rank of the group has called it."""
     # Without the device NCCL guesses one from the global rank, and warns.
     device = _control_device(group)
     devices = None if device.type == "cpu" else [device.index]
@@ -186,7 +187,7 @@ def barrier(group: ProcessGroup) -> None:
 def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | None:
     """A new process group of some of this group's ranks, with its backends and its timeout; None on the others.
 
-    Ranks are those within `group`. Every rank of `group` calls it.
+    The numbers are those within `group`. Every rank of `group` calls it.
     """
     members = members_of(group)
     chosen = [members[rank] for rank in ranks]
@@ -206,16 +207,17 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """How long the group's collectives may take (torch has no public getter), or None where a backend does not say.
+    """The time limit of the group's collectives (torch has no public getter), or None if no backend tells it.
 
-    Without it a subgroup of a group with 10 seconds would wait for torch's 30 minutes.
+    Without it, a subgroup of a group with a limit of 10 seconds would wait for torch's 30 minutes.
     """
     accelerator = torch.accelerator.current_accelerator()
     for device in (accelerator or torch.device("cuda"), torch.device("cpu")):
         try:
             backend = group._get_backend(device)
         except RuntimeError:
-            continue  # the group has no backend for this kind of device
+            # The group has no backend for this kind of device.
+            continue
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
@@ -224,7 +226,7 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 
 @final
 class _Names:
-    """The names of groups that are made inside a group: the same on all of their ranks, whatever else these made."""
+    """The names of groups that are made inside a group: the same on all of its ranks, whatever groups these made."""
 
     __slots__ = ("_last", "_replacing")
 
@@ -240,7 +242,7 @@ class _Names:
 
     @contextmanager
     def given_by_torch_to_be(self, name: str) -> Iterator[None]:
-        """Have the group that this thread makes meanwhile called `name`, and torch's own counts left as they are."""
+        """Inside, torch calls the group that this thread makes `name`, and leaves its own counts as they are."""
         module: Any = dist.distributed_c10d
         thread = threading.get_ident()
         with self._replacing:

@@ -1,4 +1,4 @@
-"""The engine that scales: process groups of `torch.distributed`, whatever their backend."""
+"""The engine over process groups of `torch.distributed`, of any backend."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flatparam_comm.pending import ContinuedPending
 from flatparam_comm.process_group import c10d
 
 if dist.is_available() and not dist.is_initialized():
-    # The default argument of its functions is the default group of the moment when it is imported. torch.optim imports
-    # it with the first step: then nothing ends that group any more, and a process of gloo's may abort at its end.
+    # The functions of this module take the default group at the time of its import as a default argument. torch.optim
+    # imports it in the first step: then that group is never freed, and a process with gloo may abort at its exit.
     importlib.import_module("torch.distributed.nn.functional")
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ T = TypeVar("T")
 class ProcessGroupCollectives:
     """Use a process group of `torch.distributed` (the default one when None) as `Collectives`.
 
-    Every collective is started with `async_op=True`. gloo and NCCL alike: `wait()` is `Work.wait()`, which blocks for
-    CPU tensors and orders the current stream for CUDA tensors. What the backend raises comes out as `CollectiveError`.
-    Raises ValueError when there is no default group, or when this process is not in the group.
+    Every collective is issued with `async_op=True`. For gloo and NCCL, `wait()` is `Work.wait()`, which blocks for CPU
+    tensors and orders the current stream for CUDA tensors. An error of the backend is raised as `CollectiveError`.
+    Raises ValueError if there is no default group, or if this process is not in the group.
 
-    The group is held weakly: torch keeps it until `destroy_process_group()`, which then really ends it. A group of gloo
-    that lives on until the interpreter exits can abort the process there.
+    The group is held weakly: torch keeps it until `destroy_process_group()`, which then really ends it. A gloo group
+    that lives until the interpreter exits can abort the process then.
     """
 
     __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_reference", "_sites")
@@ -78,7 +78,7 @@ class ProcessGroupCollectives:
         return f"ProcessGroupCollectives(rank={self.rank}, size={self.size}, backend={self.group.name()!r})"
 
     def __eq__(self, other: object) -> bool:
-        """Two objects over one process group are the same ranks: what is done once for a group is done once."""
+        """Two objects over one process group are equal, so that work to be done once for a group is done once."""
         return isinstance(other, ProcessGroupCollectives) and other._reference == self._reference
 
     def __hash__(self) -> int:
@@ -89,7 +89,7 @@ class ProcessGroupCollectives:
         """The process group underneath.
 
         Raises:
-            CommError: where it was destroyed.
+            CommError: if it was destroyed.
         """
         group = self._reference()
         if group is None:
@@ -106,7 +106,7 @@ class ProcessGroupCollectives:
 
     @property
     def size(self) -> int:
-        """How many processes the group has."""
+        """The number of processes in the group."""
         return self.group.size()
 
     def premultiplies(self, device: torch.device) -> bool:
@@ -133,7 +133,7 @@ class ProcessGroupCollectives:
         checks.check_all_gather(site, output, shard)
         carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
-            # gloo gathers into a buffer of its own, which it copies; so it takes 1.3 to 2 times as long.
+            # gloo's own all-gather fills a buffer of its own, which it copies, and takes 1.3 to 2 times as long.
             halves, given = carried.view(2, -1), carried_shard.view(-1)
             work = self._swap(site, halves[1 - site.rank], given)
             if halves[site.rank].data_ptr() != given.data_ptr():
@@ -154,8 +154,7 @@ class ProcessGroupCollectives:
         """See `Collectives.reduce_scatter`.
 
         Args:
-            factor: what each rank's `full` is multiplied by before it is summed; another than 1 only where
-                `premultiplies` says so.
+            factor: the multiplier of each rank's `full` before the sum; it may differ from 1 only if `premultiplies`.
         """
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
@@ -184,7 +183,7 @@ class ProcessGroupCollectives:
         return ContinuedPending(_WorkPending(site, work, (received, full)), add)
 
     def _swap(self, site: Site, theirs: Tensor, ours: Tensor) -> Any:
-        """Start to send `ours` to the other one of two ranks, and to receive as much from it in `theirs`."""
+        """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
         return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
@@ -233,7 +232,7 @@ class ProcessGroupCollectives:
 
 @attrs.define(eq=False)
 class _WorkPending:
-    """A `Work` of torch.distributed. `tensors` are only held, until the first `wait()` is over."""
+    """A `Work` of torch.distributed. `tensors` are kept alive until the first `wait()` returns."""
 
     site: Site
     work: Any
@@ -252,8 +251,8 @@ class _WorkPending:
             self.error = error
             raise
         finally:
-            # On CUDA the current stream is now ordered after the collective, so memory that is freed and given out
-            # again on this stream is safe.
+            # On CUDA the current stream is now ordered after the collective, so memory that is freed and reused on
+            # this stream is safe.
             self.work = None
             self.tensors = ()
 
@@ -263,7 +262,7 @@ class _WorkPending:
 
 
 def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
-    """Fill `output` with the sum of `parts`, which are added up from the first to the last."""
+    """Fill `output` with the sum of `parts`, added from the first to the last."""
     if len(parts) == 1:
         output.copy_(parts[0])
         return
@@ -273,7 +272,7 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _guarded(site: Site, call: Callable[[], T]) -> T:
-    """What `call` returns; what it raises becomes a CollectiveError that says where."""
+    """The result of `call`; an exception becomes a CollectiveError that names the rank and the collective."""
     try:
         return call()
     except CollectiveError:
@@ -289,13 +288,13 @@ def _guarded(site: Site, call: Callable[[], T]) -> T:
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:
-    """The process group that `collectives` works over, through all decorators; None for another engine."""
+    """The process group that `collectives` works over, through all decorators; None for a different engine."""
     engine = engine_of(collectives)
     return engine.group if isinstance(engine, ProcessGroupCollectives) else None
 
 
 def engine_of(collectives: Collectives) -> Collectives:
-    """What moves the bytes beneath all decorators; the process group behind it, where memory is shared."""
+    """The engine beneath all decorators; for shared memory, the process group behind it."""
     engine: Any = collectives
     while not isinstance(engine, ProcessGroupCollectives) and hasattr(engine, "inner"):
         engine = engine.inner

@@ -1,4 +1,4 @@
-"""How picklable values travel where only tensors do: two gathers of bytes."""
+"""The exchange of picklable values by two gathers of bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def exchange_bytes(
 ) -> list[bytes]:
     """The bytes of each of `size` ranks, in rank order.
 
-    `gather(output, shard)` fills `output` with every rank's `shard`; both are on `device`. It does without numpy, which
-    torch's own function for objects needs.
+    `gather(output, shard)` fills `output` with every rank's `shard`; both are on `device`. Unlike torch's own function
+    for objects, this one needs no numpy.
     """
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     sizes = torch.empty(size, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Sums of what each rank multiplies first, in one call."""
+"""Sums of values that each rank multiplies first, in one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Scaled", "premultiplies", "scaled"]
 
 
 def premultiplies(collectives: Collectives, device: torch.device) -> bool:
-    """Whether `scaled` sums can be made of tensors on `device`: NCCL makes them, if nothing decorates it."""
+    """Whether `scaled` can sum tensors on `device`: NCCL can, if nothing decorates it."""
     return isinstance(collectives, ProcessGroupCollectives) and collectives.premultiplies(device)
 
 
@@ -23,7 +23,7 @@ def scaled(collectives: Collectives, device: torch.device, factor: float) -> Sca
     """The sums of `collectives`, of tensors on `device` that each rank multiplies by `factor` first, in the same call.
 
     Raises:
-        ValueError: where `premultiplies` says no.
+        ValueError: if `premultiplies` returns False.
     """
     if not isinstance(collectives, ProcessGroupCollectives):
         raise ValueError(

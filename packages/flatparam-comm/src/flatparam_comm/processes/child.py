@@ -1,4 +1,4 @@
-"""What runs in each process of `run_processes`: join the group, run the function, report, leave."""
+"""The program of each process of `run_processes`: join the group, run the function, report, leave."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flatparam_comm.processes.function import FunctionReference
 
 __all__ = ["STACKS_SIGNAL", "ChildPlan", "Report", "run_child"]
 
-#: A child that gets this writes down where it is; it works also when it is inside a collective.
+#: A child that gets this signal writes down its stacks, even inside a collective.
 STACKS_SIGNAL: Final = signal.SIGUSR1
 
 
 @attrs.frozen
 class ChildPlan:
-    """What a child is told. `payload` is the pickled arguments, `directory` the world's own.
+    """The instructions for a child. `payload` holds the pickled arguments, `directory` is the world's own.
 
     `pg_timeout` is in seconds.
     """
@@ -43,15 +43,15 @@ class ChildPlan:
 
     @property
     def stacks(self) -> Path:
-        """Where the child writes its stacks whenever it gets `STACKS_SIGNAL`."""
+        """The file that the child writes its stacks to whenever it gets `STACKS_SIGNAL`."""
         return Path(self.directory, f"stacks-{self.rank}.txt")
 
 
 @attrs.frozen
 class Report:
-    """What a child says before it ends: the pickled result, or what it raised.
+    """The report of a child before it ends: the pickled result, or its error.
 
-    `is_consequence` says that the error is a collective that failed, which is mostly another rank's doing.
+    `is_consequence` says that a collective failed, mostly because another rank failed first.
     """
 
     result: bytes | None = None
@@ -61,7 +61,7 @@ class Report:
 
 
 def run_child(plan: ChildPlan, connection: Connection) -> None:
-    """Be rank `plan.rank`, and send one `Report`."""
+    """Run as rank `plan.rank`, and send one `Report`."""
     with plan.stacks.open("w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks)
         try:
@@ -86,8 +86,8 @@ def _run(plan: ChildPlan) -> Any:
 def _join(plan: ChildPlan) -> None:
     """Make the default group, and return when every rank has made it.
 
-    A rank whose function ends the group at once would otherwise close connections that another is still making. A
-    group that is not made is mostly another rank's doing: it has joined, failed and gone.
+    A rank whose function ends the group at once would otherwise close connections that another rank is still making. If
+    the group cannot be made, mostly another rank is to blame, which has joined, failed and left.
     """
     try:
         dist.init_process_group(
@@ -103,7 +103,7 @@ def _join(plan: ChildPlan) -> None:
 
 
 def _leave() -> None:
-    """Leave the group together: a rank that is gone while another is still sending makes that one fail."""
+    """Leave the group together: if a rank is gone while another is still sending, the sender fails."""
     try:
         dist.barrier()
         dist.destroy_process_group()

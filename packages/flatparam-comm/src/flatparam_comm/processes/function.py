@@ -1,4 +1,4 @@
-"""How a function gets into another process when its module cannot be imported there by name.
+"""References to functions, for processes that cannot import their modules by name.
 
 pytest with `--import-mode=importlib` gives test modules names that exist only in the process that ran pytest; the
 functions of a script live in `__main__`. So a function travels as its source file and its name in it.
@@ -21,7 +21,7 @@ __all__ = ["FunctionReference"]
 
 @attrs.frozen
 class FunctionReference:
-    """A function of some module, in a form that another process can find: `file` is None for modules without one."""
+    """A function of a module, in a form that another process can find; `file` is None for modules without a file."""
 
     module: str
     file: str | None
@@ -41,7 +41,7 @@ class FunctionReference:
         return cls(module, None if file is None else str(Path(file).resolve()), qualname)
 
     def resolve(self) -> Callable[..., Any]:
-        """The function, in this process; imports its module if need be. Raises ImportError or AttributeError."""
+        """The function, in this process; imports its module if needed. Raises ImportError or AttributeError."""
         found: Any = self._module()
         for name in self.qualname.split("."):
             found = getattr(found, name)
@@ -63,7 +63,7 @@ class FunctionReference:
 
 
 def _import_if_same(name: str, file: str) -> types.ModuleType | None:
-    """The module of this name if importing it by name leads to this file; so packages keep their relative imports."""
+    """The module of this name if it is this file, so that packages keep their relative imports; else None."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -31,20 +31,20 @@ __all__ = ["run_processes"]
 
 T = TypeVar("T")
 
-#: How long the other ranks get to report what they saw, once one has failed.
+#: Seconds for the other ranks to report, once one has failed.
 _GRACE_SECONDS = 1.0
 
-#: What the server imports, so that no rank has to: this package and torch; and what a test module is likely to want.
+#: The modules that the server imports, so that no rank has to: this package, torch, and what test modules often need.
 _PRELOADED = ("torch", "torch.distributed", "flatparam_comm.processes.child")
 _PRELOADED_IF_USED = ("pytest",)
 
-#: How long a rank gets to write down where it is.
+#: Seconds for a rank to write down its stacks.
 _STACKS_SECONDS = 0.2
 
 
 @attrs.define(eq=False)
 class _Child:
-    """One rank's process as its parent sees it."""
+    """One rank's process, as seen by its parent."""
 
     plan: ChildPlan
     process: BaseProcess
@@ -54,20 +54,20 @@ class _Child:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without a result, or reported an error."""
+        """Whether the child ended without a result, or reported an error."""
         return (self.ended and self.report is None) or (
             self.report is not None and self.report.result is None
         )
 
     def stacks(self) -> str:
-        """Where it was when it was last asked; it may not have come as far as to answer."""
+        """The stacks that the child wrote at the last signal; it may be too early for any."""
         try:
             return self.plan.stacks.read_text()
         except FileNotFoundError:
             return "  (starting)"
 
     def receive(self) -> None:
-        """Take what it has sent; nothing but an end means that it died."""
+        """Receive the child's report; if the pipe ends without one, the child has died."""
         try:
             self.report = self.connection.recv()
         except (EOFError, OSError):
@@ -77,16 +77,16 @@ class _Child:
 def run_processes(
     world_size: int, fn: Callable[..., T], *args: Any, timeout: float = 60, pg_timeout: float = 10
 ) -> list[T]:
-    """What `fn(collectives, *args)` returns in each of `world_size` processes, in rank order.
+    """Run `fn(collectives, *args)` in each of `world_size` processes; returns the results in rank order.
 
     `fn` is a function at the top level of a module (a test module, too, whatever pytest calls it); `args` and results
     are pickled. `collectives` is a `ProcessGroupCollectives` on torch's default group over gloo, with collectives that
-    fail after `pg_timeout` seconds. Each process has one torch thread. A first call starts the server (about as long as
-    importing torch takes); later ones take some tenths of a second.
+    fail after `pg_timeout` seconds. Each process has one torch thread. The first call starts the server (which takes as
+    long as importing torch); later calls take some tenths of a second.
 
-    Raises RankError with the remote traceback of the lowest rank that failed by itself, RankDied (a RankError) when a
-    process died without a word, WorldTimeout, with each unfinished rank's stack, after `timeout` seconds. No process
-    outlives the call. It needs an operating system that forks.
+    Raises RankError with the remote traceback of the lowest rank that failed by itself, RankDied (a RankError) if a
+    process died without a report, WorldTimeout, with each unfinished rank's stack, after `timeout` seconds. No process
+    outlives the call. The operating system must support fork.
     """
     if world_size < 1:
         raise ValueError(
@@ -105,7 +105,8 @@ def run_processes(
                 children.append(_start(plan))
             _collect(children, timeout)
             for child in children:
-                child.process.join(_GRACE_SECONDS)  # they leave the group together
+                # The children leave the group together.
+                child.process.join(_GRACE_SECONDS)
         finally:
             for child in children:
                 _end(child)
@@ -114,14 +115,15 @@ def run_processes(
 
 def _start(plan: ChildPlan) -> _Child:
     context = multiprocessing.get_context("forkserver")
-    # Only the first call in a process has a say: the server runs from then on.
+    # Only the first call in a process has an effect: the server runs from then on.
     context.set_forkserver_preload(
         [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
     )
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_child, args=(plan, theirs), name=f"rank-{plan.rank}")
     process.start()
-    theirs.close()  # so that the pipe ends when the child does
+    # The pipe must end when the child does.
+    theirs.close()
     return _Child(plan, process, ours)
 
 
@@ -158,17 +160,18 @@ def _error_of(children: Sequence[_Child]) -> RankError:
     others = "".join(f"\n(rank {other}: {told.error})" for other, told in reports if other != rank)
     message = f"rank {rank} of {size} failed with {report.error}{others}"
     if report.is_consequence:
-        # Nobody is to blame for itself, so somebody who has not said anything is.
+        # No rank failed by itself, so a rank that has not reported is to blame.
         message += _still_running(children)
     return RankError(rank, message, report.traceback)
 
 
 def _still_running(children: Sequence[_Child]) -> str:
-    """Where each rank is that has neither reported nor died, in words."""
+    """A text with the stacks of each rank that has neither reported nor died."""
     running = [child for child in children if child.report is None and not child.ended]
     for child in running:
         pid = child.process.pid
-        with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+        # The child may end at this very moment.
+        with contextlib.suppress(ProcessLookupError):
             if pid is not None:
                 os.kill(pid, STACKS_SIGNAL)
     time.sleep(_STACKS_SECONDS if running else 0)
@@ -189,7 +192,7 @@ def _death(child: _Child, size: int) -> RankDied:
 
 
 def _end(child: _Child) -> None:
-    """Return when a child is gone; kill it if it is not going."""
+    """Kill a child if it is still alive, and return when it is gone."""
     if child.process.is_alive():
         child.process.kill()
     child.process.join()

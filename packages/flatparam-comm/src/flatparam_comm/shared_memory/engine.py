@@ -1,10 +1,10 @@
 """The engine for ranks of one host: bytes go through memory that all of them have mapped.
 
-A collective takes a number and with it a slot, in turn. Starting it copies what the others need into the slot and posts
-the number; waiting for it waits until every rank has posted, takes the result, and tells that this rank is done with
-the slot. The rank that is the last to start has no need to wait and takes the result at once. There are no threads: a
-slot that is needed again is emptied by the ranks themselves, each when it starts the collective that needs it, so ranks
-may wait in any order.
+A collective takes the next number and with it the next slot, in turn. A rank that issues it copies the bytes that the
+others need into the slot and posts the number. The wait lasts until every rank has posted, then takes the result and
+posts that this rank is done with the slot. The last rank to issue the collective need not wait and takes the result at
+once. There are no threads: each rank empties a slot when it issues the next collective that needs it, so ranks may wait
+in any order.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from flatparam_comm.process_group import c10d
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.process_group.exchanging import exchange_bytes
 from flatparam_comm.shared_memory.host import Link, connect
-from flatparam_comm.shared_memory.moves import REDUCTIONS, Call, Scatter
-from flatparam_comm.shared_memory.pending import NOTHING, Place, SharedPending
+from flatparam_comm.shared_memory.moves import REDUCTIONS, PostedCall, Scatter
+from flatparam_comm.shared_memory.pending import NOTHING, SharedPending, SlotUse
 from flatparam_comm.shared_memory.segment import SLOTS
 from flatparam_comm.shared_memory.waiting import Watch
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMemoryCollectives", "as_process_group", "shared_memory", "try_shared_memory"]
 
-#: x86 shows other cores one core's writes in the order in which they were made.
+#: x86 shows one core's writes to the other cores in the order in which they were made.
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
-#: That of torch, where a backend does not tell its own.
+#: The timeout of torch, if a backend does not tell its own.
 _DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _NO_MODE: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
@@ -55,11 +55,11 @@ _WORD: Final = struct.Struct("q")
 class SharedMemoryCollectives:
     """Collectives between processes of one host, for CPU tensors; make them with `shared_memory`.
 
-    `inner` is the process group: CUDA tensors go through it, and subgroups are made from it. Sums are added in
-    rank order, so they have the same bits in every run and as in `run_threads`. A peer that dies while others wait for
-    it is a `PeerError` on each of them, within a second; one that does not come within the process group's timeout a
-    `CollectiveError` that names it; calls that differ are a `MismatchError`. After any of these, every further call
-    raises at once. One thread at a time may use it.
+    `inner` is the process group: CUDA tensors go through it, and subgroups are made from it. Sums are added in rank
+    order, so they have the same bits in every run and in `run_threads`. If a peer dies while others wait for it, each
+    of them raises `PeerError` within a second; if a peer does not arrive within the process group's timeout, they raise
+    a `CollectiveError` that names it; if ranks diverge, they raise `MismatchError`. After any of these, every further
+    call raises at once. Only one thread at a time may use this object.
     """
 
     __slots__ = (
@@ -77,11 +77,11 @@ class SharedMemoryCollectives:
     )
 
     def __init__(self, inner: ProcessGroupCollectives, link: Link) -> None:
-        """The end of this rank, over the memory that `link` holds."""
+        """Make the end of this rank, over the memory that `link` holds."""
         self.inner = inner
         self._rank, self._size = inner.rank, inner.size
         self._link = link
-        self._ring = [Place(slot, self._rank, self._size) for slot in link.segment.slots]
+        self._ring = [SlotUse(slot, self._rank, self._size) for slot in link.segment.slots]
         self._sequence = 0
         self._thread = threading.get_ident()
         self._failure: CommError | None = None
@@ -99,7 +99,7 @@ class SharedMemoryCollectives:
 
     @property
     def size(self) -> int:
-        """How many processes the group has."""
+        """The number of processes in the group."""
         return self._size
 
     @property
@@ -115,18 +115,18 @@ class SharedMemoryCollectives:
 
     @property
     def has_failed(self) -> bool:
-        """Whether every call raises, since one has failed or it was closed."""
+        """Whether every call raises, since a call has failed or the memory was closed."""
         return self._failure is not None
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, by `close` or with its process group."""
+        """Whether the memory was closed, by `close` or with its process group."""
         return not self._ring
 
     def close(self) -> None:
-        """Let go of the shared memory; the process group stays. It is done by itself when the process group is gone.
+        """Release the shared memory; the process group stays. When the process group is gone, this happens by itself.
 
-        Wait for what is pending first. Further calls raise `CommError`.
+        Wait for all pendings first. Further calls raise `CommError`.
         """
         self._fail(
             CommError(
@@ -134,7 +134,8 @@ class SharedMemoryCollectives:
                 "destroy_process_group()"
             )
         )
-        self._ring = []  # what is pending keeps its slot
+        # Each pending keeps its slot.
+        self._ring = []
         self._link.close()
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
@@ -210,51 +211,52 @@ class SharedMemoryCollectives:
         self._start(Site(self._rank, self._size, op, label), NOTHING, NOTHING).wait()
 
     def _start(self, site: Site, target: Tensor, source: Tensor | Parts, detail: int = 0) -> SharedPending:
-        """Take the next number and its slot, put this rank's part there, and tell the others."""
+        """Take the next number and its slot, put this rank's part there, and post the number."""
         if self._failure is not None:
             raise self._again(site)
-        place = self._ring[(self._sequence + 1) % SLOTS]
-        if place.pending is not None:
-            self.finish(place.pending)
-        if place.slot.consumed.tobytes() != _WORD.pack(place.number) * self._size:
-            self._wait(site, place.slot.consumed, place.number)
-        move, code = place.move(site.op, source.dtype, source.numel(), detail)
-        posted, at = place.slot.posted, 2 * self._rank
+        use = self._ring[(self._sequence + 1) % SLOTS]
+        if use.pending is not None:
+            self.finish(use.pending)
+        if use.slot.consumed.tobytes() != _WORD.pack(use.number) * self._size:
+            self._wait(site, use.slot.consumed, use.number)
+        move, code = use.move(site.op, source.dtype, source.numel(), detail)
+        posted, at = use.slot.posted, 2 * self._rank
         posted[at] = code
         if isinstance(source, Tensor):
             move.put(source)
         else:
-            assert isinstance(move, Scatter), "nothing else takes parts"
+            assert isinstance(move, Scatter), "only a reduce-scatter takes parts"
             move.put_parts(source, target)
             source = target
         if not _KEEPS_ORDER:
             self._order_memory()
-        posted[at + 1] = self._sequence = place.number = self._sequence + 1
+        posted[at + 1] = self._sequence = use.number = self._sequence + 1
         self._thread = threading.get_ident()
-        place.pending = pending = SharedPending(self, place, site, move, code, target, source)
-        if place.all_posted(code):
-            # This rank is the last: the bytes are in its cache, and no peer has to wait until it comes back for them.
+        use.pending = pending = SharedPending(self, use, site, move, code, target, source)
+        if use.all_posted(code):
+            # This rank is the last: the bytes are in its cache, and no peer has to wait for its `wait()`.
             self.finish(pending)
         return pending
 
     def finish(self, pending: SharedPending) -> None:
-        """Wait for the peers, take the result, and give the slot back; `pending.wait()` calls it."""
-        place, move = pending.place, pending.move
+        """Wait for the peers, take the result, and release the slot; `pending.wait()` calls this."""
+        use, move = pending.use, pending.move
         if move is None or pending.error is not None:
             return pending.wait()
         if self._failure is not None:
             pending.fail(self._again(pending.site))
             return pending.wait()
         try:
-            if not place.all_posted(pending.code):
-                self._wait(pending.site, place.slot.stamps, place.number, lambda: self._compare(pending))
+            if not use.all_posted(pending.code):
+                self._wait(pending.site, use.slot.stamps, use.number, lambda: self._compare(pending))
                 if pending.move is None:
-                    return pending.wait()  # it was finished while others were waited for
+                    # The pending was finished during the wait for the peers.
+                    return pending.wait()
                 self._compare(pending)
             pending.check_held()
             if not _KEEPS_ORDER:
                 self._order_memory()
-            # Output of inference mode can be written to there only, also where it is waited for elsewhere.
+            # An output of inference mode can only be written to in that mode, even if the wait is outside of it.
             with torch.inference_mode() if pending.target.is_inference() else _NO_MODE:
                 move.take(pending.target, pending.source)
         except CommError as error:
@@ -263,7 +265,7 @@ class SharedMemoryCollectives:
             raise
         if not _KEEPS_ORDER:
             self._order_memory()
-        place.slot.consumed[self._rank] = place.number
+        use.slot.consumed[self._rank] = use.number
         pending.release()
         return None
 
@@ -282,27 +284,27 @@ class SharedMemoryCollectives:
             raise
 
     def finish_ready(self) -> None:
-        """Finish what this thread has started and every rank has posted, so that no peer waits for this rank."""
+        """Finish the calls of this thread that every rank has posted, so that no peer waits for this rank."""
         if self._thread != threading.get_ident():
-            return  # another thread may be at it this very moment
-        for place in self._ring:
-            pending = place.pending
-            if pending is not None and place.all_posted(pending.code) and self._failure is None:
-                with contextlib.suppress(
-                    CommError
-                ):  # the pending keeps it, and raises it when it is waited for
+            # Another thread may be using this group at this very moment.
+            return
+        for use in self._ring:
+            pending = use.pending
+            if pending is not None and use.all_posted(pending.code) and self._failure is None:
+                # The pending keeps the error, and raises it at its wait.
+                with contextlib.suppress(CommError):
                     self.finish(pending)
 
     def _compare(self, pending: SharedPending) -> None:
-        """Raise MismatchError where a rank that has come called something else."""
-        slot, number = pending.place.slot, pending.place.number
+        """Raise MismatchError if a rank that has posted called something else."""
+        slot, number = pending.use.slot, pending.use.number
         codes = {
             rank: code
             for rank, (stamp, code) in enumerate(zip(slot.stamps.tolist(), slot.calls.tolist(), strict=True))
             if stamp >= number
         }
         if any(code != pending.code for code in codes.values()):
-            told = "; ".join(f"rank {rank} called {Call.of(code)}" for rank, code in codes.items())
+            told = "; ".join(f"rank {rank} called {PostedCall.of(code)}" for rank, code in codes.items())
             site = pending.site
             raise MismatchError(
                 site.rank,
@@ -313,13 +315,13 @@ class SharedMemoryCollectives:
             )
 
     def _fail(self, error: CommError) -> None:
-        """Nothing goes on after this: here at once, and on the others when they wait for this rank."""
+        """Make every later call fail: here at once, and on the others when they wait for this rank."""
         if self._failure is None:
             self._failure = error
             self._link.segment.failed[self._rank] = 1
 
     def _again(self, site: Site) -> CommError:
-        """What every call raises after a failure."""
+        """The error of every call after a failure."""
         failure = self._failure
         if not isinstance(failure, CollectiveError):
             return CommError(f"rank {site.rank}: {describe_call(site.op, site.label)}: {failure}")
@@ -328,10 +330,10 @@ class SharedMemoryCollectives:
         return error
 
     def _order_memory(self) -> None:
-        """Let no write before this be seen after one that follows, nor a read be made early.
+        """Let no write before this become visible after a later write, and no later read happen before this.
 
-        A lock is taken and given back twice: what comes before the first release stays before it, what comes after the
-        second acquisition stays after it, and the two do not change places.
+        A lock is acquired and released twice: accesses before the first release stay before it, accesses after the
+        second acquisition stay after it, and the two do not change places.
         """
         for _ in range(2):
             with self._fence:
@@ -339,21 +341,21 @@ class SharedMemoryCollectives:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """It as one line of numbers that autograd does not see."""
+    """The tensor as a 1-D view that autograd does not track."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
-    """The collectives of `group` through shared memory; one and the same object each time for a process group.
+    """The collectives of `group` through shared memory; the same object each time for a process group.
 
     Args:
         group: a process group of ranks that are all on this host, or the collectives over one. Every rank of it calls
             this.
 
     Raises:
-        ValueError: on every rank, where the ranks cannot share memory, with what is missing.
+        ValueError: on every rank, if the ranks cannot share memory; it says what is missing.
     """
     if isinstance(group, SharedMemoryCollectives):
         return group
@@ -361,16 +363,16 @@ def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
     if isinstance(shared, str):
         raise ValueError(
             f"expected ranks that can share memory, found that they cannot: {shared}; pass the process group itself, "
-            "or 'auto' to have shared memory only where it can be"
+            "or 'auto' to share memory only if the ranks can"
         )
     return shared
 
 
 def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectives:
-    """The collectives over a process group that memory is to be shared in.
+    """The collectives over a process group whose ranks are to share memory.
 
     Raises:
-        ValueError: for another engine, or for decorated collectives (decorate the result instead).
+        ValueError: for a different engine, or for decorated collectives (decorate the result instead).
     """
     # Process groups first: they have methods of the same names.
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
@@ -384,7 +386,7 @@ def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectiv
 
 
 def try_shared_memory(group: ProcessGroupCollectives) -> SharedMemoryCollectives | str:
-    """The collectives of `group` through shared memory, or why not: the same on every rank, and all of them call it."""
+    """The collectives of `group` through shared memory, or the obstacle, alike on all ranks; every rank calls it."""
     key = group.group
     known = _KNOWN.get(key)
     if known is None or (isinstance(known, SharedMemoryCollectives) and known.is_closed):
@@ -396,14 +398,14 @@ def try_shared_memory(group: ProcessGroupCollectives) -> SharedMemoryCollectives
     return known
 
 
-#: What was made for each process group, so that ranks that ask again agree that there is nothing to be made.
+#: The result for each process group, so that ranks that ask again agree that there is nothing to make.
 _KNOWN: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives | str]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _progress() -> None:
-    """While one group waits, the others go on: ranks may wait for several groups in different orders."""
+    """Finish what is ready in every group: ranks may wait for several groups in different orders."""
     for shared in [*_KNOWN.values()]:
         if isinstance(shared, SharedMemoryCollectives):
             shared.finish_ready()
@@ -416,12 +418,12 @@ def _close(reference: weakref.ReferenceType[SharedMemoryCollectives]) -> None:
 
 
 def _disown() -> None:
-    """In a process that was forked: the memory is the parent's."""
+    """Make every call raise in a forked process, as the memory belongs to the parent."""
     for shared in [*_KNOWN.values()]:
         if isinstance(shared, SharedMemoryCollectives):
             shared._failure = CommError(
-                "expected the process that the ranks were connected in, found one that it has forked; collectives are "
-                "for the process that is the rank"
+                "expected the process in which the ranks were connected, found one forked from it; call collectives "
+                "only in the process that is the rank"
             )
 
 

@@ -1,4 +1,4 @@
-"""Who the peers on this host are: whether they can share memory, and whether they are alive."""
+"""The peers on this host: whether they can share memory, and whether they are alive."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _NEEDED: Final = ("memfd_create", "pidfd_open")
 
 
 def host_identity() -> tuple[str, ...]:
-    """What is the same for two processes exactly when one can find the other by its process id.
+    """A value that is equal for two processes exactly if one can find the other by its process id.
 
-    The boot of the machine and the namespace that process ids are counted in, where the system tells them, and the
-    host's name.
+    It holds the boot of the machine and the namespace of process ids, if the system tells them, and the host's name.
     """
     boot = space = ""
     with contextlib.suppress(OSError):
@@ -43,7 +42,7 @@ class Peers:
     __slots__ = ("__weakref__", "_close", "_fds", "_poll", "pids")
 
     def __init__(self, pids: list[int], rank: int) -> None:
-        """The processes of all ranks; `rank` is this one's own."""
+        """Hold the processes of all ranks but `rank`, which is this one."""
         self.pids = pids
         self._fds: dict[int, int] = {}
         self._poll = select.poll()
@@ -55,11 +54,11 @@ class Peers:
                 self._poll.register(fd, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """The ranks whose processes have ended, also those that nobody has waited for yet."""
+        """The ranks whose processes have ended, even if nobody has waited for them yet."""
         return sorted(self._fds[fd] for fd, _ in self._poll.poll(0))
 
     def close(self) -> None:
-        """Let go of them."""
+        """Close the descriptors."""
         self._close()
 
 
@@ -73,20 +72,20 @@ def _close_all(fds: dict[int, int]) -> None:
 @final
 @attrs.frozen
 class Link:
-    """What connects a rank to those it shares memory with."""
+    """The connection of a rank to the peers that it shares memory with."""
 
     segment: Segment
     peers: Peers
 
     def close(self) -> None:
-        """Let go of both."""
+        """Release the memory and the peers."""
         self.segment.close()
         self.peers.close()
 
 
 @attrs.frozen
 class _Offer:
-    """What a rank tells the others: where it is, its process, and the first one's segment."""
+    """A rank's message to the others: its obstacle, its host, its process, and the segment if it is the first rank."""
 
     obstacle: str
     host: tuple[str, ...]
@@ -98,7 +97,7 @@ class _Offer:
 def connect(group: ProcessGroupCollectives) -> Link | str:
     """Share memory between the ranks of `group`, or say why they cannot. Every rank of the group calls it.
 
-    All ranks get a link, or all get one and the same sentence.
+    All ranks get a link, or all get the same sentence.
     """
     made: Segment | None = None
     obstacle = _obstacle(group)

@@ -1,6 +1,6 @@
-"""What a rank puts into a slot and what it takes out of it, for each collective, dtype and size: views made once.
+"""A rank's copies into a slot and out of it, for each collective, dtype and size, through views that are made once.
 
-Where a group of n ranks keeps the bytes of one collective (P: bytes of one rank's part, T: of the whole tensor):
+The bytes of one collective of n ranks in its slot (P: bytes of one rank's part, T: of the whole tensor):
 
 | collective | the slot | bytes |
 | --- | --- | --- |
@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from flatparam_comm.collectives import Parts, ReduceOp
-from flatparam_comm.shared_memory.segment import Slot
+from flatparam_comm.shared_memory.segment import MessageSlot
 from flatparam_core import Threshold
 
-__all__ = ["OPS", "REDUCTIONS", "Call", "Move", "Scatter"]
+__all__ = ["OPS", "REDUCTIONS", "PostedCall", "SlotMove", "Scatter"]
 
 _REDUCERS: Final[dict[ReduceOp, Callable[..., Tensor]]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
 }
-#: The number by which a call names its reduction.
+#: The number of each reduction in a call.
 REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 _BY_NUMBER: Final = tuple(REDUCTIONS)
 _DTYPES: Final = tuple(
@@ -41,7 +41,7 @@ _DTYPES: Final = tuple(
 WORTH_CUTTING: Final = Threshold(
     "comm.worth_cutting_nbytes",
     1 << 14,
-    "Through shared memory, what is gathered in place is copied whole below this; from here on without the own part.",
+    "Through shared memory, a gather in place copies the whole result below this; from here on without the own part.",
     least=0,
 )
 
@@ -51,10 +51,10 @@ _DTYPE_BITS, _DETAIL_BITS, _NUMEL_BITS = 7, 13, 40
 
 @final
 @attrs.frozen
-class Call:
-    """What must be the same on every rank: the collective, its dtype, its size, its root or reduction.
+class PostedCall:
+    """The facts that must be the same on every rank: the collective, its dtype, its size, its root or reduction.
 
-    `numel` is that of the input; `detail` the root, or the number of the reduction (`REDUCTIONS`).
+    `numel` is that of the input; `detail` is the root, or the number of the reduction (`REDUCTIONS`).
     """
 
     op: str
@@ -64,12 +64,12 @@ class Call:
 
     @property
     def code(self) -> int:
-        """It as a number of 63 bits."""
+        """The call as a number of 63 bits."""
         head = OPS.index(self.op) << _DTYPE_BITS | _DTYPES.index(self.dtype)
         return (head << _DETAIL_BITS | self.detail) << _NUMEL_BITS | self.numel
 
     @classmethod
-    def of(cls, code: int) -> Call:
+    def of(cls, code: int) -> PostedCall:
         """The call that has this code."""
         head, numel = code >> _NUMEL_BITS, code & ((1 << _NUMEL_BITS) - 1)
         kind, detail = head >> _DETAIL_BITS, head & ((1 << _DETAIL_BITS) - 1)
@@ -84,12 +84,12 @@ class Call:
         }.get(self.op, f", {_BY_NUMBER[self.detail].value}")
         return f"{self.op} ({self.numel} x {str(self.dtype).removeprefix('torch.')}{detail})"
 
-    def move(self, slot: Slot, rank: int, size: int) -> Move:
-        """How `rank` of `size` does it in this slot."""
+    def move(self, slot: MessageSlot, rank: int, size: int) -> SlotMove:
+        """The part of `rank` of `size` in this call, in this slot."""
         return _MOVES.get(self.op, _Meet)(self, slot, rank, size)
 
     def slot_nbytes(self, size: int) -> int:
-        """The bytes that it takes in a slot (see the table above)."""
+        """The bytes that the call takes in a slot (see the table above)."""
         factor = {
             "all_gather": size,
             "exchange": size,
@@ -100,15 +100,15 @@ class Call:
         return factor.get(self.op, 0) * self.numel * self.dtype.itemsize
 
 
-class Move(Protocol):
+class SlotMove(Protocol):
     """One rank's part in one collective, in one slot."""
 
     def put(self, source: Tensor) -> None:
-        """Copy what the others need into the slot."""
+        """Copy the bytes that the others need into the slot."""
         ...
 
     def take(self, target: Tensor, source: Tensor) -> None:
-        """Work out the result from what all have put."""
+        """Compute the result from the bytes of all ranks."""
         ...
 
 
@@ -116,7 +116,7 @@ class Move(Protocol):
 class _Meet:
     __slots__ = ()
 
-    def __init__(self, call: Call, slot: Slot, rank: int, size: int) -> None:
+    def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
         pass
 
     def put(self, source: Tensor) -> None:
@@ -130,7 +130,7 @@ class _Meet:
 class _Gather:
     __slots__ = ("after", "before", "mine", "nbytes", "rank", "start", "stop", "whole")
 
-    def __init__(self, call: Call, slot: Slot, rank: int, size: int) -> None:
+    def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
         self.rank, self.nbytes = rank, call.numel * call.dtype.itemsize
         self.start, self.stop = rank * call.numel, (rank + 1) * call.numel
         self.whole = slot.view(call.dtype, 0, size * call.numel)
@@ -153,19 +153,19 @@ class _Gather:
 
 @final
 class Scatter:
-    """A reduce-scatter; where the source is the target, the target has this rank's own part already."""
+    """A reduce-scatter; if the source is the target, the target already has this rank's own part."""
 
     __slots__ = ("after", "before", "parts", "rank", "reducer", "start", "stop")
 
-    def __init__(self, call: Call, slot: Slot, rank: int, size: int) -> None:
-        """See `Call.move`."""
+    def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
+        """See `PostedCall.move`."""
         part = call.numel // size
         row = part * (size - 1)
         self.rank, self.start, self.stop = rank, rank * part, (rank + 1) * part
         self.reducer = _REDUCERS[_BY_NUMBER[call.detail]]
         mine = slot.view(call.dtype, rank * row, row)
         self.before, self.after = mine[: self.start], mine[self.start :]
-        # A row leaves out its owner's part, so what follows that part is one place further ahead.
+        # A row leaves out its owner's part, so the parts after that one are one place further ahead.
         self.parts = [
             slot.view(call.dtype, other * row + (rank - (rank > other)) * part, part)
             for other in range(size)
@@ -173,20 +173,20 @@ class Scatter:
         ]
 
     def put(self, source: Tensor) -> None:
-        """See `Move.put`."""
+        """See `SlotMove.put`."""
         if self.start:
             self.before.copy_(source[: self.start])
         if self.stop < source.numel():
             self.after.copy_(source[self.stop :])
 
     def put_parts(self, source: Parts, target: Tensor) -> None:
-        """`put` a tensor that was never made, and leave this rank's own part of it in `target`."""
+        """`put` a tensor that lies in parts, and write this rank's own part of it to `target`."""
         source.fill(0, self.before)
         source.fill(self.stop, self.after)
         source.fill(self.start, target)
 
     def take(self, target: Tensor, source: Tensor) -> None:
-        """See `Move.take`."""
+        """See `SlotMove.take`."""
         own = target if source is target else source[self.start : self.stop]
         if not self.parts:
             target.copy_(own)
@@ -194,7 +194,7 @@ class Scatter:
         parts = self.parts
         if len(parts) > 1:
             parts = [*parts[: self.rank], own, *parts[self.rank :]]
-            # Nobody else reads the parts that were put here for this rank, so sums may lie there; the target may be
+            # No other rank reads the parts that were put here for this rank, so they can hold sums; the target may be
             # this rank's own part and is written last.
             total = parts[0] if self.rank else parts[1]
             self.reducer(parts[0], parts[1], out=total)
@@ -211,7 +211,7 @@ class Scatter:
 class _AllReduce:
     __slots__ = ("mine", "parts", "reducer")
 
-    def __init__(self, call: Call, slot: Slot, rank: int, size: int) -> None:
+    def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
         self.parts = [slot.view(call.dtype, each * call.numel, call.numel) for each in range(size)]
         self.mine = self.parts[rank]
         self.reducer = _REDUCERS[_BY_NUMBER[call.detail]]
@@ -232,7 +232,7 @@ class _AllReduce:
 class _Broadcast:
     __slots__ = ("is_root", "whole")
 
-    def __init__(self, call: Call, slot: Slot, rank: int, size: int) -> None:
+    def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
         self.whole = slot.view(call.dtype, 0, call.numel)
         self.is_root = rank == call.detail
 
@@ -245,7 +245,7 @@ class _Broadcast:
             target.copy_(self.whole)
 
 
-_MOVES: Final[dict[str, Callable[[Call, Slot, int, int], Move]]] = {
+_MOVES: Final[dict[str, Callable[[PostedCall, MessageSlot, int, int], SlotMove]]] = {
     "all_gather": _Gather,
     "exchange": _Gather,
     "reduce_scatter": Scatter,

@@ -1,4 +1,4 @@
-"""What a rank knows of each slot, and what it holds until a collective in it is finished."""
+"""A rank's use of each slot, and the tensors that it holds until a collective in the slot is finished."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError
-from flatparam_comm.shared_memory.moves import Call, Move
-from flatparam_comm.shared_memory.segment import Slot
+from flatparam_comm.shared_memory.moves import PostedCall, SlotMove
+from flatparam_comm.shared_memory.segment import MessageSlot
 from flatparam_core import Threshold
 
-__all__ = ["NOTHING", "Place", "SharedPending"]
+__all__ = ["NOTHING", "SlotUse", "SharedPending"]
 
 MOST_MOVES: Final = Threshold(
     "comm.most_moves",
     512,
-    "Views that a slot of shared memory keeps for the next call of the same size; with more it begins anew.",
+    "A slot of shared memory keeps the views of so many different calls for the next equal call; then it starts over.",
 )
-"""A program has as many as it has units of different sizes."""
+"""A program needs as many as it has units of different sizes."""
 _PAIR: Final = struct.Struct("qq")
 NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Engine(Protocol):
-    """What a pending needs of the engine that made it."""
+    """The part of an engine that its pendings need."""
 
     @property
     def has_failed(self) -> bool:
@@ -42,24 +42,23 @@ class Engine(Protocol):
 
 @final
 @attrs.define(eq=False)
-class Place:
-    """One slot as this rank uses it: the last number that it had here, and what is pending for it."""
+class SlotUse:
+    """This rank's use of one slot: the number of its last collective there, and the pending of that collective."""
 
-    slot: Slot
+    slot: MessageSlot
     rank: int
     size: int
     number: int = 0
     pending: SharedPending | None = None
-    moves: dict[tuple[str, torch.dtype, int, int], tuple[Move, int]] = attrs.field(factory=dict)
+    moves: dict[tuple[str, torch.dtype, int, int], tuple[SlotMove, int]] = attrs.field(factory=dict)
 
-    def move(self, op: str, dtype: torch.dtype, numel: int, detail: int) -> tuple[Move, int]:
-        """How this rank does it in this slot, and the code of the call; made when it is asked for first."""
+    def move(self, op: str, dtype: torch.dtype, numel: int, detail: int) -> tuple[SlotMove, int]:
+        """This rank's part in a call in this slot, and the code of the call; both are made on first use."""
         found = self.moves.get((op, dtype, numel, detail))
         if found is None:
-            call = Call(op, dtype, numel, detail)
-            with torch.inference_mode(
-                False
-            ):  # views that are made in inference mode can be written to there only
+            call = PostedCall(op, dtype, numel, detail)
+            # Views that are made in inference mode can only be written to in that mode.
+            with torch.inference_mode(False):
                 if self.slot.reserve(call.slot_nbytes(self.size)) or len(self.moves) >= MOST_MOVES.value:
                     self.moves.clear()
                 found = call.move(self.slot, self.rank, self.size), call.code
@@ -67,19 +66,19 @@ class Place:
         return found
 
     def all_posted(self, code: int) -> bool:
-        """Whether every rank has made this call."""
+        """Whether every rank has posted this call."""
         return self.slot.posted.tobytes() == _PAIR.pack(code, self.number) * self.size
 
 
 @final
 @attrs.define(eq=False)
 class SharedPending:
-    """A collective that this rank has started. It holds the tensors until it is finished."""
+    """A collective that this rank has issued. It holds the tensors until it is finished."""
 
     engine: Engine
-    place: Place
+    use: SlotUse
     site: Site
-    move: Move | None
+    move: SlotMove | None
     code: int
     target: Tensor
     source: Tensor
@@ -94,22 +93,22 @@ class SharedPending:
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        if self.move is None or self.engine.has_failed or self.place.all_posted(self.code):
+        if self.move is None or self.engine.has_failed or self.use.all_posted(self.code):
             return True
-        return min(self.place.slot.stamps) >= self.place.number
+        return min(self.use.slot.stamps) >= self.use.number
 
     def fail(self, error: CommError) -> None:
-        """It ends with this error, at each `wait`."""
+        """End the collective with this error, which each `wait` raises."""
         self.error = error
         self.release()
 
     def release(self) -> None:
-        """It is over: let go of the tensors."""
-        self.move = self.place.pending = None
+        """End the collective, and drop the tensors."""
+        self.move = self.use.pending = None
         self.target = self.source = NOTHING
 
     def check_held(self) -> None:
-        """Raise CollectiveError when the memory under a tensor was freed: the next access would be to no memory."""
+        """Raise CollectiveError if the memory under a tensor was freed: the next access would be to no memory."""
         for tensor in (self.target, self.source):
             held = tensor.untyped_storage().nbytes()
             if held < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:

@@ -1,9 +1,9 @@
 """The memory that the ranks of one host share: one file without a name, mapped by all of them.
 
-The first rank makes it (`memfd_create`), the others open it through `/proc`. No file system knows it, so it is gone
-when the last process that maps it is, however that one ends. The file is sparse: it begins with a few words of control,
-and each slot begins at a multiple of `SLOT_SPAN`, so that a slot grows without another one moving; only pages that were
-written to are held.
+The first rank makes the file (`memfd_create`), the others open it through `/proc`. It is in no file system, so it is
+gone when the last process that maps it has ended, in whatever way. The file is sparse: it begins with a few control
+words, and each slot begins at a multiple of `SLOT_SPAN`, so that a slot grows without moving another; only pages that
+were written to take memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from flatparam_core import Threshold
 
-__all__ = ["SLOTS", "Segment", "Slot", "round_to_pages"]
+__all__ = ["SLOTS", "Segment", "MessageSlot", "round_to_pages"]
 
-#: How many collectives may be under way between the fastest rank and the slowest.
+#: The number of collectives that may be under way between the fastest rank and the slowest.
 SLOTS: Final = 2
 SLOT_SPAN: Final = 1 << 40
 _WORD: Final = 8
@@ -29,12 +29,12 @@ _WORDS_IN_LINE: Final = 8
 LEAST_MAPPED: Final = Threshold(
     "comm.least_mapped_nbytes",
     1 << 16,
-    "A slot of shared memory has at least this; for more it is mapped anew, in powers of two.",
+    "At least this much of a slot of shared memory is mapped; for larger messages it is mapped anew, in powers of two.",
 )
 
 
 def round_to_pages(nbytes: int) -> int:
-    """As many bytes in whole pages."""
+    """The number of bytes, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -42,8 +42,8 @@ def round_to_pages(nbytes: int) -> int:
 class Segment:
     """One process's view of the memory that a group shares.
 
-    Control words, each an aligned 64-bit integer that only one rank writes: for each slot, each rank's call and its
-    number in `posted`, and the number of the last call it is done with in `consumed`; and whether it has `failed`.
+    Each control word is an aligned 64-bit integer that only one rank writes: for each slot, each rank's call and its
+    number in `posted`, and the number of the last call that it is done with in `consumed`; and whether it has `failed`.
     """
 
     __slots__ = ("__weakref__", "_close", "failed", "fd", "slots", "token")
@@ -57,7 +57,7 @@ class Segment:
         self.failed = words[_WORDS_IN_LINE : _WORDS_IN_LINE + size]
         start, step = _WORDS_IN_LINE + _line(size), _line(2 * size) + _line(size)
         self.slots = [
-            Slot(
+            MessageSlot(
                 fd,
                 (index + 1) * SLOT_SPAN,
                 words[at : at + 2 * size],
@@ -81,17 +81,17 @@ class Segment:
 
     @classmethod
     def open(cls, pid: int, fd: int, size: int) -> Segment:
-        """The segment that process `pid` has under the number `fd`."""
+        """The segment that process `pid` has under the descriptor `fd`."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), size)
 
     @property
     def held_nbytes(self) -> int:
-        """The bytes of memory behind it, for all ranks together: whole pages of the control words and of each slot."""
+        """The bytes of memory that it takes, for all ranks together: whole pages of control words and of each slot."""
         control = round_to_pages(_control_nbytes(len(self.failed)))
         return control + sum(round_to_pages(slot.used) for slot in self.slots)
 
     def close(self) -> None:
-        """Let go of it. The memory is freed when every process has; a mapping goes when nothing here uses it."""
+        """Release it. The memory is freed when every process has released it; a mapping ends when nothing uses it."""
         self.slots = []
         self.token = self.failed = memoryview(bytes(_WORD * len(self.failed))).cast("q")
         self._close()
@@ -99,8 +99,8 @@ class Segment:
 
 @final
 @attrs.define(eq=False)
-class Slot:
-    """The place of every second, third, ... collective: words of control, and bytes that grow with the messages."""
+class MessageSlot:
+    """The memory of every `SLOTS`-th collective: control words, and bytes that grow with the messages."""
 
     fd: int
     offset: int
@@ -115,7 +115,7 @@ class Slot:
         self.calls, self.stamps = self.posted[0::2], self.posted[1::2]
 
     def reserve(self, nbytes: int) -> bool:
-        """Have at least `nbytes` mapped. Says whether `memory` is another tensor now."""
+        """Map at least `nbytes`; returns whether `memory` is a different tensor now."""
         self.used = max(self.used, nbytes)
         if nbytes <= self.memory.numel():
             return False
@@ -124,12 +124,12 @@ class Slot:
         return True
 
     def view(self, dtype: torch.dtype, start: int, numel: int) -> Tensor:
-        """The elements from number `start` on."""
+        """The `numel` elements from number `start` on."""
         return self.memory[start * dtype.itemsize : (start + numel) * dtype.itemsize].view(dtype)
 
 
 def _line(words: int) -> int:
-    """As many words in whole cache lines."""
+    """The number of words, rounded up to whole cache lines."""
     return -(-words // _WORDS_IN_LINE) * _WORDS_IN_LINE
 
 

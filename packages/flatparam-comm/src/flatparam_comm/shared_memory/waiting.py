@@ -1,4 +1,4 @@
-"""Waiting for peers that share memory: short waits spin, long ones sleep, and look whether the peers still live."""
+"""Waits for peers that share memory: short waits spin; long ones sleep, and check whether the peers are alive."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flatparam_comm.shared_memory.host import Link
 
 __all__ = ["Watch"]
 
-#: Seconds: to spin, letting others run, before the first sleep; the longest sleep; between two looks at the peers. The
+#: Seconds: to spin, letting others run, before the first sleep; the longest sleep; between two checks of the peers. The
 #: shortest sleep takes some 70 microseconds (timer slack): a peer that spun for less would then sleep in its turn.
 _SPIN, _LONGEST, _LOOK_EVERY = 100e-6, 1e-3, 0.1
-#: A sleep is this part of what was waited for already, so waiting is longer by no more.
+#: A sleep is this fraction of the time waited so far, so a wait is longer by no more than this fraction.
 _PART: Final = 1 / 8
 
 
 @final
 @attrs.frozen
 class Watch:
-    """Waits of one rank. `members` are the ranks' numbers in the world."""
+    """The waits of one rank. `members` are the ranks' numbers in the world."""
 
     link: Link
     members: list[int]
@@ -37,11 +37,11 @@ class Watch:
     ) -> None:
         """Return when all `stamps`, one of each rank, have reached `number`.
 
-        `meanwhile` is called now and then while some have not; it raises where waiting is in vain.
+        Until then `meanwhile` is called now and then; it raises if waiting is in vain.
 
         Raises:
-            PeerError: when a rank that has not come has ended.
-            CollectiveError: when one has failed and will never come, or the timeout is over.
+            PeerError: if a missing rank's process has ended.
+            CollectiveError: if a missing rank has failed and will never arrive, or if the timeout is over.
         """
         start = time.monotonic()
         look_at = start + _LOOK_EVERY
@@ -57,7 +57,7 @@ class Watch:
             time.sleep(min(_LONGEST, (now - start) * _PART))
 
     def _look(self, stamps: memoryview, number: int, op: str, label: str, waited: float) -> None:
-        """Raise where one of those that have not come never will, or has had its time."""
+        """Raise if a missing rank will never arrive, or if the timeout is over."""
         ended = self.link.peers.ended()
         failed = [rank for rank, word in enumerate(self.link.segment.failed) if word]
         # In this order: what a rank did before it ended or failed counts.
@@ -70,11 +70,11 @@ class Watch:
                 )
         for rank in failed:
             if rank in missing:
-                text = f"rank {rank} takes no part any more: an earlier call failed on it, or it has closed its memory"
+                text = f"rank {rank} no longer takes part: an earlier call failed on it, or it has closed its memory"
                 raise CollectiveError(self.rank, op, label, text)
         if missing and waited > self.timeout.total_seconds():
             text = (
-                f"ranks {missing} have not come within {self.timeout.total_seconds():g} s; make every rank call the "
+                f"ranks {missing} have not arrived within {self.timeout.total_seconds():g} s; make every rank call the "
                 "same collectives in the same order, or give init_process_group() a longer timeout"
             )
             raise CollectiveError(self.rank, op, label, text)

@@ -2,8 +2,8 @@
 
 The rank that holds the baton runs until it must wait for something that has not happened, pauses, or ends; then the
 next rank in cyclic order that can run gets it. Only the holder reads or writes anything here (the one exception is
-`fail`, which the main thread may call), so no lock is needed, nothing is polled, and a deadlock is seen the moment it
-exists: nobody can run, and somebody has not ended.
+`fail`, which the main thread may call), so no lock is needed, nothing is polled, and a deadlock is detected the moment
+it exists: no rank can run, and some rank has not ended.
 
 State of a rank, and who changes it:
 
@@ -36,14 +36,14 @@ ErrorFactory = Callable[[int, str, str], CollectiveError]
 
 @attrs.frozen
 class Waiting:
-    """What a rank is waiting for: the collective, the caller's label, and (asked only for an error) who is missing."""
+    """A rank's wait: the collective, the caller's label, and (asked only for an error) who is missing."""
 
     op: str
     label: str
     missing: Callable[[], str]
 
     def describe(self) -> str:
-        """The words for an error."""
+        """The text for an error."""
         return f"waits for {describe_call(self.op, self.label)} ({self.missing()})"
 
 
@@ -73,13 +73,13 @@ class _Turn:
 class Baton:
     """Make one for a world; each rank calls `begin` first and `finish` last, and `block` / `pause` / `poll` between.
 
-    `on_stuck` is asked for the error when no rank can go on; it gets what each rank is doing, in words.
+    If no rank can go on, `on_stuck` makes the error from a text that says what each rank is doing.
     """
 
     __slots__ = ("_clock", "_failure", "_on_stuck", "_turns", "finished")
 
     def __init__(self, size: int, on_stuck: Callable[[str], ErrorFactory]) -> None:
-        """A baton for ranks that have not begun; `start` hands it out."""
+        """Make a baton for ranks that have not begun; `start` hands it out."""
         states = GeneratorStates.capture()
         self._turns = [_Turn(rank, states) for rank in range(size)]
         self._on_stuck = on_stuck
@@ -91,7 +91,7 @@ class Baton:
 
     @property
     def failed(self) -> bool:
-        """Whether the world has failed: what is not complete by now never will be."""
+        """Whether the world has failed: a collective that is not complete by now never will be."""
         return self._failure is not None
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class Baton:
         self._receive(turn)
 
     def block(self, rank: int, ready: Callable[[], bool], waiting: Waiting) -> None:
-        """Return when `ready()` holds; meanwhile others run. Raises the world's error when it never will."""
+        """Return when `ready()` holds; meanwhile others run. Raises the world's error if it never will."""
         if ready():
             return
         turn = self._turns[rank]
@@ -133,7 +133,7 @@ class Baton:
         self._hand_over(self._turns[rank], _State.FINISHED)
 
     def fail(self, failure: ErrorFactory) -> None:
-        """From now on, whoever waits for something incomplete raises this error. The first failure stays."""
+        """From now on, a wait for an incomplete collective raises this error. The first failure stays."""
         if self._failure is None:
             self._failure = failure
 
@@ -158,7 +158,7 @@ class Baton:
             )
 
     def doing(self, rank: int) -> str:
-        """What a rank is doing, in words."""
+        """A text that says what a rank is doing."""
         turn = self._turns[rank]
         if turn.waiting is not None:
             return turn.waiting.describe()
@@ -185,7 +185,7 @@ class Baton:
         turn.generators.install()
 
     def _choose(self, *, after: int) -> _Turn | None:
-        """Who runs next; None when all have finished. A world in which nobody can run fails here."""
+        """The rank that runs next; None if all have finished. A world in which no rank can run fails here."""
         order = self._turns[after + 1 :] + self._turns[: after + 1]
         runnable = next((turn for turn in order if self._can_run(turn)), None)
         if runnable is not None:

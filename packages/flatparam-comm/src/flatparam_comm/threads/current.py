@@ -1,4 +1,4 @@
-"""Which world this thread is a rank of."""
+"""The world of threads that a thread is a rank of."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def current_collectives() -> Collectives | None:
 
 @contextlib.contextmanager
 def set_current_collectives(collectives: Collectives) -> Iterator[None]:
-    """Within this, `current_collectives()` answers `collectives` in the calling thread."""
+    """Inside, `current_collectives()` returns `collectives` in the calling thread."""
     before = _CURRENT.collectives
     _CURRENT.collectives = collectives
     try:

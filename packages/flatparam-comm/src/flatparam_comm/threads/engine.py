@@ -14,7 +14,7 @@ from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
 from flatparam_comm.threads.baton import Baton, ErrorFactory, Waiting
-from flatparam_comm.threads.meeting import Call, Meeting, MeetingGroup, Post
+from flatparam_comm.threads.meeting import Meeting, MeetingCall, MeetingGroup, Post
 from flatparam_comm.threads.transfer import Cargo, Staged, stage_all_gather, stage_broadcast, stage_reduction
 
 __all__ = ["ThreadCollectives", "ThreadWorld"]
@@ -22,16 +22,16 @@ __all__ = ["ThreadCollectives", "ThreadWorld"]
 
 @final
 class ThreadWorld:
-    """What the ranks of one `run_threads` share: the baton, and the groups with their open meetings.
+    """The state that the ranks of one `run_threads` share: the baton, and the groups with their open meetings.
 
     With `deliver_late` the bytes of a result reach its output in the rank's own `wait()`, as late as any engine may
-    deliver them; without, they do when the last rank posts, as early as any engine can.
+    deliver them; without it, when the last rank posts, as early as any engine can.
     """
 
     __slots__ = ("baton", "deliver_late", "groups")
 
     def __init__(self, size: int, *, deliver_late: bool) -> None:
-        """A world of `size` ranks, and its first group: all of them."""
+        """Make a world of `size` ranks, and its first group, which has all of them."""
         self.baton = Baton(size, self._stuck)
         self.deliver_late = deliver_late
         self.groups = [MeetingGroup(tuple(range(size)))]
@@ -47,11 +47,11 @@ class ThreadWorld:
         return group
 
     def left_open(self) -> str:
-        """Which collectives some ranks called and others never did, in words; empty when there are none."""
+        """A text of the collectives that some ranks called and others never did; empty if there are none."""
         return "; ".join(meeting.describe() for group in self.groups for meeting in group.open.values())
 
     def _stuck(self, doing: str) -> ErrorFactory:
-        """Why nobody can go on: ranks that called different things, or ranks that wait in a circle."""
+        """The error if no rank can go on: ranks diverge, or wait in a circle."""
         for group in self.groups:
             for meeting in group.open.values():
                 if not meeting.agrees():
@@ -64,14 +64,14 @@ class ThreadWorld:
 class ThreadCollectives:
     """`run_threads` passes this to each rank's function; a group made by `subgroup` is one, too.
 
-    Only the rank's own thread may use it. Of each kind of call, the checks, the order and the errors are those of a
+    Only the rank's own thread may use it. For each kind of call, the checks, the order and the errors are those of a
     process group, and a program that would hang there raises `DeadlockError` or `MismatchError` here at once.
     """
 
     __slots__ = ("_group", "_rank", "_world", "_world_rank")
 
     def __init__(self, world: ThreadWorld, group: MeetingGroup, rank: int) -> None:
-        """The end of `group` that belongs to its rank number `rank`."""
+        """Make the end of `group` that belongs to its rank number `rank`."""
         self._world = world
         self._group = group
         self._rank = rank
@@ -87,7 +87,7 @@ class ThreadCollectives:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return len(self._group.members)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
@@ -135,25 +135,25 @@ class ThreadCollectives:
         )
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. Values make the way through pickle, so no rank gets another's object."""
-        post = Post(Call("exchange", label), value=pickle.dumps(value))
+        """See `Collectives.exchange`. Values are pickled and unpickled, so no rank gets another's object."""
+        post = Post(MeetingCall("exchange", label), value=pickle.dumps(value))
         values = self._meet(post, lambda posts: [each.value for each in posts]).outcome
         return [pickle.loads(each) for each in values]
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
-        self._meet(Post(Call("barrier", label)), lambda posts: None)
+        self._meet(Post(MeetingCall("barrier", label)), lambda posts: None)
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadCollectives | None:
         """See `Collectives.subgroup`."""
         chosen = checks.check_subgroup(self._site("subgroup", ""), ranks)
         members = tuple(self._group.members[rank] for rank in chosen)
-        post = Post(Call("subgroup", detail=f"ranks {list(chosen)}"))
+        post = Post(MeetingCall("subgroup", detail=f"ranks {list(chosen)}"))
         group: MeetingGroup = self._meet(post, lambda posts: self._world.add_group(members)).outcome
         return ThreadCollectives(self._world, group, chosen.index(self.rank)) if self.rank in chosen else None
 
     def sleep(self, seconds: float) -> None:
-        """Let the other ranks go on until all of them wait. It takes no time: the world's clock is moved instead."""
+        """Let the other ranks go on until all of them wait. The sleep takes no time: the world's clock is moved."""
         self._world.baton.check_thread(self._world_rank, "sleep", "")
         self._world.baton.pause(self._world_rank, seconds)
 
@@ -161,9 +161,9 @@ class ThreadCollectives:
         return Site(rank=self.rank, size=self.size, op=op, label=label)
 
     def _move(self, cargo: Cargo, detail: str, stage: Callable[[Sequence[Cargo]], Staged]) -> Pending:
-        """Post a data-plane call. `stage` works out the results, on the rank that posts last."""
+        """Post a data-plane call. `stage` computes the results, on the rank that posts last."""
         source = cargo.source
-        call = Call(
+        call = MeetingCall(
             cargo.site.op,
             cargo.site.label,
             source.numel(),
@@ -184,7 +184,7 @@ class ThreadCollectives:
         return meeting
 
     def _post(self, post: Post, work_out: Callable[[Sequence[Post]], Any]) -> Meeting:
-        """Join the group's next meeting; conclude it when this rank is the last, if all ranks ask for the same."""
+        """Join the group's next meeting; if this rank is the last and all calls agree, conclude the meeting."""
         baton, rank, call = self._world.baton, self._world_rank, post.call
         baton.check_thread(rank, call.op, call.label)
         if baton.failed:
@@ -197,21 +197,26 @@ class ThreadCollectives:
             self._conclude(meeting, call, work_out)
         return meeting
 
-    def _conclude(self, meeting: Meeting, call: Call, work_out: Callable[[Sequence[Post]], Any]) -> None:
+    def _conclude(
+        self, meeting: Meeting, call: MeetingCall, work_out: Callable[[Sequence[Post]], Any]
+    ) -> None:
         try:
             self._group.conclude(meeting, work_out)
         except CollectiveError:
             raise
         except Exception as error:
             raise CollectiveError(
-                self._rank, call.op, call.label, f"could not be worked out: {type(error).__name__}: {error}"
+                self._rank,
+                call.op,
+                call.label,
+                f"the result could not be computed: {type(error).__name__}: {error}",
             ) from error
 
 
 @final
 @attrs.define(eq=False)
 class ThreadPending:
-    """What a rank's data-plane call returns. It holds the rank's tensors until `wait` is over."""
+    """The pending of a rank's data-plane call. It holds the rank's tensors until `wait` returns."""
 
     baton: Baton
     world_rank: int
@@ -220,7 +225,7 @@ class ThreadPending:
     meeting: Meeting
 
     def wait(self) -> None:
-        """See `Pending.wait`: gives the baton to others until the last of them has posted."""
+        """See `Pending.wait`; hands the baton to other ranks until the last of them has posted."""
         cargo, meeting = self.cargo, self.meeting
         if cargo is None:
             return
@@ -233,7 +238,7 @@ class ThreadPending:
         self.cargo = None
 
     def done(self) -> bool:
-        """See `Pending.done`; a rank that asks in vain lets the others have a turn."""
+        """See `Pending.done`; if the collective is not over, the other ranks get a turn before the answer."""
         if not self._over() and self.baton.belongs_here(self.world_rank):
             self.baton.poll(self.world_rank)
         return self._over()

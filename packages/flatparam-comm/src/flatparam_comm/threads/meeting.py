@@ -1,4 +1,4 @@
-"""Where the ranks of a world of threads meet: the n-th collective of every rank of a group is one meeting."""
+"""The meetings of a world of threads: the n-th collective of every rank of a group is one meeting."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from flatparam_comm.errors import describe_call
 from flatparam_comm.threads.transfer import Cargo
 
-__all__ = ["Call", "Meeting", "MeetingGroup", "Post"]
+__all__ = ["MeetingCall", "Meeting", "MeetingGroup", "Post"]
 
 
 @attrs.frozen
-class Call:
-    """What a rank asks for. Two calls agree when everything but their labels is equal.
+class MeetingCall:
+    """A rank's call. Two calls agree if everything but their labels is equal.
 
-    `detail` is the reduction, the root or the ranks, in words; `numel` and `dtype` are those of this rank's input.
+    `detail` is the reduction, the root or the ranks, as text; `numel` and `dtype` are those of this rank's input.
     """
 
     op: str
@@ -29,7 +29,7 @@ class Call:
     detail: str = ""
 
     def describe(self) -> str:
-        """The words for an error."""
+        """The text for an error."""
         facts = [self.detail] if self.detail else []
         if self.dtype is not None:
             facts.append(f"{self.numel} x {str(self.dtype).removeprefix('torch.')} on {self.device}")
@@ -38,16 +38,16 @@ class Call:
 
 @attrs.define(eq=False)
 class Post:
-    """One rank's part of a meeting: its call, and what it brings (tensors, or one pickled value)."""
+    """One rank's part of a meeting: its call, and its tensors or its one pickled value."""
 
-    call: Call
+    call: MeetingCall
     cargo: Cargo | None = None
     value: bytes = b""
 
 
 @attrs.define(eq=False)
 class Meeting:
-    """One collective. It is `complete` when every rank has posted and `outcome` has been worked out."""
+    """One collective. It is `complete` when every rank has posted and `outcome` has been computed."""
 
     number: int
     members: tuple[int, ...]
@@ -61,17 +61,17 @@ class Meeting:
         return None not in self.posts
 
     def agrees(self) -> bool:
-        """Whether all posts so far ask for the same."""
+        """Whether all calls so far agree."""
         calls = [post.call for post in self.posts if post is not None]
         return all(call == calls[0] for call in calls)
 
     def missing(self) -> str:
-        """Who has not come, in words. Ranks are those of the world."""
+        """A text of the ranks that have not called yet, by their numbers in the world."""
         absent = [rank for rank, post in zip(self.members, self.posts, strict=True) if post is None]
         return f"call {self.number} of the group of ranks {list(self.members)}; not called by {absent}"
 
     def describe(self) -> str:
-        """What each rank called, in words."""
+        """A text of each rank's call."""
         said = (
             f"rank {rank} called {post.call.describe()}"
             if post is not None
@@ -85,8 +85,8 @@ class Meeting:
 class MeetingGroup:
     """The meetings of one group. `members` are its ranks' numbers in the world; its own ranks are their positions.
 
-    `open` has only what is not complete, so a long run does not grow; what is complete lives as long as a pending
-    refers to it.
+    `open` has only meetings that are not complete, so memory does not grow in a long run; a complete meeting lives as
+    long as a pending refers to it.
     """
 
     members: tuple[int, ...]
@@ -110,7 +110,7 @@ class MeetingGroup:
         """Complete a meeting that is full."""
         meeting.outcome = work_out([post for post in meeting.posts if post is not None])
         meeting.complete = True
-        # The inputs are read; what must outlive this is held by the pendings.
+        # The inputs have been read; the pendings hold the tensors that must live longer.
         for post in meeting.posts:
             if post is not None:
                 post.cargo = None

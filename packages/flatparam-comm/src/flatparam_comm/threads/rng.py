@@ -1,8 +1,8 @@
 """Random numbers as processes have them: each rank of a world of threads has default generators of its own.
 
 torch's default generators belong to the process. With all ranks in one process, `torch.manual_seed(rank)` on one rank
-would change what the others draw; so the states are exchanged whenever the baton changes hands. (An accelerator's from
-the moment that it is in use: initialise it before the world, if the ranks are to draw there.)
+would change what the others draw; so the states are swapped whenever the baton changes hands. (Those of an accelerator
+only once it is in use: initialise it before the world if the ranks are to draw there.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def accelerator_in_use() -> Any | None:
 
 @attrs.frozen
 class GeneratorStates:
-    """What the default generators (CPU, and the current accelerator's if it is in use) will draw next."""
+    """The states of the default generators (CPU, and the current accelerator's if it is in use)."""
 
     cpu: Tensor
     accelerator: Tensor | None
@@ -43,5 +43,5 @@ class GeneratorStates:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             module = accelerator_in_use()
-            assert module is not None, "it was in use"
+            assert module is not None, "the accelerator was in use before"
             module.set_rng_state(self.accelerator)

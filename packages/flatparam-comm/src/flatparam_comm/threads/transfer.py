@@ -1,6 +1,6 @@
-"""What the ranks of a world of threads do with tensors: stage, reduce in rank order, deliver.
+"""The work on tensors in a world of threads: stage, reduce in rank order, deliver.
 
-On an accelerator all of it is asynchronous to the host, and ordered by events: each rank records one when it posts, the
+On an accelerator this work is asynchronous to the host, and ordered by events: each rank records one when it posts, the
 stream of the last rank to post waits for all of them before it reads the inputs, and a rank's stream waits for the
 result's event before it copies the result into its output. The ranks share one device.
 """
@@ -36,7 +36,7 @@ class Cargo:
 
 @attrs.define(eq=False)
 class Staged:
-    """Results that are worked out but not delivered yet: for each rank, the parts of its target in order.
+    """Results that are computed but not delivered yet: for each rank, the parts of its target in order.
 
     Parts of several ranks may be the same tensors. `ready` is the point in the last poster's stream at which they hold
     their values.
@@ -51,11 +51,12 @@ class Staged:
         follow(self.ready, cargo.target)
         _write(cargo, parts)
         for part in parts:
-            keep(part)  # they were allocated on the last poster's stream and are read on this one
+            # The part was allocated on the last poster's stream and is read on this one.
+            keep(part)
 
 
 def stage_all_gather(cargoes: Sequence[Cargo], *, late: bool) -> Staged:
-    """Every rank gets every rank's source."""
+    """Stage an all-gather: every rank gets every rank's source."""
     _follow_all(cargoes)
     with torch.no_grad():
         sources = tuple(cargo.source.detach() for cargo in cargoes)
@@ -64,12 +65,12 @@ def stage_all_gather(cargoes: Sequence[Cargo], *, late: bool) -> Staged:
 
 
 def stage_reduction(cargoes: Sequence[Cargo], op: ReduceOp, *, scatter: bool, late: bool) -> Staged:
-    """Every rank gets its slice of the reduction (`scatter`), or all of it."""
+    """Stage a reduction: every rank gets its slice of the result (`scatter`), or all of it."""
     _follow_all(cargoes)
     sources = [cargo.source.detach() for cargo in cargoes]
     pieces = len(cargoes) if scatter else 1
     with torch.no_grad():
-        # Piece by piece, so that a rank that has its own keeps no other alive.
+        # Each piece is a tensor of its own, so that a rank's piece keeps no other piece alive.
         reduced = [
             _reduce(
                 [source.view(-1).chunk(pieces)[piece] if source.numel() else source for source in sources], op
@@ -80,7 +81,7 @@ def stage_reduction(cargoes: Sequence[Cargo], op: ReduceOp, *, scatter: bool, la
 
 
 def stage_broadcast(cargoes: Sequence[Cargo], root: int, *, late: bool) -> Staged:
-    """Every rank but the root gets the root's source."""
+    """Stage a broadcast: every rank but the root gets the root's source."""
     _follow_all(cargoes)
     with torch.no_grad():
         value = cargoes[root].source.detach()
@@ -89,7 +90,7 @@ def stage_broadcast(cargoes: Sequence[Cargo], root: int, *, late: bool) -> Stage
 
 
 def _staged(cargoes: Sequence[Cargo], parts: list[tuple[Tensor, ...]], *, late: bool) -> Staged:
-    """The parts, delivered by each rank's wait (`late`), or here and now."""
+    """The parts, which each rank's wait delivers (`late`), or which are delivered here."""
     if not late:
         for cargo, mine in zip(cargoes, parts, strict=True):
             _write(cargo, mine)
@@ -98,7 +99,7 @@ def _staged(cargoes: Sequence[Cargo], parts: list[tuple[Tensor, ...]], *, late: 
 
 
 def _reduce(values: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """((x0 + x1) + x2) + ..., in the values' own dtype."""
+    """The reduction ((x0 + x1) + x2) + ..., in the values' own dtype."""
     total = values[0].clone()
     for value in values[1:]:
         if op is ReduceOp.SUM:
@@ -111,7 +112,7 @@ def _reduce(values: Sequence[Tensor], op: ReduceOp) -> Tensor:
 
 
 def _write(cargo: Cargo, parts: Sequence[Tensor]) -> None:
-    """Lay the parts end to end into the target."""
+    """Copy the parts end to end into the target."""
     if not parts:
         return
     _check_held(cargo.site, "output", cargo.target)
@@ -127,7 +128,7 @@ def _write(cargo: Cargo, parts: Sequence[Tensor]) -> None:
 
 
 def _check_held(site: Site, name: str, tensor: Tensor) -> None:
-    """Raise CollectiveError when the storage under the tensor was freed: the next access would be to no memory."""
+    """Raise CollectiveError if the storage under the tensor was freed: the next access would be to no memory."""
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     held = tensor.untyped_storage().nbytes()
     if tensor.numel() and held < needed:

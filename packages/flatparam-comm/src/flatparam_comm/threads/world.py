@@ -1,7 +1,7 @@
 """A world of threads: N ranks in one process, in the same order in every run, on CPU or all on one GPU.
 
-For tests, notebooks and debugging: a breakpoint stops the world, an exception comes out with its traceback, a hang is
-an error that says who waits for what, and two runs never differ.
+It is for tests, notebooks and debugging: a breakpoint stops the world, an exception is raised with its traceback, a
+hang is an error that says which rank waits for what, and two runs never differ.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["run_threads"]
 
 T = TypeVar("T")
 
-#: How long a stopped world gets to unwind. A rank in a long computation cannot be stopped, and the others cannot run
-#: while it does; then the threads are left to themselves (they are daemons).
+#: Seconds for a stopped world to unwind. A rank in a long computation cannot be interrupted, and the others cannot run
+#: meanwhile; then the threads are abandoned (they are daemons).
 _UNWIND_SECONDS = 1.0
 
-#: The longest that Ctrl-C goes unnoticed.
+#: The longest time until Ctrl-C is detected, in seconds.
 _SLICE_SECONDS = 0.5
 
 
 @attrs.define(eq=False)
 class _Outcome:
-    """What one rank came to. `error` is set when it raised; `value` is what it returned otherwise."""
+    """The outcome of one rank: `error` is set if it raised; otherwise `value` is its result."""
 
     value: Any = None
     error: BaseException | None = None
@@ -51,19 +51,20 @@ def run_threads(
     faults: Sequence[Fault] = (),
     deliver_late: bool = True,
 ) -> list[T]:
-    """What `fn(collectives, *args)` returns on each of `world_size` ranks, in rank order.
+    """Run `fn(collectives, *args)` on each of `world_size` ranks; returns the results in rank order.
 
     The ranks are threads of this process, of which one runs at a time: a rank runs until it waits for something that is
-    not complete, then the next rank (cyclically) that can go on does. So the order of events, and of additions, is the
+    not complete, then the next rank (cyclically) that can run does. So the order of events, and of additions, is the
     same in each run. Each rank has random generators and a `current_collectives()` of its own, and runs backward in its
     own thread. `args` are shared by the ranks, not copied.
 
-    `timeout` is in seconds, None for none. `faults` are injected at the collectives that they name; their delays pass
-    in no time (the others go first). `deliver_late=False` writes results as early as possible instead of in `wait()`.
+    `timeout` is in seconds, None for no limit. `faults` are injected at the collectives that they match; their delays
+    take no time (the other ranks go first). `deliver_late=False` writes results as early as possible instead of in
+    `wait()`.
 
     Raises RankError with the exception of the lowest rank that failed by itself as its cause; on the other ranks, waits
-    that can no longer be over raise `PeerError`. `DeadlockError` and `MismatchError` are raised on every rank. Raises
-    WorldTimeout when it takes too long; a rank that computes is then left running, until its next collective.
+    that can no longer complete raise `PeerError`. `DeadlockError` and `MismatchError` are raised on every rank. Raises
+    WorldTimeout after `timeout` seconds; a rank that is computing then runs on until its next collective.
     """
     _check(world_size, faults)
     world = ThreadWorld(world_size, deliver_late=deliver_late)
@@ -112,14 +113,14 @@ def _run_rank(
     """One rank's thread, from its first turn to its last."""
     baton = world.baton
     baton.begin(rank)
-    torch.set_num_threads(
-        torch.get_num_threads()
-    )  # OpenMP counts for each thread: take over what the caller has set
+    # OpenMP has one setting per thread: take over the caller's.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         engine = world.collectives(rank)
         collectives: Collectives = FaultyCollectives(engine, faults, sleep=engine.sleep) if faults else engine
         if device is not None:
-            torch.accelerator.set_device_index(device)  # a new thread begins on device 0
+            # A new thread begins on device 0.
+            torch.accelerator.set_device_index(device)
         # With all ranks on one GPU, backward must not run on the one thread that autograd has per device: a rank that
         # waits there would keep the others from ever getting to the same point.
         with set_current_collectives(collectives), torch.autograd.set_multithreading_enabled(False):
@@ -142,7 +143,8 @@ def _oversee(world: ThreadWorld, threads: Sequence[threading.Thread], timeout: f
             for thread in threads:
                 thread.join()
             return
-    except BaseException as error:  # KeyboardInterrupt, mostly: it is raised in the main thread only
+    except BaseException as error:
+        # This is mostly KeyboardInterrupt, which is raised in the main thread only.
         _stop(world, threads, f"the world was stopped by {type(error).__name__}")
         raise
     where = "; ".join(_whereabouts(world, rank, thread) for rank, thread in enumerate(threads))
@@ -191,7 +193,7 @@ def _raise_failure(world: ThreadWorld, outcomes: Sequence[_Outcome]) -> None:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether the error came of another rank's: a PeerError, or raised while one was handled."""
+    """Whether another rank's error caused this one: it is a PeerError, or was raised while one was handled."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,1 +1,1 @@
-"""The transfer of flat parameters: a gather into their buffers, a reduction out of them, each a value that is owned."""
+"""The transfer of flat parameters: a gather into their buffers and a reduction out of them, each with one owner."""

@@ -1,4 +1,4 @@
-"""The streams of an accelerator for copies beside what it computes."""
+"""An accelerator's streams for copies that run beside its computation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Event:
 @final
 @attrs.define(eq=False)
 class Streams:
-    """An accelerator's streams for copies beside one that computes, made when they are first used."""
+    """The streams for copies beside one compute stream of an accelerator, made on first use."""
 
     device: torch.device
     runs_ahead: bool = True
@@ -43,7 +43,7 @@ class Streams:
 
     @property
     def is_capturing(self) -> bool:
-        """See `OnDevice.is_capturing`; false on devices that have no graphs."""
+        """See `OnDevice.is_capturing`; False on devices that have no graphs."""
         ask = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
@@ -99,17 +99,16 @@ class Streams:
         )
         if after_current:
             stream.wait_event(self._record(before))
-        # Not by `with stream`: a stream remembers one stream to go back to, and another thread may be on it, too.
+        # Not `with stream`: a stream remembers only one stream to return to, and another thread may use it, too.
         torch.accelerator.set_stream(stream)
         try:
             yield copies
         finally:
             copies.end = self._mark(stream)
             torch.accelerator.set_stream(before)
+            # Making a stream current makes its device current, too.
             if index != self.device.index:
-                torch.accelerator.set_device_index(
-                    index
-                )  # a stream that becomes current brings its device with it
+                torch.accelerator.set_device_index(index)
 
     def _mark(self, stream: torch.Stream) -> Mark:
         return _Event(self.device, self._record(stream))

@@ -1,4 +1,4 @@
-"""How a mean over ranks is divided into a factor before and one after the sum."""
+"""The division of a mean over ranks into a factor before the sum and one after it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 __all__ = ["Averaging", "averaging_over", "gradient_divisors", "split_divisor"]
 
 _WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
-"""Sums of gradients stay in their range without a division before."""
+"""The dtypes in whose range sums of gradients stay without a division before the sum."""
 
 
 @final
 @attrs.frozen
 class Averaging:
-    """How a sum over ranks becomes a mean: whatever is done where, the bits are FSDP1's."""
+    """The factors that turn a sum over ranks into a mean; whichever are used, the bits are those of FSDP1."""
 
     before: float = 1.0
-    """What gradients are divided by when they are collected."""
+    """The divisor of gradients when they are collected."""
     factor: float = 1.0
-    """What they are multiplied by in the collective that sums them."""
+    """The multiplier of gradients in the collective that sums them."""
     after: float = 1.0
-    """What the sum is divided by."""
+    """The divisor of the sum."""
 
 
 @functools.cache
@@ -37,15 +37,15 @@ def averaging_over(
     premultiplies: bool = False,
     copies: bool = True,
 ) -> Averaging:
-    """How a sum over `ranks` is divided by `divisor`.
+    """The factors that divide a sum over `ranks` by `divisor`.
 
-    A power of two costs no bit, so it is taken where it costs least: in the collective if that multiplies, else
-    together with the rest after the sum, which is of a shard alone. Only in float16 a part has to come before it.
+    Dividing by a power of two loses no bit, so it happens where it costs least: in the collective if that multiplies,
+    else together with the rest after the sum, which is only a shard. Only float16 needs a part of it before the sum.
 
     Args:
-        dtypes: what is summed.
+        dtypes: the dtypes of the sums.
         premultiplies: whether the collective can multiply.
-        copies: whether gradients are copied before they are summed, with which a division costs nothing.
+        copies: whether gradients are copied before they are summed, as a division costs nothing in a copy.
     """
     before, after = split_divisor(divisor, ranks)
     if not dtypes <= _WIDE:
@@ -60,9 +60,8 @@ def averaging_over(
 def gradient_divisors(ranks: int) -> tuple[float, float]:
     """The factors by which gradients are divided before and after the sum over `ranks`.
 
-    The first is a power of two near the square root of `ranks`, so that neither the summands nor the sum
-    leave the range of a 16-bit dtype; their product is `ranks`. The rule is FSDP1's, so that the rounding is
-    the same.
+    The first is a power of two near the square root of `ranks`, so that neither the summands nor the sum leaves the
+    range of a 16-bit dtype; the product of both is `ranks`. The rule is FSDP1's, so that the rounding is the same.
     """
     before = 1
     while ranks % before == 0 and ranks / before > before:
@@ -73,7 +72,7 @@ def gradient_divisors(ranks: int) -> tuple[float, float]:
 def split_divisor(factor: float, ranks: int) -> tuple[float, float]:
     """The factors before and after the sum whose product is `factor`, a user's own divisor.
 
-    What is divided before is never more than for a mean over `ranks`, and a power of two, so that it costs no bits.
+    The first factor is that of a mean over `ranks`, a power of two, so that it loses no bits.
     """
     before, _ = gradient_divisors(ranks)
     return before, factor / before

@@ -1,4 +1,4 @@
-"""Functions of the user's that stand for a unit's collectives."""
+"""The user's functions that replace a unit's collectives."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ HookStage = Literal["reduce", "all_reduce", "all_gather"]
 @final
 @attrs.define(eq=False)
 class CommHooks:
-    """For each stage, what is called instead of the collective; `None` leaves it as it is.
+    """The function of each stage that is called instead of the collective; `None` keeps the collective.
 
     A hook is complete when it returns (on CUDA: in the order of the current stream). It is called with equal arguments
     on every rank, in the same order.
     """
 
     reduce: Callable[[Tensor, Tensor], None] | None = None
-    """`(full gradient, shard to write)`; it averages too. Where nothing is sharded the two are one tensor."""
+    """`(full gradient, shard to write)`; it averages, too. If nothing is sharded, both are the same tensor."""
     all_reduce: Callable[[Tensor, Tensor], None] | None = None
-    """`(shard of the gradient, the same)`, in place, over the ranks that hold copies of the shard; it averages too."""
+    """`(shard of the gradient, the same)`, in place, over the ranks with copies of the shard; it averages, too."""
     all_gather: Callable[[Tensor, Tensor], None] | None = None
     """`(shard, full parameters to write)`."""
 
@@ -39,16 +39,16 @@ class CommHooks:
         """
         if getattr(self, stage, None) is not None:
             raise AssertionError(
-                f"unit {unit!r} has a communication hook at the stage {stage!r} already: take it away first, by "
+                f"unit {unit!r} already has a communication hook at the stage {stage!r}: remove it first, by "
                 "registering None"
             )
 
     def set(self, stage: HookStage, state: Any, hook: Callable[..., Any] | None, *, in_place: bool) -> None:
-        """Have `hook(state, input, output)` called at `stage`, or `hook(state, tensor)` where it works in place.
+        """Call `hook(state, input, output)` at `stage`, or `hook(state, tensor)` if it works in place.
 
         Raises:
-            TypeError: where it cannot be called.
-            ValueError: for a stage that there is not.
+            TypeError: if `hook` cannot be called.
+            ValueError: for an unknown stage.
         """
         if stage not in ("reduce", "all_reduce", "all_gather"):
             raise ValueError(f"expected the stage 'reduce', 'all_reduce' or 'all_gather', found {stage!r}")
@@ -62,7 +62,8 @@ class CommHooks:
 
 
 def _call(hook: Callable[..., Any], state: Any, in_place: bool, source: Tensor, target: Tensor) -> None:
-    given = source.detach()  # a hook may give what it gets other memory, as torch's compressing hooks do
+    # A hook may replace the memory of its argument, as torch's compressing hooks do.
+    given = source.detach()
     if not in_place:
         hook(state, given, target)
         return

@@ -1,9 +1,9 @@
-"""What orders memory and time on one device: streams and events on an accelerator, nothing on the CPU.
+"""The order of memory and time on one device: streams and events on an accelerator, nothing on the CPU.
 
-On an accelerator the host runs ahead of the device. Work that is queued on one stream happens in order; two streams are
-ordered by events alone. Units compute on whatever stream is current. A collective has a stream of its own, which its
-backend orders after the current one when the call is made. What is here are the two other streams: one for copies from
-the host's memory and one for copies to it, so that both run beside the computing.
+On an accelerator the host runs ahead of the device. Work that is queued on one stream runs in order; only events order
+two streams. Units compute on the current stream. A collective has a stream of its own, which its backend orders after
+the current one when the collective is issued. This module is about the two other streams: one for copies from the
+host's memory and one for copies to it, so that both run beside the computation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Copies", "CopiesBeside", "Mark", "OnDevice", "Reached"]
 
 
 class Mark(Protocol):
-    """A point in a stream: all that was queued there before."""
+    """A point in a stream, after all work that was queued there before."""
 
     def wait(self) -> None:
-        """Have the current stream go on only after it; the host does not wait."""
+        """Order the current stream after this point; the host does not wait."""
 
     def synchronize(self) -> None:
-        """Have the host wait until the device has done it."""
+        """Block the host until the device has reached this point."""
 
     def is_reached(self) -> bool:
-        """Whether the device has done it; the host does not wait."""
+        """Whether the device has reached this point; the host does not wait."""
 
 
 class Copies(Protocol):
@@ -35,11 +35,11 @@ class Copies(Protocol):
 
     @property
     def end(self) -> Mark:
-        """The point that they end at, once they are queued."""
+        """The point at which the copies end, once they are queued."""
 
 
 class OnDevice(Protocol):
-    """What orders memory and time on one device."""
+    """The order of memory and time on one device."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -47,38 +47,39 @@ class OnDevice(Protocol):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what is queued now is recorded in a graph, to be repeated: the host may not look at anything then."""
+        """Whether queued work is recorded in a graph, to be replayed: the host may not ask the device anything then."""
 
     def current(self) -> int:
-        """A number of the current stream."""
+        """The number of the current stream."""
 
     def uploading(self) -> AbstractContextManager[Copies]:
-        """Inside, copies from the host's memory are queued on their stream, after all that is queued now.
+        """Inside, copies from the host's memory are queued on their stream, after all work that is queued now.
 
-        So is whatever else is queued inside. A tensor that is allocated inside may be freed, from the host's view, as
-        soon as the stream that uses it has been ordered after the copies, and the next one inside reuses its memory.
+        All other work inside is queued there, too. The host may free a tensor that was allocated inside as soon as the
+        stream that uses it has been ordered after the copies, and the next tensor inside reuses its memory.
         """
 
     def downloading(self) -> AbstractContextManager[Copies]:
-        """Inside, copies to the host's memory are queued on their stream, after all that is queued now.
+        """Inside, copies to the host's memory are queued on their stream, after all work that is queued now.
 
-        What they read has to stay until the host has waited for their end, or the stream that it was allocated on.
+        The memory that they read must stay until the host, or the stream that it was allocated on, has waited for their
+        end.
         """
 
     def aside(self) -> AbstractContextManager[Copies]:
         """Inside, work is queued on the stream for copies to the host, which waits for nothing that is queued now.
 
-        It may use only what the host has, and what is made inside.
+        The work may use only the host's tensors, and those that are made inside.
         """
 
     def wait_for_uploads(self) -> None:
-        """Have the host wait until the device has read all that it was to read from the host's memory."""
+        """Block the host until the device has made all uploads, and so reads the host's memory no more."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy of a small tensor of the host, for which the host does not wait."""
+        """A copy of a small host tensor on `device`; the host does not wait for the copy."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What will be a copy of a small tensor on the host, once it has waited for it."""
+        """A copy of a small tensor on the host, which is complete once the host has waited for the device."""
 
 
 @final
@@ -87,20 +88,20 @@ class Reached:
     """A point that has been reached."""
 
     def wait(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def is_reached(self) -> bool:
-        """Yes."""
+        """Always True."""
         return True
 
 
 @final
 @attrs.define(eq=False)
 class CopiesBeside:
-    """What `Copies` says, from when the copies are queued."""
+    """Copies whose `end` is set once they are queued."""
 
     end: Mark = attrs.field(factory=Reached)
-    """The point that they end at."""
+    """The point at which the copies end."""

@@ -1,4 +1,4 @@
-"""The gather of full parameters: from when it is issued until its bytes are used, or dropped."""
+"""The gather of full parameters, from its issue until its bytes are used or dropped."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Gather"]
 @final
 @attrs.define(eq=False)
 class Gather:
-    """The full parameters of some flat parameters, which every rank of a group gathers from the shards of all.
+    """The gather of the full parameters of some flat parameters from the shards of all ranks of a group.
 
-    It holds what is under way. Its owner finishes it, which shows the full parameters, or drops it, which frees them.
-    Both wait first: memory must not go while bytes are being written to it.
+    It holds the collectives under way. Its owner finishes it, which shows the full parameters, or drops it, which frees
+    them. Both wait first: memory must not be freed while bytes are being written to it.
     """
 
     handles: Sequence[FlatParamHandle]
     stamp: int = 0
-    """The sum of the handles' stamps when it was issued: another one later means that the shards have changed."""
+    """The sum of the handles' stamps when it was issued: a different sum later means that the shards have changed."""
     _pending: list[Pending | Mark] = attrs.field(factory=list)
 
     @classmethod
@@ -49,18 +49,18 @@ class Gather:
             handles: at least one, all on one device; their full parameters are not in memory.
             label: names the call in errors and ledgers.
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
-            copied: into memory of their own, also if nothing is sharded.
-            take_over: look whether the user has given a parameter other data; see `FlatParamHandle.taken_over`.
-            hook: `(shard, full)`, is called instead of the all-gather.
+            copied: gather into memory of their own, even if nothing is sharded.
+            take_over: check whether the user has given a parameter different data; see `FlatParamHandle.taken_over`.
+            hook: called with `(shard, full)` instead of the all-gather.
 
         Raises:
-            CollectiveError: if a collective cannot be issued. Then those before it are waited for, and nothing is kept.
+            CollectiveError: if a collective cannot be issued. Those before it are then waited for; nothing is kept.
         """
         gather = cls(handles)
         options = {"full_precision": full_precision, "copied": copied}
         try:
-            # On an accelerator, shards are copied beside what it computes. The memory that they are copied to is
-            # allocated on the stream that computes, and is given out again there.
+            # On an accelerator, shards are copied beside the computation. The memory that they are copied to is
+            # allocated on the compute stream, and is reused there.
             beside = (
                 any(handle.is_offloaded for handle in handles) or streams_of(handles[0].device).runs_ahead
             )
@@ -104,7 +104,7 @@ class Gather:
             handle.unreserve()
 
     def wait(self) -> None:
-        """Have every byte in its place; on an accelerator, for what the current stream does from now on.
+        """Wait until every byte is in its place; on an accelerator, order the current stream after that.
 
         Raises:
             CollectiveError: the first error of a collective, once all of them are over.
@@ -114,14 +114,14 @@ class Gather:
         for each in pending:
             try:
                 each.wait()
-            # The others write to memory that is about to be freed: they are waited for, too.
+            # The other collectives write to memory that is about to be freed, so wait for them, too.
             except RuntimeError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
     def finish(self) -> None:
-        """Wait, and have the modules show the full parameters."""
+        """Wait, and make the modules show the full parameters."""
         self.wait()
         for handle in self.handles:
             handle.finish_unshard()

@@ -1,4 +1,4 @@
-"""The reduction of gradients: how it is made, and the one that is under way."""
+"""The reduction of gradients: its settings, and one that is under way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending, takes_parts
+from flatparam_comm.pending import COMPLETED
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.topology import Topology
 from flatparam_comm.transfer.averaging import Averaging, averaging_over
@@ -24,11 +25,11 @@ __all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]
 PART_NBYTES: Final = Threshold(
     "runtime.part_nbytes",
     2**14,
-    "Through shared memory a unit's gradients are reduced from where autograd left them if one has so many bytes on "
-    "average; smaller ones are copied to a flat buffer first.",
+    "Through shared memory a unit's gradients are reduced from where autograd left them if they have this many bytes "
+    "on average; smaller ones are copied to a flat buffer first.",
     least=0,
 )
-"""Below it a tensor costs more to cut out than its second copy."""
+"""Below this, cutting out a tensor costs more than its second copy."""
 
 
 @final
@@ -41,12 +42,12 @@ class Reduced:
     arrived: bytes
     """For each parameter, non-zero if this rank had a gradient."""
     landed: Mark | None = None
-    """When the gradient is in the host's memory, if it is still being copied there."""
+    """The point at which the gradient is in the host's memory, if it is still being copied there."""
     source: Tensor | None = None
-    """What it is copied from."""
+    """The tensor that the gradient is copied from."""
 
     def let_go(self) -> None:
-        """Free what it is copied from, for whatever the current stream does after the copy."""
+        """Free the source of the copy, for work of the current stream after the copy."""
         if self.landed is not None and self.source is not None:
             self.landed.wait()
             self.source = None
@@ -55,7 +56,7 @@ class Reduced:
 @final
 @attrs.define(eq=False)
 class PartialSum:
-    """What was reduced inside the shard groups and not yet across them, in the reduction dtype."""
+    """A gradient that is summed inside the shard group and not yet over its copies, in the reduction dtype."""
 
     gradient: Tensor
     arrived: bytes
@@ -64,18 +65,18 @@ class PartialSum:
 @final
 @attrs.define(eq=False)
 class Reducer:
-    """How the gradients of a unit become their mean over ranks, and what waits for the next reduction."""
+    """The settings that turn a unit's gradients into their mean over ranks, and what waits for the next reduction."""
 
     topology: Topology
     synchronises: bool = True
     """Whether the next backward pass reduces gradients."""
     sums_copies: bool = True
-    """Whether reduced shards are summed over their copies, if there are any, or wait for a pass that does."""
+    """Whether reduced shards are summed over their copies, if there are any, or wait for a pass that sums them."""
     divide_factor: float | None = None
-    """What the sum of the gradients is divided by; `None`: by the number of ranks, which makes it their mean."""
+    """The divisor of the sum of the gradients; `None` is the number of ranks, which makes the sum a mean."""
     hooks: CommHooks = attrs.field(factory=CommHooks)
     unsynced: set[FlatParamHandle] = attrs.field(factory=set)
-    """What was trained since the last reduction, by passes that did not reduce, or until it was frozen."""
+    """Flat parameters trained since the last reduction, by passes that did not reduce, or until they were frozen."""
     _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
     """Reduced shards that wait to be summed over their copies."""
     _ranks: int = attrs.field(init=False)
@@ -90,12 +91,12 @@ class Reducer:
         return takes_parts(self.topology.shard)
 
     def copy(self) -> Reducer:
-        """The same settings, with nothing that waits."""
+        """The same settings, with no gradients that wait."""
         hooks = attrs.evolve(self.hooks)
         return Reducer(self.topology, self.synchronises, self.sums_copies, self.divide_factor, hooks)
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
-        """How the sum of the gradients of `handles` over ranks becomes their mean."""
+        """The factors that turn the sum of the gradients of `handles` over ranks into their mean."""
         topology, hooks = self.topology, self.hooks
         if hooks.reduce is not None:
             # The hook averages over its own ranks.
@@ -115,7 +116,7 @@ class Reducer:
         return averaging_over(size, factor, dtypes, premultiplies=multiplies, copies=copies)
 
     def takes_parts_of(self, handles: Sequence[FlatParamHandle]) -> bool:
-        """Whether gradients of `handles` are reduced from where autograd leaves them, without a flat one."""
+        """Whether gradients of `handles` are reduced from where autograd leaves them, without a flat buffer."""
         shard = self.topology.shard
         if self.hooks.reduce is not None or shard.size == 1 or not self._takes_parts:
             return False
@@ -130,7 +131,7 @@ class Reducer:
         return topology.shard if topology.shard.size > 1 or topology.replicate is None else topology.replicate
 
     def issue(self, handles: Sequence[FlatParamHandle], *, label: str = "") -> Reduction:
-        """Start to sum the collected gradients of `handles` over the ranks that share their shards."""
+        """Issue the sums of the collected gradients of `handles` over the ranks that they are sharded over."""
         averaging, takes = self.averaging(handles), self.takes_parts_of(handles)
         shard, hook = self.topology.shard, self.hooks.reduce
         summing = self._summing(averaging, handles) if shard.size > 1 else shard
@@ -146,16 +147,16 @@ class Reducer:
                     pending = summing.reduce_scatter(output, full, label=label)
                 else:
                     hook(full, output)
-            parts.append(_Part(handle, output, pending))
+            parts.append(_ShardSum(handle, output, pending))
         return Reduction(self, label, averaging, parts)
 
     def _summing(self, averaging: Averaging, handles: Sequence[FlatParamHandle]) -> Collectives | Scaled:
-        """What the first sum goes over, of those that communicate, with the factor that comes before it."""
+        """The group of the first sum that communicates, with the factor that comes before it."""
         group = self._first_group
         return group if averaging.factor == 1.0 else scaled(group, handles[0].device, averaging.factor)
 
-    def sum_over_copies(self, part: _Part, averaging: Averaging, label: str) -> bool:
-        """Start to sum a part over the copies of its shard; false if that is left to a later backward pass."""
+    def sum_over_copies(self, part: _ShardSum, averaging: Averaging, label: str) -> bool:
+        """Issue the sum of `part` over the copies of its shard; returns False if a later backward pass issues it."""
         part.pending = None
         replicate = self.topology.replicate
         if replicate is None:
@@ -176,15 +177,15 @@ class Reducer:
         return True
 
     def forget(self) -> None:
-        """Drop what waits for the next reduction."""
+        """Drop the gradients that wait for the next reduction."""
         self.unsynced.clear()
         self._partial.clear()
 
 
 @final
 @attrs.define(eq=False)
-class _Part:
-    """The gradient of one flat parameter: what is under way, the shard of the sum that it fills, and who has given."""
+class _ShardSum:
+    """The sum of one flat parameter's gradient: its pending, the shard it fills, which parameters had a gradient."""
 
     handle: FlatParamHandle
     output: Tensor
@@ -200,7 +201,7 @@ class _Part:
 @final
 @attrs.define(eq=False)
 class Reduction:
-    """Owns the tensors until it is settled: the full gradients, and the shards of their sums that are being made.
+    """The owner of the tensors of a reduction until it is settled: the full gradients, and the shards of their sums.
 
     There are two sums: over the ranks that a parameter is sharded over, and then over the copies of each shard, if
     there are any.
@@ -209,13 +210,13 @@ class Reduction:
     _reducer: Reducer
     _label: str
     _averaging: Averaging
-    _parts: list[_Part]
+    _parts: list[_ShardSum]
 
     def replicate(self) -> int:
         """Wait for the first sum, free the unsharded gradients, and start the second.
 
         Returns:
-            How many bytes were freed.
+            The number of bytes that were freed.
         """
         summed, nbytes = [], 0
         for part in self._parts:
@@ -231,8 +232,8 @@ class Reduction:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something is left to wait for."""
-        return any(part.pending is not None for part in self._parts)
+        """Whether a sum is left to wait for."""
+        return any(part.pending not in (None, COMPLETED) for part in self._parts)
 
     def settle(self) -> list[Reduced]:
         """Wait for the second sum, and average."""
@@ -243,12 +244,12 @@ class Reduction:
         return settled
 
     def drop(self) -> None:
-        """Wait, since what is under way owns memory, and forget what comes of it."""
+        """Wait, since the sums under way own memory, and drop the results."""
         for part in self._parts:
             with contextlib.suppress(RuntimeError):
                 part.wait()
 
-    def _averaged(self, part: _Part) -> Reduced:
+    def _averaged(self, part: _ShardSum) -> Reduced:
         handle, output = part.handle, part.output
         if self._averaging.after != 1.0:
             output.div_(self._averaging.after)

@@ -1,4 +1,4 @@
-"""What orders memory and time on a device: its streams, or nothing on the CPU."""
+"""The order of memory and time on a device: by its streams, or by nothing on the CPU."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ __all__ = ["NoStreams", "streams_of"]
 @final
 @attrs.frozen
 class NoStreams:
-    """The CPU: everything has happened when the call returns."""
+    """The CPU, whose work is done when a call returns."""
 
     runs_ahead: bool = False
     is_capturing: bool = False
 
     def current(self) -> int:
-        """There is one."""
+        """Always 0: there is one stream."""
         return 0
 
     def uploading(self) -> AbstractContextManager[Copies]:
-        """Nothing happens beside anything."""
+        """Copy in order with all other work."""
         return nullcontext(CopiesBeside())
 
     def downloading(self) -> AbstractContextManager[Copies]:
-        """Nothing happens beside anything."""
+        """Copy in order with all other work."""
         return nullcontext(CopiesBeside())
 
     def aside(self) -> AbstractContextManager[Copies]:
-        """Nothing happens beside anything."""
+        """Copy in order with all other work."""
         return nullcontext(CopiesBeside())
 
     def wait_for_uploads(self) -> None:
-        """They are over."""
+        """Do nothing."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """It is there."""
+        """The tensor itself."""
         return tensor
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """It is there."""
+        """The tensor itself."""
         return tensor
 
 
@@ -55,9 +55,9 @@ _ON_CPU = NoStreams()
 
 
 def streams_of(device: torch.device) -> OnDevice:
-    """The streams beside the current one of a device: the same object each time, since what they do is ordered there.
+    """The streams beside the current stream of a device; the same object each time, since it orders their work.
 
-    Each stream that somebody computes on has its own beside it, as memory that is used there is given out again there.
+    Each compute stream has its own streams beside it, as memory that is used on a stream is reused on that stream.
     """
     if device.type in ("cpu", "meta"):
         return _ON_CPU
