@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert away.startswith(
         f"rank 0: all_reduce 'gradient norm': ranks [1] have not arrived within {BRIEFLY} s; make every"
     )
-    assert late.startswith("rank 1: all_reduce: rank 0 takes no part")
+    assert late.startswith("rank 1: all_reduce: rank 0 no longer takes part")
 
 
 def _calls(comm: Collectives, kind: str) -> Any:
