@@ -121,7 +121,7 @@ def _cannot_open(comm: ProcessGroupCollectives) -> str:
         def refuse(*args: Any) -> Any:
             raise PermissionError("not yours")
 
-        shared_host.Segment.open = refuse  # type: ignore[method-assign]
+        shared_host.SharedSegment.open = refuse  # type: ignore[method-assign]
     assert resolve_topology("auto").shard == comm
     with pytest.raises(ValueError, match="cannot be opened: not yours") as raised:
         shared_memory(comm)

@@ -16,7 +16,7 @@ import attrs
 from flatparam_comm.errors import CommError
 from flatparam_comm.process_group import c10d
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.shared_memory.segment import Segment
+from flatparam_comm.shared_memory.segment import SharedSegment
 
 __all__ = ["Link", "Peers", "connect", "host_identity"]
 
@@ -74,7 +74,7 @@ def _close_all(fds: dict[int, int]) -> None:
 class Link:
     """The connection of a rank to the peers that it shares memory with."""
 
-    segment: Segment
+    segment: SharedSegment
     peers: Peers
 
     def close(self) -> None:
@@ -99,13 +99,13 @@ def connect(group: ProcessGroupCollectives) -> Link | str:
 
     All ranks get a link, or all get the same sentence.
     """
-    made: Segment | None = None
+    made: SharedSegment | None = None
     obstacle = _obstacle(group)
     host: tuple[str, ...] = ()
     if not obstacle:
         try:
             host = host_identity()
-            made = Segment.create(group.size) if group.rank == 0 else None
+            made = SharedSegment.create(group.size) if group.rank == 0 else None
         except OSError as error:
             obstacle = f"memory cannot be shared here: {error}"
     mine = _Offer(
@@ -159,9 +159,9 @@ def _first_obstacle(offers: list[_Offer]) -> str:
     return ""
 
 
-def _open(offers: list[_Offer], rank: int, made: Segment | None) -> Link:
+def _open(offers: list[_Offer], rank: int, made: SharedSegment | None) -> Link:
     first = offers[0]
-    segment = made or Segment.open(first.pid, first.fd, len(offers))
+    segment = made or SharedSegment.open(first.pid, first.fd, len(offers))
     if tuple(segment.token) != first.token:
         segment.close()
         raise CommError(f"process {first.pid} has other memory under descriptor {first.fd} than rank 0 made")

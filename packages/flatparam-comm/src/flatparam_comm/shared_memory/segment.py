@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatparam_core import Threshold
 
-__all__ = ["SLOTS", "Segment", "MessageSlot", "round_to_pages"]
+__all__ = ["SLOTS", "SharedSegment", "MessageSlot", "round_to_pages"]
 
 #: The number of collectives that may be under way between the fastest rank and the slowest.
 SLOTS: Final = 2
@@ -39,7 +39,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 @final
-class Segment:
+class SharedSegment:
     """One process's view of the memory that a group shares.
 
     Each control word is an aligned 64-bit integer that only one rank writes: for each slot, each rank's call and its
@@ -67,7 +67,7 @@ class Segment:
         ]
 
     @classmethod
-    def create(cls, size: int) -> Segment:
+    def create(cls, size: int) -> SharedSegment:
         """A new segment for a group of `size` ranks, all zeros."""
         fd = os.memfd_create("flatparam", os.MFD_CLOEXEC)
         try:
@@ -80,7 +80,7 @@ class Segment:
         return made
 
     @classmethod
-    def open(cls, pid: int, fd: int, size: int) -> Segment:
+    def open(cls, pid: int, fd: int, size: int) -> SharedSegment:
         """The segment that process `pid` has under the descriptor `fd`."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), size)
 
