@@ -157,8 +157,8 @@ def full_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def full_gradients(model: Any) -> dict[str, Tensor | None]:
-    """The same for the gradients of our wrapper."""
-    with type(model).summon_full_params(model, writeback=False, with_grads=True):
+    """A copy of every full gradient of a model that we shard, wrapped or by hooks alone."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
         return gradients_of(model)
 
 

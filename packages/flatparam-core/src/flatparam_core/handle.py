@@ -52,7 +52,7 @@ _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 class FlatParamHandle:
     """A flat parameter on one rank. Make it with `flatparam_core.flatten_module`."""
 
-    shard: Shard
+    _shard: Shard
     """This rank's part, which lives for ever."""
     exposure: Exposure
     forms: FullForms
@@ -147,17 +147,17 @@ class FlatParamHandle:
     @property
     def flat_param(self) -> FlatParameter:
         """The parameter that is this rank's shard; it lives for ever."""
-        return self.shard.flat_param
+        return self._shard.flat_param
 
     @property
     def layout(self) -> FlatLayout:
         """The layout: the position of each parameter in the flat parameter."""
-        return self.shard.flat_param.flat_layout
+        return self._shard.flat_param.flat_layout
 
     @property
     def rank(self) -> int:
         """This rank's index among the ranks that share the flat parameter."""
-        return self.shard.flat_param.rank
+        return self._shard.flat_param.rank
 
     @property
     def param_infos(self) -> Sequence[tuple[ParamInfo, ...]]:
@@ -198,7 +198,7 @@ class FlatParamHandle:
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard is on a different device than the full parameters."""
-        return self.shard.device != self.forms.device
+        return self._shard.device != self.forms.device
 
     @property
     def is_whole(self) -> bool:
@@ -238,7 +238,7 @@ class FlatParamHandle:
     def stamp(self) -> int:
         """A number that grows with every change of the shard, or of the originals that are views of it."""
         self._follow()
-        return self.exposure.stamp() + self.shard.moves
+        return self.exposure.stamp() + self._shard.moves
 
     def _follow(self) -> None:
         """If somebody gave the flat parameter other data, update everything that refers to its memory.
@@ -247,7 +247,7 @@ class FlatParamHandle:
             FlatParamError: if the data have a different shape, or a different dtype or device while the handle is not
                 SHARDED.
         """
-        shard = self.shard
+        shard = self._shard
         if not shard.has_moved:
             return
         shard.check_shape(self)
@@ -289,7 +289,7 @@ class FlatParamHandle:
         if take_over:
             self._take_over()
         self.residency = unsharding
-        full, shard = self._reserve(full_precision=full_precision, copied=copied), self.shard.values
+        full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
         if full.dtype == shard.dtype and not self.is_offloaded:
             return full, shard
         own = self.buffer.shard(self.rank)
@@ -306,7 +306,7 @@ class FlatParamHandle:
         """
         RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         self._follow()
-        full, shard = self._reserve(full_precision=full_precision, copied=copied), self.shard.values
+        full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
         moves = full.dtype != shard.dtype or self.is_offloaded
         return moves or (self.is_whole and full.data_ptr() != shard.data_ptr())
 
@@ -316,7 +316,7 @@ class FlatParamHandle:
             self.buffer.free()
 
     def _reserve(self, *, full_precision: bool, copied: bool) -> torch.Tensor:
-        shard, dtype = self.shard.values, self.forms.dtype(full_precision=full_precision)
+        shard, dtype = self._shard.values, self.forms.dtype(full_precision=full_precision)
         lends = self.is_whole and not (copied or self.is_offloaded or self.exposure.lists_shard)
         lends = lends and shard.dtype == dtype
         buffer = self.forms.choose(dtype, over=shard if lends else None).buffer
@@ -396,7 +396,7 @@ class FlatParamHandle:
                 f"{self!r}: there are no full parameters to write back; finish an unshard in full precision first"
             )
         self.form.reclaim(keep=True)
-        self.shard.write(self.buffer.shard(self.rank))
+        self._shard.write(self.buffer.shard(self.rank))
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` too, in the modules of another unit that shares it."""
