@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, FlatParamError, owner_of
+from flatparam_comm import Collectives, FlatParamError, RanksOnly, owner_of
 from flatparam_runtime import no_sync, register_forward_method, summon_full_params, tree_of, unit_of, units_in
 
 from .models import Stack, batch
@@ -196,3 +196,24 @@ def test_a_file_belongs_to_a_rank() -> None:
 
     data = run(2, written)[1]
     run(3, read, data)
+
+
+def test_a_copy_asks_no_group_that_was_destroyed() -> None:
+    """A model can be copied after its process groups were destroyed, as programs do that average weights at the end."""
+    alive = [True]
+
+    class Ranks:
+        def rank(self) -> int:
+            assert alive, "the group is gone"
+            return 0
+
+        def size(self) -> int:
+            assert alive, "the group is gone"
+            return 2
+
+    module = sharded(Stack, RanksOnly(Ranks()), units=BLOCKS)
+    alive.clear()
+    twin = copy.deepcopy(module)
+    for parameter, copied in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, copied)
+        assert parameter.data_ptr() != copied.data_ptr()

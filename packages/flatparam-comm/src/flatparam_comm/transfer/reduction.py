@@ -79,8 +79,8 @@ class Reducer:
     """Flat parameters trained since the last reduction, by passes that did not reduce, or until they were frozen."""
     _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
     """Reduced shards that wait to be summed over their copies."""
-    _ranks: int = attrs.field(init=False)
-    _takes_parts: bool = attrs.field(init=False)
+    _ranks: int = attrs.field()
+    _takes_parts: bool = attrs.field()
 
     @_ranks.default
     def _count_ranks(self) -> int:
@@ -93,7 +93,16 @@ class Reducer:
     def copy(self) -> Reducer:
         """The same settings, with no gradients that wait."""
         hooks = attrs.evolve(self.hooks)
-        return Reducer(self.topology, self.synchronises, self.sums_copies, self.divide_factor, hooks)
+        # The groups are not asked again: they may have been destroyed.
+        return Reducer(
+            self.topology,
+            self.synchronises,
+            self.sums_copies,
+            self.divide_factor,
+            hooks,
+            ranks=self._ranks,
+            takes_parts=self._takes_parts,
+        )
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         """The factors that turn the sum of the gradients of `handles` over ranks into their mean."""
