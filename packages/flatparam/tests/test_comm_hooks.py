@@ -97,7 +97,7 @@ def test_a_second_hook_is_refused() -> None:
         model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR)
         inner = FSDP.fsdp_modules(model)[-1]
         inner.register_comm_hook(world, averaging)
-        with pytest.raises(AssertionError, match=r"unit '\w+' has a communication hook .* already"):
+        with pytest.raises(AssertionError, match=r"unit '\w+' already has a communication hook"):
             model.register_comm_hook(None, lambda state, gradient, shard: pytest.fail("was registered"))
         train(model, torch.optim.Adam(model.parameters()), inputs(world.rank, 1))
 
