@@ -19,6 +19,7 @@ _LSTM: Final = (
     "an LSTM has a kernel of its own on each kind of device but the CPU, and the simulated one has none"
 )
 _FSDP1_ON_CPU: Final = "torch's FSDP1 is beside it, over gloo and on the CPU by name"
+_CPU_BY_NAME: Final = "it passes the CPU as the device, by name"
 _PIECES: Final = "long parameters are stepped in pieces on the CPU only, whose caches they do not fit in"
 _FUSED: Final = (
     "a real accelerator steps a whole unit by one fused kernel; the simulated one takes the CPU's, which rounds a "
@@ -72,6 +73,7 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_INTERFACE}/optimizers/test_flat_steps.py::test_long_parameters_are_not_joined": _PIECES,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
         f"{_INTERFACE}/test_optim_state.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_policies.py::test_a_subclass_is_called_with_fsdp1s_arguments": _CPU_BY_NAME,
         f"{_INTERFACE}/optimizers/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"
         "[{'cpu_offload': CPUOffload(offload_params=True)}-whole]": _WEAK_REFERENCES,
         f"{_INTERFACE}/optimizers/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"
