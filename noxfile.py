@@ -330,6 +330,14 @@ def models(session: nox.Session) -> None:
         session.run("python", "tools/models_page.py", results)  # docs/models.md
 
 
+@nox.session(venv_backend="venv")
+def clients(session: nox.Session) -> None:
+    """Programs of accelerate and transformers, unchanged, in an environment of its own; not in `tests` (`-- -x`)."""
+    fill(session, "accelerate", "transformers")
+    quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "pytest", "integration_tests/clients", *session.posargs, env=quiet)
+
+
 # Filling an environment of its own
 
 

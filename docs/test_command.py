@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ def commands() -> list[list[str]]:
     """The arguments of the commands in the guide."""
     blocks = re.findall(r"```console\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert all(line.startswith("$ flatparam ckpt ") for line in lines)
+    assert all(line.startswith(("$ flatparam ckpt ", "$ flatparam run ")) for line in lines)
     return [line.split()[2:] for line in lines]
 
 
@@ -35,6 +37,10 @@ def prepare() -> None:
     torch.save({"model": model, "optimizer": optimizer}, "model.pt")
     torch.save(model, "pytorch_model_fsdp.bin")
     torch.save(optimizer, "optimizer.bin")
+    uses_fsdp = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+    Path("train.py").write_text(
+        uses_fsdp + "assert FSDP.__module__.startswith('flatparam')\n", encoding="utf-8"
+    )
     source = open_source("model.pt")
     Path("runs").mkdir()
     write_checkpoint(source, "runs/a", world_size=2, step=4)
@@ -50,6 +56,11 @@ def test_commands_of_the_guide(
     prepare()
     assert len(commands()) >= 14
     for arguments in commands():
+        if arguments[0] == "run":
+            # A process of its own: the program becomes `__main__`.
+            done = subprocess.run([sys.executable, "-m", "flatparam", *arguments], check=False)
+            assert done.returncode == 0
+            continue
         assert main(arguments) == 0, (arguments, capsys.readouterr().err)
     capsys.readouterr()
     main(["ckpt", "inspect", "runs/a"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.fsdp import fully_shard
 
 from flatparam import (
     Checkpointer,
@@ -49,6 +50,15 @@ Provoke = Callable[[], object]
 
 def wrapped(module: nn.Module | None = None, **arguments: Any) -> FSDP:
     return FSDP(nn.Linear(2, 2) if module is None else module, process_group=ALONE, **arguments)
+
+
+def given_to(wrap: Callable[[nn.Module], object]) -> object:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return wrap(wrapped())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def trained() -> tuple[FSDP, torch.optim.Optimizer]:
@@ -369,29 +379,33 @@ def one_byte_short(directory: Path, checkpointer: Checkpointer) -> None:
 CASES: Final[dict[str, dict[str, Provoke]]] = {
     "Setting up": {
         "wrapped without a group of ranks": lambda: FSDP(nn.Linear(2, 2)),
-        "passed something else as a group": lambda: FSDP(nn.Linear(2, 2), process_group="gloo"),
+        "passed an unknown group": lambda: FSDP(nn.Linear(2, 2), process_group="gloo"),
         "passed a group and a mesh": lambda: wrapped(device_mesh=ALONE),
         "named a strategy by a string": lambda: wrapped(sharding_strategy="FULL_SHARD"),
-        "asked for a hybrid strategy without saying of which ranks": lambda: wrapped(
+        "asked for a hybrid strategy without naming the ranks": lambda: wrapped(
             sharding_strategy=ShardingStrategy.HYBRID_SHARD
         ),
         "passed `True` as `backward_prefetch`": lambda: wrapped(backward_prefetch=True),
         "passed `True` as `cpu_offload`": lambda: wrapped(cpu_offload=True),
         "passed a list as `device_id`": lambda: wrapped(device_id=[0]),
         "ignored both modules and states": lambda: wrapped(ignored_modules=[], ignored_states=[]),
-        "ignored something that is no module": lambda: wrapped(ignored_modules=["head"]),
+        "ignored an object that is not a module": lambda: wrapped(ignored_modules=["head"]),
         "ignored a mix of modules and parameters": mixed_ignored_states,
-        "passed something else as a policy": lambda: wrapped(auto_wrap_policy="blocks"),
-        "returned something else from a `CustomPolicy`": lambda: wrapped(
+        "passed an unknown policy": lambda: wrapped(auto_wrap_policy="blocks"),
+        "returned an unknown value from a `CustomPolicy`": lambda: wrapped(
             nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=CustomPolicy(lambda module: "yes")
         ),
         "sharded a module twice": sharded_twice,
+        "gave a sharded model to `DistributedDataParallel`": lambda: given_to(
+            nn.parallel.DistributedDataParallel
+        ),
+        "gave a sharded model to torch's `fully_shard`": lambda: given_to(fully_shard),
         "cast the model inside a pass": cast_in_forward,
-        "wrapped again what has got a parameter since": wrapped_with_more,
-        "left a module on the meta device that cannot be reset": on_meta,
+        "wrapped a module again that has got a parameter since": wrapped_with_more,
+        "left a module on the meta device that has no initialisation": on_meta,
         "called a model whose group is a stand-in with ranks": called_without_a_group,
         "replaced a parameter after wrapping": replaced,
-        "replaced an original by one of another shape": replaced_original,
+        "replaced an original by one of a different shape": replaced_original,
     },
     "Training": {
         "called `state_dict()` inside a forward pass": saved_in_forward,
@@ -399,38 +413,36 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "called the model while its parameters were summoned on one rank": called_while_summoned,
         "stepped the optimizer between forward and backward": stepped_too_early,
         "loaded a state between forward and backward": loaded_in_between,
-        "gave a full parameter other data between forward and backward": data_while_unsharded,
+        "gave a full parameter different data between forward and backward": data_while_unsharded,
         "copied a wrapped model while its parameters were summoned": copied_while_summoned,
-        "divided gradients by nothing": lambda: wrapped().set_gradient_divide_factor(0),
-        "passed something else as a communication hook": lambda: wrapped().register_comm_hook(
-            None, "allreduce"
-        ),
+        "divided gradients by zero": lambda: wrapped().set_gradient_divide_factor(0),
+        "passed a hook that cannot be called": lambda: wrapped().register_comm_hook(None, "allreduce"),
         "registered a second communication hook": second_hook,
         "named a stage that has no hook": lambda: wrapped().register_comm_hook(None, print, stage="scatter"),
         "clipped a norm that is not finite with `error_if_nonfinite`": clipped_infinity,
     },
     "State": {
-        "passed another form's configuration": lambda: FSDP.set_state_dict_type(
+        "passed the configuration of a different form": lambda: FSDP.set_state_dict_type(
             wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
         ),
-        "loaded a tensor of another shape": partial(loaded, bias=torch.zeros(3)),
+        "loaded a tensor of a different shape": partial(loaded, bias=torch.zeros(3)),
         "loaded a state with a name missing": partial(loaded, bias=None),
-        "loaded a state with a name too many": partial(loaded, scale=torch.zeros(2)),
-        "passed another model's optimizer": optimizer_of_another_model,
+        "loaded a state with an unexpected name": partial(loaded, scale=torch.zeros(2)),
+        "passed the optimizer of a different model": optimizer_of_another_model,
         "called one of torch's own functions for distributed state": lambda: torchs.get_model_state_dict(
             wrapped()
         ),
-        "loaded optimizer state of another shape": optimizer_state_of_another_shape,
-        "loaded optimizer state of other parameter groups": optimizer_group_of_another_model,
+        "loaded optimizer state of a different shape": optimizer_state_of_another_shape,
+        "loaded optimizer state of different parameter groups": optimizer_group_of_another_model,
     },
     "Checkpoints": {
         "saved the same step twice": in_a_run(lambda _, checkpointer: checkpointer.save(10)),
-        "gave something that cannot be saved": in_a_run(
+        "saved a value that cannot be saved": in_a_run(
             lambda _, checkpointer: checkpointer.save(11, extra={"data": {"reader": object()}})
         ),
-        "loaded a step that is not there": in_a_run(lambda _, checkpointer: checkpointer.load(11)),
-        "loaded the checkpoint of another model": load_into(nn.Linear(2, 3)),
-        "loaded into another dtype": load_into(nn.Linear(2, 2).double()),
+        "loaded a step that does not exist": in_a_run(lambda _, checkpointer: checkpointer.load(11)),
+        "loaded the checkpoint of a different model": load_into(nn.Linear(2, 3)),
+        "loaded into a different dtype": load_into(nn.Linear(2, 2).double()),
         "loaded an optimizer that was not saved": in_a_run(
             lambda directory, checkpointer: Checkpointer(
                 directory,
@@ -440,23 +452,25 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
             ).load()
         ),
         "loaded a file that has lost a byte": in_a_run(one_byte_short),
-        "opened what is no checkpoint": in_a_run(lambda directory, _: open_source(directory.parent)),
+        "opened a directory that is not a checkpoint": in_a_run(
+            lambda directory, _: open_source(directory.parent)
+        ),
     },
     "Several ranks": {
         "called a collective on one rank only": partial(on_two_ranks, only_rank_0_saves),
-        "called different things on different ranks": partial(on_two_ranks, different_calls),
+        "called different collectives on different ranks": partial(on_two_ranks, different_calls),
         "made different models on different ranks": partial(on_two_ranks, different_models),
         "made fewer layers on a rank": different(1, depth=1),
-        "used another dtype on a rank": different(1, dtype=torch.float64),
-        "wrapped otherwise on a rank": different(1, units=False),
-        "used another strategy on a rank": different(1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-        "used another mixed precision on a rank": different(
+        "used a different dtype on a rank": different(1, dtype=torch.float64),
+        "wrapped differently on a rank": different(1, units=False),
+        "used a different strategy on a rank": different(1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+        "used a different mixed precision on a rank": different(
             1, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
         ),
-        "used another `use_orig_params` on a rank": different(1, use_orig_params=True),
-        "began with other weights on a rank (a warning)": partial(on_two_ranks, different_weights),
+        "used a different `use_orig_params` on a rank": different(1, use_orig_params=True),
+        "began with different weights on a rank (a warning)": partial(on_two_ranks, different_weights),
         "froze a parameter on a rank": partial(on_two_ranks, frozen_on_one),
-        "stepped an optimizer that looks at shapes": partial(on_two_ranks, stepped_by_shape),
+        "stepped an optimizer that depends on shapes": partial(on_two_ranks, stepped_by_shape),
         "left a parameter out of a rank's optimizer": partial(on_two_ranks, left_out_of_an_optimizer),
         "ran different units of the same size later on": partial(on_two_ranks, swapped_later),
         "left a unit out on a rank": partial(on_two_ranks, left_out),

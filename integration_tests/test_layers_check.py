@@ -152,6 +152,15 @@ def test_torch_fsdp_only_in_the_compatibility_module(
     )
 
 
+def test_facades_are_for_other_programs(house: House) -> None:
+    """A façade of FSDP1's private modules may use another one, and nothing else of ours may."""
+    code = "from flatparam.private._runtime_utils import _lazy_init\n"
+    house.write("flatparam", "private/_other.py", code)
+    assert house.problems() == []
+    house.write("flatparam", "wrapper.py", code)
+    assert any("uses flatparam.private._runtime_utils" in problem for problem in house.problems())
+
+
 def test_an_import_must_be_declared(house: House) -> None:
     """A distribution that is imported and not declared is found; the standard library is not one."""
     house.write("flatparam-comm", "broken.py", "import json\nimport attr\nfrom attrs import frozen\n")

@@ -35,6 +35,8 @@ FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 # The one place that may know torch's own FSDP: it recognises torch's enums and config objects.
 COMPATIBILITY: Final = ("flatparam", ("compat.py", "compat"))
+# Those of FSDP1's private modules.
+FACADES: Final = "flatparam.private"
 # What passes names of the layer beneath on, and the module of each that does.
 PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
 VOCABULARY: Final = "vocabulary"
@@ -284,6 +286,16 @@ def check_torch_fsdp_is_known_in_one_place(packages: dict[str, Package], root: P
                     )
 
 
+def check_facades_are_not_used(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """Nothing of ours imports the façades of FSDP1's private modules, which are there for other programs."""
+    for package in packages.values():
+        facades = package.path / "src" / package.module / FACADES.rpartition(".")[2]
+        for source in package.sources:
+            for use in source.uses:
+                if _is_or_is_under(use.name, FACADES) and not source.path.is_relative_to(facades):
+                    yield f"{source.shown}:{use.line}: uses {use.name}, a façade that is there for other programs"
+
+
 def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """A package declares exactly the distributions that it imports; neighbours as ranges."""
     for package in packages.values():
@@ -413,6 +425,7 @@ RULES: Final[tuple[Callable[[dict[str, Package], Path], Iterator[str]], ...]] = 
     check_names,
     check_core_is_free_of_distributed,
     check_torch_fsdp_is_known_in_one_place,
+    check_facades_are_not_used,
     check_dependencies,
     check_vocabulary,
 )

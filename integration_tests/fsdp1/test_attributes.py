@@ -220,9 +220,20 @@ def test_attributes_of_a_flat_parameter(library: Library) -> Any:
 
 
 @unlike(
-    "The handle of a flat parameter is another class",
+    "The handle of a flat parameter is a different class",
     ranks=2,
-    ours=["device", "flat_param", "rank", "reshard"],
+    ours=[
+        "device",
+        "flat_param",
+        "flat_param_to",
+        "needs_unshard",
+        "process_group",
+        "rank",
+        "reshard",
+        "unshard",
+        "uses_sharded_strategy",
+        "world_size",
+    ],
 )
 def test_attributes_of_a_handle(library: Library) -> Any:
     """FSDP1's has many more."""

@@ -351,7 +351,7 @@ def test_ignored_states_from_an_iterator(library: Library, originals: bool) -> A
     return seen_and_trained(library, library.shard(module, ignored_states=given, use_orig_params=originals))
 
 
-@unlike("What an inner unit leaves whole stays whole", ours=["head.bias", "head.weight"])
+@unlike("Parameters that an inner unit ignores stay whole", ours=["head.bias", "head.weight"])
 def test_ignored_modules_from_an_iterator(library: Library) -> Any:
     """FSDP1 reads it twice, the second time to no avail."""
     module = seeded()
@@ -479,7 +479,7 @@ def test_values_that_cannot_be_made(library: Library, wrong: str) -> Any:
     library.shard(_on_meta(Net), param_init_fn={"not_callable": "a", "raises": fail}[wrong])
 
 
-@unlike("Arguments are checked always", ours=ValueError)
+@unlike("Arguments are always checked", ours=ValueError)
 def test_a_param_init_fn_that_is_not_needed(library: Library) -> Any:
     """FSDP1 does not look at it."""
     library.shard(nn.Linear(2, 2), param_init_fn="a")

@@ -193,7 +193,7 @@ def test_a_form_for_a_plain_model(library: Library) -> Any:
     return [type(value).__name__ for value in state.values()]
 
 
-@unlike("No warnings that ask to move on.", ours=[[], []])
+@unlike("No deprecation warnings.", ours=[[], []])
 def test_warnings_of_settings(library: Library) -> Any:
     """FSDP1 says at each setting that there is something newer."""
     model = library.shard(nn.Linear(2, 2))

@@ -162,7 +162,7 @@ def test_arguments_of_a_custom_policy(library: Library, override: str) -> Any:
     return facts(library, model), told
 
 
-@unlike("What an inner unit leaves whole stays whole", ours=["norm.bias", "norm.weight"])
+@unlike("Parameters that an inner unit ignores stay whole", ours=["norm.bias", "norm.weight"])
 def test_what_a_custom_policy_has_left_whole(library: Library) -> Any:
     """FSDP1 gives it to the root."""
     module = seeded()

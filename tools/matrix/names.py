@@ -51,9 +51,17 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_version": "torch.empty(0)",
     "_torchdynamo_disable": "torch.compiler.disable(lambda: None)",
 }
-#: Private attributes of the standard library's objects, and those that we give to torch's.
+#: Private attributes of objects of the standard library and of accelerate, and those that we give to torch's.
 _NOT_TORCHS: Final = frozenset(
-    {"_SubParsersAction", "_current_frames", "_exit", "_flatparam_owner", "_getframe", "_wrap_overrides"}
+    {
+        "_SubParsersAction",
+        "_current_frames",
+        "_exit",
+        "_flatparam_owner",
+        "_getframe",
+        "_shared_state",
+        "_wrap_overrides",
+    }
 )
 
 

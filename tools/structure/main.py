@@ -36,7 +36,7 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
     circles, (modules, folder) = house.circles(), house.widest_folder()
     written = house.written_from_outside("Unit", ("unit", "each", "lender", "borrower", "other"))
     private = house.files_with_private_names_of_torch("flatparam_runtime")
-    hooks = ("_gradient_arrived", "_before_forward")
+    hooks = ("_gradient_arrived", "before_forward")
     arrived, begun = (trace.longest_way(name, "flatparam_runtime") for name in hooks)
     return {
         "files of a step": (len(files), [str(path.relative_to(root)) for path in files]),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_core import flatten_module
-from flatparam_runtime import units_in
-from flatparam_runtime.passes.leaves import LeafWatch, watches
+from flatparam_runtime import UnitPlan, shard_module, units_in
+from flatparam_runtime.unit.leaves import LeafWatch
 
 from .models import WIDTH, Block, Branches, Chain, Stack, batch
 from .worlds import check_at_rest, check_same, check_training, full_gradients, run, seeded, sharded
@@ -96,7 +96,7 @@ def sometimes(module: nn.Module, rank: int, step: int) -> Tensor:
 def hooks(module: nn.Module) -> dict[str, int]:
     """The number of leaves of each unit that have a hook of their own."""
     return {
-        unit.name: sum(len(watch.hooked) for _, _, watch in watches(unit.handles))
+        unit.name: sum(len(watch.hooked) for _, _, watch in unit.held.watched(unit.handles))
         for unit in units_in(module)
     }
 
@@ -119,7 +119,7 @@ def watched(*numels: int, trained: bool = True) -> LeafWatch:
     output, shard = handle.begin_unshard()
     output.copy_(shard)
     handle.finish_unshard()
-    return LeafWatch.begin(handle, lambda index: lambda leaf: None)
+    return LeafWatch.over(handle, lambda index: lambda leaf: None)
 
 
 def counted(watch: LeafWatch) -> list[int]:
@@ -276,3 +276,13 @@ def test_other_backwards(way: Callable[[nn.Module, int], None], ranks: int, use_
     expected = {name: parameter.grad for name, parameter in local.named_parameters()}
     for found in run(ranks, step):
         check_same({name: grad if grad is None else grad.detach() for name, grad in found.items()}, expected)
+
+
+def test_a_cast_forgets_the_watches_of_the_old_leaves() -> None:
+    """A unit whose parameters are cast again and again keeps the watches of the leaves that it has, and no others."""
+    module = nn.Linear(3, 2)
+    unit = shard_module(module, plan=UnitPlan(Topology(SingleCollectives())))
+    for dtype in (torch.float32, torch.float64) * 3:
+        module.to(dtype)
+        module(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        assert list(unit.held.watches) == [handle.form for handle in unit.handles]

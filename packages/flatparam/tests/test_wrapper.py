@@ -11,9 +11,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from flatparam import BackwardPrefetch, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.private._flat_param import FlatParamHandle
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
-from flatparam_core import FlatParameter, FlatParamHandle
+from flatparam_core import FlatParameter
 from flatparam_runtime import BackwardOrder
 
 from .models import Batch, Block, Transformer, mlp, seeded
@@ -107,7 +108,7 @@ def test_flat_parameters_carry_names_and_marks() -> None:
         assert isinstance(flat, nn.Parameter)
         assert flat._fsdp_flattened
         assert wrapper._has_params
-        assert isinstance(wrapper._handle, FlatParamHandle)
+        assert wrapper._handle == FlatParamHandle(wrapper._unit, wrapper._unit.handles[0])
         assert wrapper._handle.flat_param is flat
     assert list(model._flat_param._fqns) == [
         "embed.weight",

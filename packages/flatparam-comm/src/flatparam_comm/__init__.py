@@ -31,7 +31,7 @@ from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.threads.world import run_threads
 from flatparam_comm.topology import Topology
-from flatparam_comm.transfer.averaging import gradient_divisors
+from flatparam_comm.transfer.averaging import Averaging, gradient_divisors
 from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
 from flatparam_comm.transfer.device import Mark, OnDevice
 from flatparam_comm.transfer.gather import Gather
@@ -65,6 +65,7 @@ from flatparam_comm.vocabulary import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Averaging",
     "CommHooks",
     "HookStage",
     "Gather",

@@ -13,7 +13,7 @@ from flatparam_core.geometry.replan import Location, Move, Place, replan
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.handle import FlatParamHandle, owner_of
+from flatparam_core.handle import FlatParamHandle, handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage.buffer import FlatBuffer
 from flatparam_core.storage.full_form import FullForm
@@ -67,6 +67,7 @@ __all__ = [
     "each_module",
     "flatten_module",
     "give_data",
+    "handle_of",
     "memory_view",
     "owner_of",
     "plan_layouts",

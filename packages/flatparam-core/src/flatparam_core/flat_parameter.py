@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import final
+
 import torch
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
-from typing_extensions import final
 
 from flatparam_core.geometry.layout import FlatLayout
 
@@ -22,6 +24,8 @@ class FlatParameter(nn.Parameter):
 
     flat_layout: FlatLayout
     rank: int
+    _held_by: Callable[[], object | None] | None = None
+    """A weak reference to the handle that it belongs to."""
     _is_flat_param = True
     _fsdp_flattened = True
 

@@ -16,13 +16,14 @@ The handle moves no bytes between ranks, registers no hook, and knows no strateg
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
@@ -42,7 +43,7 @@ from flatparam_core.storage.residency import RESIDENCY, Residency
 from flatparam_core.storage.shard import Shard
 from flatparam_core.tensor_data import give_data
 
-__all__ = ["FlatParamHandle", "owner_of"]
+__all__ = ["FlatParamHandle", "handle_of", "owner_of"]
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
@@ -63,6 +64,9 @@ class FlatParamHandle:
     """For each parameter, whether it was to get a gradient when the full parameters were last shown."""
     taken_over: tuple[str, ...] = ()
     """The parameters that the user gave other data, which the last unshard copied to the shard."""
+
+    def __attrs_post_init__(self) -> None:
+        self.flat_param._held_by = weakref.ref(self)
 
     @trained.default
     def _look_what_is_trained(self) -> list[bool]:
@@ -188,12 +192,12 @@ class FlatParamHandle:
     @property
     def buffer(self) -> FlatBuffer:
         """The buffer of the full parameters that are in memory now, or were last."""
-        return self.form.buffer
+        return self.forms.current.buffer
 
     @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The full parameters, one autograd leaf each, always the same objects; empty before the first unshard."""
-        return self.form.leaves
+        return self.forms.current.leaves
 
     @property
     def is_offloaded(self) -> bool:
@@ -340,12 +344,13 @@ class FlatParamHandle:
         # An equal list stays the same object.
         if wanted != self.trained:
             self.trained = wanted
-        if not self.leaves:
-            self.form.make_leaves(self.forms.attributes, wanted)
-            for index, leaf in enumerate(self.leaves):
+        form = self.forms.current
+        if not form.leaves:
+            form.make_leaves(self.forms.attributes, wanted)
+            for index, leaf in enumerate(form.leaves):
                 mark_owner(leaf, self, index)
-        if list(map(_REQUIRES_GRAD, self.leaves)) != wanted:
-            for leaf, wants in zip(self.leaves, wanted, strict=True):
+        if list(map(_REQUIRES_GRAD, form.leaves)) != wanted:
+            for leaf, wants in zip(form.leaves, wanted, strict=True):
                 leaf.requires_grad_(wants)
         self.exposure.show(self.forms.presented())
         # Last: if showing is refused, the buffer can still be given back.
@@ -361,13 +366,14 @@ class FlatParamHandle:
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, even while it is being filled."""
-        moved = []
+        moved, form = [], self.forms.current
         if self.residency is Residency.UNSHARDED:
             self.exposure.show_shard()
-            moved = self.form.reclaim()
+            moved = form.reclaim()
         self.residency = RESIDENCY.move(self.residency, Residency.SHARDED, who=self)
-        self.buffer.free()
-        self._refuse(moved)
+        form.buffer.free()
+        if moved:
+            raise self._refusal(moved)
 
     def check_leaves(self) -> None:
         """Check that the full parameters, which the module shows, are those that were gathered.
@@ -375,15 +381,16 @@ class FlatParamHandle:
         Raises:
             FlatParamError: if a leaf was given other data, which are lost; the message names the parameter.
         """
-        self._refuse(self.form.reclaim())
-
-    def _refuse(self, moved: Sequence[int]) -> None:
+        moved = self.forms.current.reclaim()
         if moved:
-            names = ", ".join(self.layout.fqns[index] for index in moved)
-            raise FlatParamError(
-                f"{self}: the full parameters of {names} were given other data, which the shards do not see; "
-                "change values in place instead, inside summon_full_params()"
-            )
+            raise self._refusal(moved)
+
+    def _refusal(self, moved: Sequence[int]) -> FlatParamError:
+        names = ", ".join(self.layout.fqns[index] for index in moved)
+        return FlatParamError(
+            f"{self}: the full parameters of {names} were given other data, which the shards do not see; "
+            "change values in place instead, inside summon_full_params()"
+        )
 
     def write_back(self) -> None:
         """Write this rank's part of the full parameters to the shard, if it has changed.
@@ -519,3 +526,11 @@ def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
     handle, index = owner
     assert isinstance(handle, FlatParamHandle), "nothing else marks"
     return handle, index
+
+
+def handle_of(flat_param: FlatParameter) -> FlatParamHandle | None:
+    """The handle that a flat parameter belongs to; `None` if it was copied by itself, or the handle is gone."""
+    reference = flat_param._held_by
+    handle = None if reference is None else reference()
+    assert handle is None or isinstance(handle, FlatParamHandle), "nothing else holds one"
+    return handle

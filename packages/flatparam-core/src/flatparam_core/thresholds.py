@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, final
 
 import attrs
-from typing_extensions import final
 
 __all__ = ["Threshold", "all_thresholds"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_core.errors import IllegalStepError
 

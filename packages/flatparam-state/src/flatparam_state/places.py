@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import final
 
 import attrs
 from torch import nn
-from typing_extensions import final
 
 from flatparam_runtime import FlatParamHandle, Unit, clean_fqn, unit_of
 

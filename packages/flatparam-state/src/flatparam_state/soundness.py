@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_state.files import CheckpointError
 

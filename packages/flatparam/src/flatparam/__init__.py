@@ -1,6 +1,6 @@
 """flatparam: a drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
-What it exports is imported when it is first asked for, so that the command line can answer without importing torch.
+The names that it exports are imported on first use, so that the command line can answer without importing torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
+    from flatparam.compat.installing import Installation, install, uninstall
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
@@ -42,6 +43,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Installation",
     "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -55,6 +57,8 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "allow_shards",
+    "install",
+    "uninstall",
 ]
 
 _HOMES = {
@@ -75,6 +79,7 @@ _HOMES = {
         "StateDictSettings",
         "StateDictType",
     ),
+    "flatparam.compat.installing": ("Installation", "install", "uninstall"),
     "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
     "flatparam_core": ("FlatParameter",),
     "flatparam_runtime": ("allow_shards",),

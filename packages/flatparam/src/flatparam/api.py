@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flatparam.compat import LikeTorchs
+
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
@@ -31,10 +33,10 @@ __all__ = [
 ]
 
 
-class ShardingStrategy(enum.Enum):
-    """The choice of what is sharded over which ranks, and when full parameters are freed.
+class ShardingStrategy(LikeTorchs):
+    """A choice of what is sharded over which ranks, and when full parameters are freed.
 
-    `docs/memory.md` has the bytes.
+    `docs/memory.md` has the bytes that each strategy takes and sends.
     """
 
     FULL_SHARD = enum.auto()
@@ -44,14 +46,14 @@ class ShardingStrategy(enum.Enum):
     _HYBRID_SHARD_ZERO2 = enum.auto()
 
 
-class BackwardPrefetch(enum.Enum):
+class BackwardPrefetch(LikeTorchs):
     """When the next unit of the backward pass is gathered: before this one's gradients are computed, or after."""
 
     BACKWARD_PRE = enum.auto()
     BACKWARD_POST = enum.auto()
 
 
-class StateDictType(enum.Enum):
+class StateDictType(LikeTorchs):
     """The form of `state_dict()`: full tensors, this rank's flat shard, or sharded tensors."""
 
     FULL_STATE_DICT = enum.auto()
@@ -59,7 +61,7 @@ class StateDictType(enum.Enum):
     SHARDED_STATE_DICT = enum.auto()
 
 
-class OptimStateKeyType(enum.Enum):
+class OptimStateKeyType(LikeTorchs):
     """How an optimizer state dict names its parameters."""
 
     PARAM_NAME = enum.auto()
@@ -95,22 +97,22 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Full tensors; with `rank0_only` the other ranks get what is not sharded only."""
+    """Save full tensors; with `rank0_only` the other ranks only get tensors that are not sharded."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """This rank's flat shard."""
+    """Save this rank's flat shard."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Sharded tensors, as `DTensor` with `_use_dtensor`.
+    """Save sharded tensors: `DTensor`s if `_use_dtensor`, otherwise `ShardedTensor`s.
 
-    A `ShardedTensor` has the parts that each rank owns anyway, so that nothing is moved; with `dim_0_chunks` (not in
-    FSDP1) exactly FSDP1's, `tensor.chunk(world_size, dim=0)[rank]`, for which each unit is gathered.
+    A `ShardedTensor` has the parts that each rank owns anyway, so that nothing is moved. With `dim_0_chunks` (not in
+    FSDP1) it has FSDP1's chunks, `tensor.chunk(world_size, dim=0)[rank]`, for which each unit is gathered.
     """
 
     _use_dtensor: bool = False
@@ -126,21 +128,21 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Full tensors; with `rank0_only` the other ranks get nothing."""
+    """Save full tensors; with `rank0_only` the other ranks get nothing."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """This rank's flat shard."""
+    """Save this rank's flat shard."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Sharded tensors, as `DTensor` with `_use_dtensor`; see `ShardedStateDictConfig`."""
+    """Save sharded tensors: `DTensor`s if `_use_dtensor`; see `ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
     dim_0_chunks: bool = False

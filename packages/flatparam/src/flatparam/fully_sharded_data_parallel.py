@@ -1,4 +1,7 @@
-"""The wrapper: FSDP1's class, each of whose methods calls a function of the module of its noun."""
+"""The wrapper: FSDP1's class, each of whose methods calls a function of the module of its noun.
+
+FSDP1's module of this name also has the names of the configurations and policies; so has this one.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,56 @@ import flatparam_runtime as runtime
 from flatparam.api import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
+from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
 from flatparam.resolving.settings import Resolved
 from flatparam.resolving.tree import ResolvedTree, resolve_tree
 from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, older_functions, optimizer, saving, settings
-from flatparam.wrapper import parameters, prefetching, ranks, reducing, reporting
+from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting
+from flatparam.wrapper.flat_parameter import add_names
+from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
 from flatparam.wrapper.training_state import HandleTrainingState, TrainingState, UnshardHandle
-from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter, FlatParamHandle
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 
-__all__ = ["FullyShardedDataParallel"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+add_names()
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -42,27 +77,27 @@ class FullyShardedDataParallel(nn.Module):
     become one unit.
 
     Args:
-        module: wrapped in place.
+        module: the module to wrap, in place.
         process_group: the ranks to shard over: a `ProcessGroup`, a `Collectives` of `flatparam_comm`, or
             `None` for the default group (in a world of threads: for that world). For the hybrid strategies a pair: the
             ranks to shard over, and those that hold copies of a shard; `None` (with a policy): inside and across nodes.
         sharding_strategy: `FULL_SHARD` (default) frees full parameters between forward and backward,
             `SHARD_GRAD_OP` after the backward only; `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same inside groups
             of ranks and hold copies across them; `NO_SHARD` holds everything everywhere.
-        cpu_offload: whether shards, their gradients and so the optimizer live in CPU memory.
-        auto_wrap_policy: which submodules become units of their own; see `flatparam.wrap`.
+        cpu_offload: whether shards and their gradients, and so the optimizer's states, are in CPU memory.
+        auto_wrap_policy: chooses the submodules that become units; see `flatparam.wrap`.
         backward_prefetch: when the next unit is gathered in the backward pass.
         mixed_precision: the dtypes of computation, reduction, buffers and inputs.
-        ignored_modules: left whole, with all below them.
-        param_init_fn: gives a module on the meta device values; by default its `reset_parameters()`.
-        device_id: where the parameters are to live.
-        sync_module_states: start from rank 0's parameters and buffers.
-        forward_prefetch: gather the next unit while this one computes, in the order of the pass before; a number
+        ignored_modules: modules that are left whole, with all modules below them.
+        param_init_fn: gives values to a module on the meta device; by default its `reset_parameters()` does.
+        device_id: the device for the parameters.
+        sync_module_states: whether all ranks start from rank 0's parameters and buffers.
+        forward_prefetch: gather the next unit while this one computes, in the order of the previous pass; a number
             gathers as many units ahead.
-        limit_all_gathers: accepted for FSDP1's sake; there is nothing to limit, since memory is taken and given back in
-            the order of the computation (see `docs/differences-from-torch.md`).
+        limit_all_gathers: accepted for FSDP1's sake; there is nothing to limit, because memory is allocated and freed
+            in the order of the computation (see `docs/differences-from-torch.md`).
         use_orig_params: whether `parameters()` lists the original parameters, or one flat parameter for each unit.
-        ignored_states: modules or parameters that are left whole.
+        ignored_states: modules, or parameters, that are left whole.
         device_mesh: the ranks to shard over, as a mesh of one dimension; of two (replicate, shard) for the hybrid
             strategies.
         broadcast_buffers: start every training forward from rank 0's buffers. Not in FSDP1.
@@ -103,7 +138,7 @@ class FullyShardedDataParallel(nn.Module):
         broadcast_buffers: bool = False,
         clean_names: bool = False,
     ) -> None:
-        """See the class."""
+        """Wrap `module` in place; every rank calls it."""
         asked = Arguments(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
@@ -195,17 +230,17 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def process_group(self) -> Any:
-        """The ranks that the parameters are sharded over."""
+        """The process group over which the parameters are sharded."""
         return ranks.process_group(self._unit)
 
     @property
     def rank(self) -> int:
-        """This process's rank among those that the parameters are sharded over."""
+        """This process's rank in the group over which the parameters are sharded."""
         return ranks.ranks_of(self._unit).rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks the parameters are sharded over."""
+        """The number of ranks over which the parameters are sharded."""
         return ranks.ranks_of(self._unit).size
 
     @property
@@ -219,15 +254,15 @@ class FullyShardedDataParallel(nn.Module):
         return [handle.flat_param for handle in self._unit.handles]
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper contains this one, as far as any forward pass has shown."""
+        """Return whether no other wrapper contains this one, as far as any forward pass has shown."""
         return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in `module`, itself included, depth first, each once.
+        """Return the wrappers in `module`, itself included, depth first, each once.
 
         Args:
-            root_only: the outermost ones, without those that a forward pass has shown to be inside another.
+            root_only: return the outermost wrappers only, as far as any forward pass has shown.
         """
         found = wrappers_in(module, root_only=root_only)
         wrappers = [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
@@ -237,7 +272,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When the next unit of the backward pass is gathered; a new value counts from the next pass on."""
+        """When the next unit of the backward pass is gathered; a new value takes effect in the next pass."""
         return prefetching.backward_prefetch(self._unit)
 
     @backward_prefetch.setter
@@ -246,9 +281,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def forward_prefetch(self) -> int:
-        """Whether the next unit is gathered in the forward pass, by every device; how many, if more than one.
+        """The number of units that are gathered ahead in the forward pass, on every device.
 
-        On an accelerator units are gathered ahead without it, too. A new value counts from the next pass on.
+        If it is 0, an accelerator gathers units ahead all the same. A new value takes effect in the next pass.
         """
         return prefetching.forward_prefetch(self._unit)
 
@@ -257,11 +292,11 @@ class FullyShardedDataParallel(nn.Module):
         prefetching.set_forward_prefetch(self._unit, units)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Gather the units of `modules` when this unit's forward begins, instead of what the last pass suggests."""
+        """Gather the units of `modules` when this unit's forward begins; `None`: those that the last pass suggests."""
         prefetching.set_units_to_forward_prefetch(self._unit, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Gather the units of `modules` when this unit's backward begins, instead of what the forward suggests."""
+        """Gather the units of `modules` when this unit's backward begins; `None`: those that the forward suggests."""
         prefetching.set_units_to_backward_prefetch(self._unit, modules)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -277,10 +312,10 @@ class FullyShardedDataParallel(nn.Module):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the total norm of the gradients of all ranks; every rank calls it. Returns the norm before clipping.
+        """Clip the total norm of the gradients of all ranks, and return the norm before clipping; every rank calls it.
 
         Args:
-            error_if_nonfinite: raise, on every rank, for a norm that is not finite, and change nothing.
+            error_if_nonfinite: if the norm is not finite, raise on every rank, and change nothing.
             foreach: see `torch.nn.utils.clip_grad_norm_`.
         """
         return runtime.clip_grad_norm_(
@@ -290,38 +325,39 @@ class FullyShardedDataParallel(nn.Module):
     def register_comm_hook(
         self, state: object, hook: Callable[..., Any] | None, *, stage: runtime.HookStage = "reduce"
     ) -> None:
-        """Have `hook` called instead of a collective of this unit and of all units inside.
+        """Call `hook` instead of a collective of this unit and of all units inside.
 
         Args:
-            state: passed to the hook.
-            hook: for `"reduce"`, FSDP1's: `(state, gradient, shard to write)`, or `(state, gradient)` in place if
-                nothing is sharded; it averages too. For `"all_reduce"`: `(state, shard of the gradient)`, in place,
-                over the copies of a shard; it averages too. For `"all_gather"`: `(state, shard, full to write)`.
-                `None` takes the hook away, so that a different one can be registered.
+            state: the first argument of each call of the hook.
+            hook: for `"reduce"`, FSDP1's hook: `(state, gradient, shard to write)`, or `(state, gradient)` in place
+                if nothing is sharded; the hook also averages. For `"all_reduce"`: `(state, shard of the gradient)`, in
+                place, over the copies of a shard; the hook also averages. For `"all_gather"`: `(state, shard, full to
+                write)`. `None` removes the hook, so that a different one can be registered.
+            stage: the collective that the hook replaces.
 
         Raises:
-            ValueError: if it cannot be called.
-            AssertionError: if a unit has a hook for this stage already. In either case none is registered.
+            ValueError: if the hook cannot be called.
+            AssertionError: if a unit has a hook for this stage already. In either case no hook is registered.
         """
         reducing.register_comm_hook(runtime.units_in(self), state, hook, stage)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
+        """Choose whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
 
-        FSDP2's method. What was not summed waits, sharded, for the next pass that sums.
+        FSDP2 has the same method. Gradients that were not summed over the copies wait, sharded, for a pass that does.
         """
         units = runtime.units_in(self) if recurse else (self._unit,)
         reducing.set_requires_all_reduce(units, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide the sum of the gradients by `factor` instead of by the number of ranks. FSDP2's method."""
+        """Divide the sum of the gradients by `factor` instead of the number of ranks. FSDP2 has the same method."""
         reducing.set_divide_factor(runtime.units_in(self), factor)
 
     # Parameters
 
     @staticmethod
     def register_forward_method(module: nn.Module, name: str) -> None:
-        """Have the method `name` of a wrapped module, or of one inside, find full parameters, as `forward` does."""
+        """Gather full parameters for calls of the method `name` of a module in a unit, as for calls of `forward`."""
         runtime.register_forward_method(inner_module(module), name)
 
     @staticmethod
@@ -335,14 +371,14 @@ class FullyShardedDataParallel(nn.Module):
     ) -> AbstractContextManager[None]:
         """Show full parameters under their own names inside the context; every rank enters it.
 
-        See `flatparam_runtime.summon_full_params` for what can be done inside.
+        `flatparam_runtime.summon_full_params` describes what is possible inside.
 
         Args:
-            recurse: those of the units inside too.
-            writeback: keep what is changed inside; each rank keeps its own part.
-            rank0_only: show them on rank 0 only, whose changes are kept.
-            offload_to_cpu: show them in CPU memory.
-            with_grads: show full gradients too.
+            recurse: whether to show the parameters of inner units too.
+            writeback: whether to keep changes that are made inside; each rank keeps its own part.
+            rank0_only: whether to show the parameters on rank 0 only, and keep the changes of rank 0.
+            offload_to_cpu: whether to show the parameters in CPU memory.
+            with_grads: whether to show full gradients too.
         """
         return runtime.summon_full_params(
             inner_module(module),
@@ -354,9 +390,9 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` on every module inside with its full parameters in place, and keep what it changes.
+        """Call `fn` on every module inside with its full parameters in place, and keep the changes.
 
-        Every rank calls it, and keeps its own part of its own changes: seed them alike.
+        Every rank calls this method and keeps its own part of its own changes, so seed all ranks alike.
         """
         if self._unit.summoned is not None:
             return super().apply(fn)
@@ -366,10 +402,10 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As any module's; while full parameters are summoned, under the names that the unwrapped module has.
+        """List names and parameters; while full parameters are summoned, under the names of the unwrapped module.
 
-        Full parameters are listed inside their unit's forward pass, and while they are summoned; else what an optimizer
-        holds, also if a unit keeps full parameters in memory from the forward to the backward pass.
+        Full parameters are listed inside their unit's forward pass, and while they are summoned. Otherwise the list has
+        the parameters that an optimizer holds, even if a unit keeps full parameters from forward to backward.
         """
         pairs = super().named_parameters(prefix, recurse, remove_duplicate)
         yield from parameters.listed(parameters.named(self._interior, pairs))
@@ -377,7 +413,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As any module's; while full parameters are summoned, under the names that the unwrapped module has."""
+        """List names and buffers; while full parameters are summoned, under the names of the unwrapped module."""
         yield from parameters.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -397,17 +433,17 @@ class FullyShardedDataParallel(nn.Module):
         """Choose the form of the state of every wrapper in `module`.
 
         Returns:
-            The first wrapper's settings before, to be set again; three times `None` if there is no wrapper.
+            The first wrapper's previous settings, to be set again; if there is no wrapper, all three are `None`.
 
         Raises:
             RuntimeError: if a configuration is not one of the form's.
-            AssertionError: if the forms before differ, so that one call could not set them again.
+            AssertionError: if the previous forms differ, so that one call could not set them again.
         """
         return settings.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of the wrappers in `module`, which must agree; `None` if there are none.
+        """Return the settings of the wrappers in `module`, which must agree; `None` if there is no wrapper.
 
         Raises:
             AssertionError: if they differ.
@@ -421,13 +457,13 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """Choose the form of the state inside the context; also an exception restores the settings before."""
+        """Choose the form of the state inside the context; leaving it, even by an exception, restores the settings."""
         return settings.settings_shown(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The state of the module as if it were not wrapped, in the form that was chosen; every rank calls it."""
+        """Return the state of the module as if it were not wrapped, in the chosen form; every rank calls it."""
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
         return saving.save_state(self, self._interior, args, named, super().state_dict)
 
@@ -436,9 +472,9 @@ class FullyShardedDataParallel(nn.Module):
     ) -> Any:
         """Load a state dict of any form; every rank calls it.
 
-        Of a full one every rank passes all, and copies its own part. With `FullStateDictConfig(rank0_only=True)` the
-        other ranks may pass an empty one: then the first rank's tensors are sent, one after the other.
-        If something does not fit, nothing is changed.
+        Every rank passes the whole of a full state, and copies its own part. If `FullStateDictConfig(rank0_only=True)`
+        is set, the other ranks may pass an empty dict: then the first rank sends its tensors, one after the other.
+        If anything does not fit, nothing is changed.
         """
         load = partial(super().load_state_dict, assign=assign)
         return loading.load_state(self, self._interior, state_dict, strict, load)
@@ -450,11 +486,11 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: Mapping[str, Any] | None = None,
         group: Ranks | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter name, in the form that was chosen; every rank calls it.
+        """Return the optimizer's state by parameter name, in the chosen form; every rank calls it.
 
         Args:
-            optim_state_dict: what `optim.state_dict()` gave; by default it is asked.
-            group: the ranks that the parameters are sharded over; the model knows them, and refuses others.
+            optim_state_dict: the result of `optim.state_dict()`; by default this method calls it.
+            group: the ranks over which the parameters are sharded; the model knows them, and refuses different ranks.
         """
         return optimizer.optim_state_dict(model, optim, optim_state_dict, group)
 
@@ -467,14 +503,15 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: Ranks | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of an optimizer state of any form, for `optim.load_state_dict`; every rank calls it.
+        """Return this rank's part of an optimizer state of any form, for `optim.load_state_dict`; every rank calls it.
 
         Args:
-            optim_state_dict: a full one on every rank; with `FullOptimStateDictConfig(rank0_only=True)` only the first
-                rank's counts, and its tensors are sent, one after the other.
-            is_named_optimizer: the state of `optim` has names as keys, not numbers.
-            load_directly: call `optim.load_state_dict` too.
-            group: the ranks that the parameters are sharded over; the model knows them, and refuses others.
+            optim_state_dict: a state of any form; every rank passes the whole of a full state. With
+                `FullOptimStateDictConfig(rank0_only=True)` only the first rank's state counts, and the first rank
+                sends its tensors, one after the other.
+            is_named_optimizer: whether the state of `optim` has names as keys, not numbers.
+            load_directly: whether to call `optim.load_state_dict` too.
+            group: the ranks over which the parameters are sharded; the model knows them, and refuses different ranks.
         """
         return optimizer.optim_state_dict_to_load(
             model,
@@ -511,16 +548,53 @@ class FullyShardedDataParallel(nn.Module):
         return bool(self._unit.handles)
 
     @property
-    def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handles[0] if self._unit.handles else None
+    def _handle(self) -> HandleView | None:
+        return next(iter(handle_views([self._unit])), None)
+
+    @property
+    def _all_handles(self) -> list[HandleView]:
+        """The handles of the wrappers in the model around this one, as far as any pass has shown it."""
+        return handle_views(runtime.tree_of(self._unit).units)
+
+    @property
+    def _all_fsdp_states(self) -> list[FullyShardedDataParallel]:
+        """This wrapper and those inside."""
+        return FullyShardedDataParallel.fsdp_modules(self)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        return self._handle.flat_param if self._handle else None
+        return self._unit.handles[0].flat_param if self._unit.handles else None
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._unit.plan.use_orig_params
 
     @property
     def _is_root(self) -> bool:
         return runtime.tree_of(self._unit).root is self._unit
+
+    @_is_root.setter
+    def _is_root(self, is_root: bool | None) -> None:
+        """Take back what FSDP1 remembers; here the next pass finds the root anew in any case."""
+        refusing.refuse_second_root(self._unit, self._is_root, is_root)
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        """The ranks that hold copies of this rank's shard; only the hybrid strategies have any."""
+        return ranks.copies(self._unit)
+
+    @property
+    def _device_handle(self) -> Any:
+        """Torch's module of the device that the unit computes on: `torch.cuda`, `torch.cpu`, and so on."""
+        return torch.get_device_module(self.compute_device)
+
+    @property
+    def _current_stream(self) -> Any:
+        """The current stream of the device: whatever we do elsewhere is ordered before its use in this one."""
+        return self._device_handle.current_stream()
+
+    _default_stream = _unshard_stream = _pre_unshard_stream = _current_stream
+    _post_backward_stream = _all_reduce_stream = _current_stream
 
     @property
     def _exec_order_data(self) -> prefetching.PrefetchLimits:
@@ -562,5 +636,18 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             FlatParamError: on every rank, naming the functions to call.
         """
-        ranks.refuse_torchs_functions(self._unit)
-        return {}
+        refusing.refuse_torchs_functions(self._unit)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Iterable[str]:
+        """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
+        return refusing.NoDDP(self._unit)
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return True
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, managed: bool) -> None:
+        """Refuse torch's FSDP1 and `fully_shard`, which set this on each module inside what they are given."""
+        refusing.refuse_another_fsdp(self._unit)

@@ -31,17 +31,17 @@ Outputs = TypeVar("Outputs", bound="Tensor | Iterable[Any]")
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose ranks decide together: each holds a part of the gradients only.
+    """A `torch.amp.GradScaler` whose ranks decide together, because each rank only holds a part of the gradients.
 
-    Scale the loss, call `step`, call `update`, as with torch's. Beyond it: outputs keep their dtype, which mixed
-    precision makes a narrow one; gradients may be fp16, sparse, on CPU beside others on an accelerator, or missing on
-    this rank; and what an optimizer with its own scaling (a fused one) is told is what the ranks agreed on.
+    Scale the loss, call `step`, and call `update`, as with torch's scaler. In addition, outputs keep their dtype, which
+    is narrow under mixed precision. Gradients may be fp16, sparse, missing on this rank, or partly on the CPU and
+    partly on an accelerator. An optimizer with its own scaling (a fused one) gets the scale on which the ranks agreed.
 
     Args:
         device: the device type of the loss; gradients may be elsewhere.
-        init_scale: what losses are multiplied by at first.
-        backoff_factor: what the scale is multiplied by after a step that was skipped.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row that were not.
+        init_scale: the first scale, by which losses are multiplied.
+        backoff_factor: the factor of the scale after a step that was skipped.
+        growth_factor: the factor of the scale after `growth_interval` steps in a row that were not skipped.
         growth_interval: counted in steps.
         enabled: a disabled scaler does nothing, without communication.
         process_group: the ranks that decide together: a process group, a mesh, `Collectives`, or a sequence of these,
@@ -59,7 +59,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         process_group: Group | Sequence[Group] | None = None,
     ) -> None:
-        """See the class."""
+        """Make a scaler; every rank makes an equal one."""
         super().__init__(
             device,
             init_scale=init_scale,
@@ -73,10 +73,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a tensor, or every tensor in a structure, by the scale; each keeps its dtype.
 
-        Lists, tuples and mappings come back as what they were; any other iterable as an iterator.
+        Lists, tuples and mappings keep their type; any other iterable becomes an iterator.
 
         Raises:
-            ValueError: for anything in it that is neither a tensor nor iterable.
+            ValueError: if `outputs` contains anything that is neither a tensor nor iterable.
         """
         if not self._enabled:
             return outputs
@@ -84,12 +84,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return scaled
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale to whether steps were skipped, or set it to `new_scale`, a number or a tensor of one element.
+        """Set the scale to `new_scale`, a number or a tensor of one element, or adapt it to skipped steps.
 
-        Every rank calls it, with the same scale.
+        Every rank calls this method, with the same scale.
 
         Raises:
-            TypeError: for anything else.
+            TypeError: if `new_scale` is anything else.
         """
         if not self._enabled:
             return

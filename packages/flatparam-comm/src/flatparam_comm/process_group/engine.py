@@ -49,7 +49,7 @@ class ProcessGroupCollectives:
     that lives until the interpreter exits can abort the process then.
     """
 
-    __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_reference", "_sites")
+    __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_rank", "_reference", "_sites", "_size")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -67,6 +67,8 @@ class ProcessGroupCollectives:
                 "make Collectives only on the ranks that were passed to new_group()"
             )
         self._reference: weakref.ReferenceType[ProcessGroup] = weakref.ref(found)
+        # A group keeps both, also when it has been destroyed.
+        self._rank, self._size = rank, found.size()
         self._hash = hash(found)
         self._is_gloo = c10d.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], Site] = {}
@@ -102,12 +104,12 @@ class ProcessGroupCollectives:
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self.group.rank()
+        return self._rank
 
     @property
     def size(self) -> int:
         """The number of processes in the group."""
-        return self.group.size()
+        return self._size
 
     def premultiplies(self, device: torch.device) -> bool:
         """Whether a reduce-scatter of tensors on `device` takes a `factor`."""
@@ -223,10 +225,9 @@ class ProcessGroupCollectives:
         return None if group is None else ProcessGroupCollectives(group)
 
     def _site(self, op: str, label: str) -> Site:
-        group = self.group
         site = self._sites.get((op, label))
         if site is None:
-            site = self._sites[op, label] = Site(rank=group.rank(), size=group.size(), op=op, label=label)
+            site = self._sites[op, label] = Site(rank=self._rank, size=self._size, op=op, label=label)
         return site
 
 

@@ -26,6 +26,8 @@ class Averaging:
     """The multiplier of gradients in the collective that sums them."""
     after: float = 1.0
     """The divisor of the sum."""
+    in_parts: bool = False
+    """Whether gradients are summed from where autograd leaves them, without a flat buffer."""
 
 
 @functools.cache
@@ -35,7 +37,7 @@ def averaging_over(
     dtypes: frozenset[torch.dtype],
     *,
     premultiplies: bool = False,
-    copies: bool = True,
+    in_parts: bool = False,
 ) -> Averaging:
     """The factors that divide a sum over `ranks` by `divisor`.
 
@@ -45,16 +47,18 @@ def averaging_over(
     Args:
         dtypes: the dtypes of the sums.
         premultiplies: whether the collective can multiply.
-        copies: whether gradients are copied before they are summed, as a division costs nothing in a copy.
+        in_parts: whether gradients are summed without being copied first; a division costs nothing in a copy.
     """
     before, after = split_divisor(divisor, ranks)
     if not dtypes <= _WIDE:
-        return Averaging(before=before, after=after)
+        return Averaging(before=before, after=after, in_parts=in_parts)
     if premultiplies:
         if math.frexp(divisor)[0] == 0.5:
             return Averaging(factor=1.0 / divisor)
         return Averaging(factor=1.0 / before, after=after)
-    return Averaging(before=before) if after == 1.0 and copies else Averaging(after=divisor)
+    if after == 1.0 and not in_parts:
+        return Averaging(before=before)
+    return Averaging(after=divisor, in_parts=in_parts)
 
 
 def gradient_divisors(ranks: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending, takes_parts
+from flatparam_comm.collectives import Collectives, Pending, TakesParts, takes_parts
 from flatparam_comm.pending import COMPLETED
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.topology import Topology
@@ -80,15 +80,17 @@ class Reducer:
     _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
     """Reduced shards that wait to be summed over their copies."""
     _ranks: int = attrs.field()
-    _takes_parts: bool = attrs.field()
+    _of_parts: TakesParts | None = attrs.field()
+    """The shard group, if it can sum gradients from where autograd leaves them."""
 
     @_ranks.default
     def _count_ranks(self) -> int:
         return self.topology.data_parallel_size
 
-    @_takes_parts.default
-    def _ask_for_parts(self) -> bool:
-        return takes_parts(self.topology.shard)
+    @_of_parts.default
+    def _ask_for_parts(self) -> TakesParts | None:
+        shard = self.topology.shard
+        return shard if shard.size > 1 and takes_parts(shard) else None
 
     def copy(self) -> Reducer:
         """The same settings, with no gradients that wait."""
@@ -101,7 +103,7 @@ class Reducer:
             self.divide_factor,
             hooks,
             ranks=self._ranks,
-            takes_parts=self._takes_parts,
+            of_parts=self._of_parts,
         )
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
@@ -121,14 +123,11 @@ class Reducer:
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
         multiplies = device.type != "cpu" and premultiplies(self._first_group, device)
-        copies = not self.takes_parts_of(handles)
-        return averaging_over(size, factor, dtypes, premultiplies=multiplies, copies=copies)
+        in_parts = self._of_parts is not None and self._are_large(handles)
+        return averaging_over(size, factor, dtypes, premultiplies=multiplies, in_parts=in_parts)
 
-    def takes_parts_of(self, handles: Sequence[FlatParamHandle]) -> bool:
-        """Whether gradients of `handles` are reduced from where autograd leaves them, without a flat buffer."""
-        shard = self.topology.shard
-        if self.hooks.reduce is not None or shard.size == 1 or not self._takes_parts:
-            return False
+    @staticmethod
+    def _are_large(handles: Sequence[FlatParamHandle]) -> bool:
         if any(handle.device.type != "cpu" for handle in handles):
             return False
         nbytes = sum(handle.gradients.buffer.nbytes for handle in handles)
@@ -141,15 +140,15 @@ class Reducer:
 
     def issue(self, handles: Sequence[FlatParamHandle], *, label: str = "") -> Reduction:
         """Issue the sums of the collected gradients of `handles` over the ranks that they are sharded over."""
-        averaging, takes = self.averaging(handles), self.takes_parts_of(handles)
+        averaging = self.averaging(handles)
         shard, hook = self.topology.shard, self.hooks.reduce
         summing = self._summing(averaging, handles) if shard.size > 1 else shard
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            if takes and takes_parts(shard) and handle.gradients.is_apart:
+            if self._of_parts is not None and averaging.in_parts and handle.gradients.is_apart:
                 output, apart = handle.begin_reduce_parts()
-                pending = shard.reduce_scatter_parts(output, apart, label=label)
+                pending = self._of_parts.reduce_scatter_parts(output, apart, label=label)
             else:
                 output, full = handle.begin_reduce()
                 if hook is None:

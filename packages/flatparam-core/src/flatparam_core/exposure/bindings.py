@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from typing import final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.geometry.specs import ParamSpec

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.protocol import fragment_view, memory_of, new_values

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from typing import final
 
 import attrs
 from torch import nn
-from typing_extensions import final
 
 __all__ = ["clear_owner", "mark_owner", "marked_owner"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
@@ -31,6 +31,8 @@ class _Attributes:
     """The parameter of each attribute, as an index in the layout."""
     assigned: list[tuple[ParamInfo, int]]
     """The attributes of modules that override `__setattr__`, such as nn.LSTM, which keeps a list beside the names."""
+    repeats: bool
+    """Whether some parameter has several attributes."""
 
     @classmethod
     def of(cls, infos: Sequence[Sequence[ParamInfo]]) -> Self:
@@ -40,7 +42,12 @@ class _Attributes:
             [info.param_name for info, _ in row],
             [index for _, index in row],
             [each for each in row if type(each[0].module).__setattr__ is not nn.Module.__setattr__],
+            len(row) != len(infos),
         )
+
+    def spread(self, values: Sequence[T]) -> Sequence[T]:
+        """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
+        return [values[index] for index in self.indices] if self.repeats else values
 
 
 @final
@@ -68,16 +75,16 @@ class Sites:
             self._row = _Attributes.of(self.infos)
         return self._row
 
-    def _modules(self) -> list[nn.Module]:
-        modules = [reference() for reference in self._attributes().owners]
+    def _modules(self, row: _Attributes) -> list[nn.Module]:
+        modules = [reference() for reference in row.owners]
         if None in modules:
+            # This raises an error that names the parameter.
             return [info.module for infos in self.infos for info in infos]
         return modules  # type: ignore[return-value]  # there is no None
 
     def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
-        indices = self._attributes().indices
-        return values if len(indices) == len(values) else [values[index] for index in indices]
+        return (self._row or self._attributes()).spread(values)
 
     def registered(self) -> list[nn.Parameter | None]:
         """For each attribute, the parameter that is registered there now.
@@ -85,8 +92,9 @@ class Sites:
         Raises:
             FlatParamError: if a module is gone.
         """
-        registries = [module._parameters for module in self._modules()]
-        return list(map(dict.get, registries, self._attributes().names))
+        row = self._row or self._attributes()
+        registries = [module._parameters for module in self._modules(row)]
+        return list(map(dict.get, registries, row.names))
 
     def put(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[nn.Module, str]]:
         """Register each value under all the names of its parameter.
@@ -97,14 +105,14 @@ class Sites:
         Raises:
             FlatParamError: if somebody has put a different parameter there since; the message names it.
         """
-        row = self._attributes()
-        modules = self._modules()
+        row = self._row or self._attributes()
+        modules = self._modules(row)
         registries = [module._parameters for module in modules]
         found = map(dict.get, registries, row.names)
         # The check comes before any change.
-        if not all(map(operator.is_, found, self.at_attributes(self.shown))):
+        if not all(map(operator.is_, found, row.spread(self.shown))):
             raise self._first_replaced()
-        for registry, name, value in zip(registries, row.names, self.at_attributes(values), strict=True):
+        for registry, name, value in zip(registries, row.names, row.spread(values), strict=True):
             registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
         for info, index in row.assigned:
             setattr(info.module, info.param_name, values[index])

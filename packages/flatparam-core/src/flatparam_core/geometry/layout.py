@@ -9,11 +9,11 @@ import functools
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.spans import Span

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
-from typing_extensions import final
 
 from flatparam_core.geometry.layout import FlatLayout
 

@@ -6,9 +6,9 @@ Loading at a different world size, under a different wrapping, or from an old ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.layout import FlatLayout

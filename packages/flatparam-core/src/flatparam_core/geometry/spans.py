@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_core.exposure.bindings import memory_view
 from flatparam_core.geometry.layout import FlatLayout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.storage.pool import BufferPool

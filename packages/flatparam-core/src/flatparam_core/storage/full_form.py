@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.names import PRESENTER
@@ -196,8 +196,13 @@ class FullForms:
             return leaves
         return [self.present(index, leaf) for index, leaf in enumerate(leaves)]
 
+    @property
+    def known(self) -> Sequence[FullForm]:
+        """The forms that have been made, the current one first."""
+        return (self.current, *(form for form in self._others.values() if form is not self.current))
+
     def use_pool(self, pool: BufferPool) -> None:
         """From now on, take memory from `pool`, and return it there."""
         self.pool = pool
-        for form in (self.current, *self._others.values()):
+        for form in self.known:
             form.buffer.pool = pool

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
 import torch
-from typing_extensions import final
 
 __all__ = ["Precision"]
 

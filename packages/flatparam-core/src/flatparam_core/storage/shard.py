@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.flat_parameter import FlatParameter

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import Collectives, FlatParamHandle, Mark, ReduceOp, streams_of
 from flatparam_runtime.agreement.divergence import (

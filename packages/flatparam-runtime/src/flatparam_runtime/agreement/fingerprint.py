@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_comm import FlatParamHandle, Threshold, Topology
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from typing import final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_runtime.agreement.divergence import DivergenceError, from_everyone, rank_of
 from flatparam_runtime.unit.unit import Unit

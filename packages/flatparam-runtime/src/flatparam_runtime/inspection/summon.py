@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import FlatParamHandle, owner_of
 from flatparam_runtime.optimizers.joined import JoinedSegment

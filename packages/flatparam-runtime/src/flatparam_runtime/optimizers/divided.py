@@ -7,12 +7,11 @@ cache for a piece; for the whole, each pass goes to memory, and the system is as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
 
 from flatparam_comm import FlatParameter, Threshold, owner_of
 from flatparam_runtime.optimizers.segment import DTYPES, STEP_NUMEL, State, SteppedTensor, is_like

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime.optimizers.segment import State, SteppedTensor
 

@@ -12,12 +12,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import attrs
 import torch
 from torch import Tensor, nn, optim
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import owner_of, streams_of
 from flatparam_runtime.optimizers.adjacent import join_adjacent

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_comm import Threshold
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
 
 from flatparam_comm import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS

@@ -1,34 +1,23 @@
-"""One backward pass: the gradients that each unit still waits for, and the reductions in flight."""
+"""One backward pass: the gradients that each unit still waits for, and the turn of each unit to be reduced."""
 
 from __future__ import annotations
 
-import collections
 import itertools
-import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
-from flatparam_comm import (
-    BufferPool,
-    FlatParamError,
-    FlatParamHandle,
-    Reduced,
-    Reduction,
-    Threshold,
-    streams_of,
-)
-from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
+from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of
+from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import call_at_end, current_run, in_backward, in_range, profiled, will_run
-from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
-from flatparam_runtime.passes.leaves import watches
 from flatparam_runtime.passes.order import ForwardPass, next_backward
+from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder
@@ -36,18 +25,10 @@ from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["BackwardPass"]
 
-MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
-    "runtime.reductions_in_flight",
-    1,
-    "Up to so many units' gradients are reduced while the next unit's are computed; one more waits for the oldest.",
-)
-"""While one unit's gradients are reduced, the next unit's are computed; these are collected after the reduction."""
 MOMENT: Final = 1.0
 """In seconds, the time to wait, at most, for an interrupted pass that seems to be running in another thread."""
 
 
-InFlight: TypeAlias = tuple[Unit, Reduction]
-"""A unit, and the reduction in flight of its gradients."""
 LeafKey: TypeAlias = tuple[int, int]
 """A leaf of a unit: the number of its handle, and its index there."""
 
@@ -58,6 +39,10 @@ class UnitBackward:
     """The leaves and inputs of a unit whose gradients the engine is going to compute, and for which the unit waits."""
 
     leaves: set[LeafKey]
+    averaging: Averaging
+    """How the mean of these gradients over ranks is made."""
+    keeps: bool
+    """Whether gradients stay where autograd leaves them until the unit is complete."""
     run: int
     """The autograd run that computes these gradients. A reentrant checkpoint has an inner run of its own, which may
     reach a leaf that the outer run reaches too."""
@@ -95,6 +80,7 @@ class BackwardPass:
     fingerprint: Fingerprint
     pool: BufferPool
     on_end: Callable[[bool], None]
+    """Called at the end: whether gradients were reduced."""
     expected: dict[Unit, set[LeafKey]]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
     active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
@@ -103,20 +89,11 @@ class BackwardPass:
     """For each unit that was entered, the forward call that is differentiated: the unit's last one."""
     ready: list[Unit] = attrs.field(factory=list)
     """The complete units that wait for their turn to be reduced."""
-    reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
-    """The reductions in flight among the ranks that share a unit's parameters."""
-    replicating: collections.deque[InFlight] = attrs.field(factory=collections.deque)
-    """The reductions in flight among the copies of each shard."""
+    reductions: Reductions = attrs.field(factory=Reductions)
     to_enter: set[Unit] = attrs.field(init=False)
     """The expected units that no gradient has reached yet: their full parameters may still have to be gathered."""
-    held: list[Reduced] = attrs.field(factory=list)
-    """Reduced gradients that parameters get at the end: this rank alone does not know which parameters got a gradient,
-    or the copy to the host is still in flight."""
     comparison: Comparison | None = None
     """The comparison of the ranks at the end."""
-    reduced: bool = False
-    given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
-    """For each flat parameter that was reduced, a flag for each parameter: this rank had a gradient of it."""
     run: int = attrs.field(factory=current_run)
     """The autograd run that the pass began in."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
@@ -184,7 +161,7 @@ class BackwardPass:
             state = state or self._activate(unit)
             self.entered.add(unit)
             if not unit.overlaps_reductions:
-                self._make_room()
+                self.reductions.make_room()
             unit.begin_unshard(full_precision=call.full_precision)
             self._note_entered(unit)
             for lender in unit.lenders:
@@ -217,8 +194,8 @@ class BackwardPass:
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
         state = self.active.get(unit) or self._activate(unit)
-        handle, divisor = unit.handles[number], unit.reducer.averaging(unit.handles).before
-        if streams_of(unit.device).runs_ahead or self._reduces_parts(unit):
+        handle, divisor = unit.handles[number], state.averaging.before
+        if state.keeps:
             handle.keep([index], divisor=divisor)
         else:
             handle.deposit(index, divisor=divisor)
@@ -250,29 +227,25 @@ class BackwardPass:
 
     def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
         """Hook the leaves whose gradients are still to come: this pass and every later one waits for them."""
-        for number, handle, watch in watches(unit.handles):
+        for number, handle, watch in unit.held.watched(unit.handles):
             missing = watch.missing() if handle.exposure.is_trainable else ()
             if missing:
                 watch.hook(missing)
                 state.leaves.update((number, index) for index in missing)
 
-    def _collect(self, unit: Unit) -> None:
+    def _collect(self, unit: Unit, averaging: Averaging) -> None:
         """Take the gradients of leaves without a hook, and those that were kept."""
         # Wait before one more buffer is taken; the reduction would have to wait anyway.
         if unit.sync_gradients and unit.to_reduce:
-            self._make_room()
-        divisor, reduces_parts = unit.reducer.averaging(unit.handles).before, self._reduces_parts(unit)
-        for _, handle, watch in watches(unit.handles):
+            self.reductions.make_room()
+        in_parts = averaging.in_parts and unit.sync_gradients
+        for _, handle, watch in unit.held.watched(unit.handles):
             if handle.exposure.is_trainable:
-                take = handle.keep if reduces_parts else handle.deposit_all
-                take(watch.unhooked, divisor=divisor)
-
-    @staticmethod
-    def _reduces_parts(unit: Unit) -> bool:
-        return unit.sync_gradients and unit.reducer.takes_parts_of(unit.handles)
+                take = handle.keep if in_parts else handle.deposit_all
+                take(watch.unhooked, divisor=averaging.before)
 
     def _activate(self, unit: Unit) -> UnitBackward:
-        self.settle_until(unit)
+        self.reductions.settle_until(unit)
         if unit.phase is Phase.FORWARD:
             raise RuntimeError(
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
@@ -281,10 +254,12 @@ class BackwardPass:
         if unit in self.ready:
             self.ready.remove(unit)
         unit.move(Phase.BACKWARD)
+        averaging = unit.reducer.averaging(unit.handles)
+        keeps = (averaging.in_parts and unit.sync_gradients) or streams_of(unit.device).runs_ahead
         if unit in self.expected:
-            state = UnitBackward(self.expected[unit], self.run)
+            state = UnitBackward(self.expected[unit], averaging, keeps, self.run)
         else:
-            state = UnitBackward(_hooked_leaves_to_come(unit), current_run())
+            state = UnitBackward(_hooked_leaves_to_come(unit), averaging, keeps, current_run())
         self.active[unit] = state
         return state
 
@@ -319,7 +294,7 @@ class BackwardPass:
             if lender not in self.active:
                 self._free(lender)
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
-        self._collect(unit)
+        self._collect(unit, state.averaging)
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
             unit.reducer.unsynced.update(unit.trainable)
@@ -343,55 +318,7 @@ class BackwardPass:
             if not all_of_them:
                 self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
             if unit.sync_gradients:
-                self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        handles = unit.to_reduce
-        if handles:
-            self._make_room()
-            reduction = unit.begin_reduce(handles)
-            self.reducing.append((unit, reduction))
-            self.reduced = True
-            has_copies = unit.plan.topology.replicate is not None
-            # The only collective is the sum over the copies; one such sum stays in flight.
-            if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
-                self._advance()
-
-    @profiled("rate_limiter")
-    def _make_room(self) -> None:
-        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
-            self._advance()
-
-    def settle_until(self, unit: Unit) -> None:
-        """Finish the reductions in flight up to that of `unit`, if `unit` has one."""
-        while unit.phase is Phase.REDUCING and self.replicating:
-            self._settle(*self.replicating.popleft())
-        while unit.phase is Phase.REDUCING and self.reducing:
-            self._advance(keep=0)
-
-    def _advance(self, *, keep: int = 1) -> None:
-        """Move the oldest reduction on to the copies; up to `keep` of these stay in flight, if they can."""
-        unit, reduction = self.reducing.popleft()
-        unit.observers.tell(unit, "finish", reduction.replicate())
-        self.replicating.append((unit, reduction))
-        keeps = unit.overlaps_reductions and reduction.is_under_way
-        while len(self.replicating) > (keep if keeps else 0):
-            self._settle(*self.replicating.popleft())
-
-    def _settle(self, unit: Unit, reduction: Reduction) -> None:
-        settled = reduction.settle()
-        unit.move(Phase.IDLE)
-        for reduced in settled:
-            handle, arrived = reduced.handle, reduced.arrived
-            before = self.given.get(handle)
-            self.given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
-            if all(arrived) and reduced.landed is None:
-                _give(handle, reduced.gradient, arrived)
-            else:
-                # The last of these was reduced one unit ago: its copy is over, or nearly over.
-                if self.held:
-                    self.held[-1].let_go()
-                self.held.append(reduced)
+                self.reductions.issue(unit)
 
     def finish(self) -> None:
         """Complete the units that still wait, and give every gradient to its parameter; autograd has computed all."""
@@ -417,67 +344,17 @@ class BackwardPass:
         for unit in self.units:
             # The gradients were collected earlier, and this pass has not reached the unit.
             if unit.sync_gradients and unit.reducer.unsynced and unit.phase is Phase.IDLE:
-                self._reduce(unit)
-        while self.reducing:
-            self._advance()
-        while self.replicating:
-            self._settle(*self.replicating.popleft())
-        if self.reduced:
-            self._give_held()
-        self.on_end(self.reduced)
-
-    def _give_held(self) -> None:
-        """Give the gradients to the parameters that got one on any rank; the `.grad` of all others stays `None`."""
-        if self._is_captured:
-            self._give_captured()
-            return
-        self.comparison = compare_gradients(self.units, self.given, self.fingerprint)
-        all_here = all(all(reduced.arrived) for reduced in self.held)
-        arrived_anywhere = {} if all_here else self.comparison.read()
-        for reduced in reversed(self.held):
-            # The earlier copies were made on the same stream, so they have landed then, too.
-            if reduced.landed is not None:
-                reduced.landed.synchronize()
-                break
-        for reduced in self.held:
-            arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
-            _give(reduced.handle, reduced.gradient, arrived)
-        self.held.clear()
-
-    @property
-    def _is_captured(self) -> bool:
-        return any(streams_of(unit.device).is_capturing for unit in self.units)
-
-    def _give_captured(self) -> None:
-        """Give the gradients without a look from the host; the next pass that is not captured compares this one too."""
-        alone = all(unit.plan.topology.data_parallel_size == 1 for unit in self.units)
-        for reduced in self.held:
-            if reduced.landed is not None or not (alone or all(reduced.arrived)):
-                why = (
-                    "its gradients are offloaded"
-                    if reduced.landed is not None
-                    else "not every parameter of it got a gradient"
-                )
-                raise FlatParamError(
-                    f"{reduced.handle}: a backward pass is being captured in a graph, but {why}, so that the host has "
-                    "to look at what comes from the device; capture the step without this unit, or do not capture it"
-                )
-        # Give gradients only now: if one is refused, no parameter gets any.
-        for reduced in self.held:
-            _give(reduced.handle, reduced.gradient, reduced.arrived)
-        self.held.clear()
+                self.reductions.issue(unit)
+        self.reductions.settle()
+        if self.reductions.has_begun:
+            self.comparison = self.reductions.give_held(self.units, self.fingerprint)
+        self.on_end(self.reductions.has_begun)
 
     def drop(self) -> None:
         """Drop everything after an exception; wait for the reductions in flight, since they own memory."""
-        for _, reduction in (*self.reducing, *self.replicating):
-            reduction.drop()
-        for reduced in self.held:
-            reduced.let_go()
-        self.reducing.clear()
-        self.replicating.clear()
+        self.reductions.drop()
         self.active.clear()
         self.ready.clear()
-        self.held.clear()
 
 
 def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
@@ -495,24 +372,23 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
 def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
     return {
         (number, index)
-        for number, _, watch in watches(unit.handles)
+        for number, _, watch in unit.held.watched(unit.handles)
         for index in watch.hooked
         if watch.will_arrive(index)
     }
 
 
 def _has_more_to_come(unit: Unit) -> bool:
-    return any(watch.will_arrive(index) for _, _, watch in watches(unit.handles) for index in watch.unhooked)
+    return any(
+        watch.will_arrive(index)
+        for _, _, watch in unit.held.watched(unit.handles)
+        for index in watch.unhooked
+    )
 
 
 def _has_gradients_left(unit: Unit) -> bool:
     return any(
         watch.leaves[index].grad is not None
-        for _, _, watch in watches(unit.handles)
+        for _, _, watch in unit.held.watched(unit.handles)
         for index in watch.unhooked
     )
-
-
-def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:
-    handle.accumulate(gradient, arrived)
-    step_in_backward(handle)

@@ -1,23 +1,34 @@
-"""The beginning and the end of a unit's forward call."""
+"""A forward call of a unit: gather, show, watch what autograd will compute, and free.
+
+Read it from the top: `before_forward` runs when the unit's module is called, `after_forward` when it returns. The
+functions at the end run in the backward pass, and report to it what arrives.
+"""
 
 from __future__ import annotations
 
 import collections
+import functools
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from flatparam_comm import Residency, Threshold
-from flatparam_runtime.autograd import in_backward, profiled
+from flatparam_comm import FlatParamHandle, Residency, Threshold
+from flatparam_runtime.autograd import in_backward, profiled, untraced
+from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
-from flatparam_runtime.passes.tree import UnitTree
+from flatparam_runtime.passes.tensors import map_tensors, tensors_in
+from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
 from flatparam_runtime.unit.calls import ForwardCall, running_calls
+from flatparam_runtime.unit.leaves import LeafWatch
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["enter_forward", "is_of_exception", "leave_forward"]
+__all__ = ["after_forward", "before_forward"]
 
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
@@ -26,38 +37,53 @@ PREFETCH_NBYTES: Final = Threshold(
 )
 
 
-def enter_forward(tree: UnitTree, unit: Unit, module: nn.Module) -> ForwardCall:
-    """Have the unit's full parameters in place for a forward call of `module` that begins now."""
-    # The property drops an interrupted pass.
-    backward = tree.backward
-    # This pass was interrupted too, but autograd's own threads have not freed it yet.
-    if backward is not None and not in_backward():
-        tree.recover()
-        backward = None
+@untraced
+@profiled("_pre_forward")
+def before_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Have the full parameters in place for a call of `module`, and return the inputs as it takes them."""
+    tree, call = _enter(unit, module)
+    for each in (unit, *unit.lenders):
+        for number, handle in enumerate(each.handles):
+            watch = each.held.watches.get(handle.form)
+            if watch is None:
+                _watch_leaves(each, number, handle, tree.stream)
+            elif tree.has_changed_stream:
+                watch.follow(tree.stream)
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
+    if torch.is_grad_enabled() and not call.is_recomputation:
+        _watch_inputs(unit, call, moved)
+    return moved
+
+
+def _enter(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
+    tree, backward = tree_and_backward(unit)
+    inside_backward = in_backward()
     call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
         unit.held.begin_call(call)
-        return call
+        return tree, call
     # A pass was interrupted, and no hook was called.
     if unit.calls and _was_interrupted(unit, module):
         tree.recover()
-    if tree.forward is None and not in_backward():
+    if tree.forward is None and not inside_backward:
         tree.begin_forward()
         call.is_top = True
     call.full_precision = unit.computes_in_full_precision
     unit.shed(full_precision=call.full_precision)
     if unit.phase is not Phase.FORWARD:
         if unit.phase is Phase.REDUCING and backward is not None:
-            backward.settle_until(unit)
+            backward.reductions.settle_until(unit)
         unit.move(Phase.FORWARD)
     unit.held.begin_call(call)
     unit.begin_unshard(full_precision=call.full_precision)
-    call.stamp = unit.gathered
-    if tree.forward is not None and not in_backward():
+    if tree.forward is not None and not inside_backward:
         _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()
-    return call
+    call.stamp = unit.gathered
+    return tree, call
 
 
 def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
@@ -93,7 +119,55 @@ def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
         yield unit
 
 
-def leave_forward(
+@profiled("_to_kwargs")
+def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
+    """The inputs on the device of the unit's parameters and in the dtype that it computes in."""
+    if call.is_top and unit.handles:
+        # Without waiting, the host would compute with inputs that have not landed.
+        waits = unit.device.type == "cpu"
+        inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=not waits), inputs)
+    casting = unit.plan.casting
+    if (
+        casting.dtype is None
+        or call.full_precision
+        or not casting.applies(is_top=call.is_top, manages=bool(unit.handles))
+    ):
+        return inputs
+    if casting.restores_outputs:
+        floating = (tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point())
+        call.restored = next(floating, None)
+    return _cast(inputs, casting.dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+@untraced
+@profiled("_post_forward")
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Watch the outputs for the backward pass, and free the full parameters if the unit's plan says so."""
+    # The tree has recovered from an exception inside, which now propagates.
+    if not unit.calls:
+        return None
+    call = unit.held.end_call()
+    failed = _is_of_exception(call, output)
+    recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
+    if call.restored is not None and not failed:
+        output = _cast(output, call.restored)
+    watched = recorded and _watch_outputs(unit, call, output)
+    if recorded and not watched:
+        _hook_every_leaf(unit)
+    _leave(tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched)
+    return output if call.restored is not None and not failed else None
+
+
+def _is_of_exception(call: ForwardCall, output: Any) -> bool:
+    """Whether an always-called forward hook was called because the module raised."""
+    return output is None and sys.exc_info()[1] is not call.outer_error
+
+
+def _leave(
     tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
 ) -> None:
     """Free the unit's full parameters if its plan says so.
@@ -158,6 +232,84 @@ def _drop_unused_prefetches(tree: UnitTree) -> None:
             unit.reshard()
 
 
-def is_of_exception(call: ForwardCall, output: Any) -> bool:
-    """Whether an always-called forward hook was called because the module raised."""
-    return output is None and sys.exc_info()[1] is not call.outer_error
+def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
+    for tensor in tensors_in(inputs):
+        if tensor.requires_grad:
+            token = object()
+            call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node
+            # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
+            hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
+            registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            # A leaf outlives this graph; the call does not.
+            if tensor.grad_fn is None:
+                weakref.finalize(call, registered.remove)
+
+
+def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
+    watched = set()
+    opaque: list[object] = []
+    for tensor in tensors_in(output, opaque):
+        if not tensor.requires_grad:
+            continue
+        # The module passed a leaf on: no unit waits for it, but it may be a parameter.
+        if tensor.grad_fn is None:
+            opaque.extend(leaf for handle in unit.handles for leaf in handle.leaves if leaf is tensor)
+            continue
+        if tensor.grad_fn not in watched:
+            # A node's hooks run after those of its output tensors. So if this output is also the input of a different
+            # unit, that unit is complete, and its memory is free, before this unit gathers ahead.
+            tensor.grad_fn.register_prehook(functools.partial(_before_backward, unit, call))
+        watched.add(tensor.grad_fn)
+    return bool(watched) and not opaque
+
+
+def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:
+    check_in_backward_optimizers(handle)
+    arrived = functools.partial(functools.partial, _gradient_arrived, weakref.ref(unit), number)
+    unit.held.watch(handle.form, LeafWatch.over(handle, arrived, stream), unit.handles)
+
+
+def _hook_every_leaf(unit: Unit) -> None:
+    """Hook all leaves, since no output announces the unit's backward pass."""
+    for each in (unit, *unit.lenders):
+        for _, _, watch in each.held.watched(each.handles):
+            watch.hook(watch.unhooked)
+
+
+def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
+    tree_of(unit).begin_backward().enter(unit, call)
+
+
+def _before_second_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
+    tree_of(unit).begin_backward().enter(unit, call, again=True)
+
+
+def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:
+    unit = reference()
+    if unit is None:
+        return
+    current = tree_of(unit).begin_backward()
+    call = current.calls.get(unit)
+    if call is not None and leaf.grad is not None:
+        _watch_gradient(unit, call, leaf.grad)
+    current.gradient_arrived(unit, number, index)
+
+
+def _input_arrived(
+    reference: weakref.ReferenceType[Unit],
+    call_reference: weakref.ReferenceType[ForwardCall],
+    token: object,
+    gradient: Tensor,
+) -> None:
+    unit, call = reference(), call_reference()
+    current = None if unit is None else tree_of(unit).backward
+    if unit is not None and current is not None:
+        if call is not None:
+            _watch_gradient(unit, call, gradient)
+        current.input_arrived(unit, token)
+
+
+def _watch_gradient(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
+    """Watch the gradient if it has a graph of its own (`create_graph`), which reads the unit's parameters again."""
+    if gradient.grad_fn is not None:
+        gradient.grad_fn.register_prehook(functools.partial(_before_second_backward, unit, call))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_runtime.unit.unit import Unit
 

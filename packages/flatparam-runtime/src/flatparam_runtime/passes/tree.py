@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clean_fqn, streams_of
 from flatparam_runtime.agreement.comparison import Comparison, compare_inference
 from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.units import agree_on_units
-from flatparam_runtime.autograd import profiled
+from flatparam_runtime.autograd import in_backward, profiled
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit.buffers import broadcast_buffers
@@ -22,7 +23,7 @@ from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.registry import revive_units, unit_of
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["ROOT_NAME", "UnitTree", "tree_of"]
+__all__ = ["ROOT_NAME", "UnitTree", "tree_and_backward", "tree_of"]
 
 ROOT_NAME = "(root)"
 """The name of the root unit in labels, events and messages."""
@@ -271,5 +272,21 @@ def _nothing() -> None:
 
 def tree_of(unit: Unit) -> UnitTree:
     """The tree that `unit` belongs to; if it has none yet, a new one with `unit` as its root."""
-    tree: UnitTree | None = unit.module.__dict__.get(_TREE)
+    module = unit.held.reference()
+    tree: UnitTree | None = None if module is None else module.__dict__.get(_TREE)
     return UnitTree.grow(unit) if tree is None else tree
+
+
+def tree_and_backward(unit: Unit) -> tuple[UnitTree, BackwardPass | None]:
+    """The tree of a unit whose forward call begins now, and the backward pass that the call is inside of, if any.
+
+    The remains of a backward pass that an exception interrupted are dropped first.
+    """
+    tree = tree_of(unit)
+    # The property drops a pass that autograd has freed.
+    backward = tree.backward
+    # This pass was interrupted too, but autograd's own threads have not freed it yet.
+    if backward is not None and not in_backward():
+        tree.recover()
+        backward = None
+    return tree, backward

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from typing import final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import Topology, broadcast_tensors, clean_fqn
 from flatparam_runtime.unit.plan import BufferDtype

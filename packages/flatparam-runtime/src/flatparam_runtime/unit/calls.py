@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from typing_extensions import final
 
 __all__ = ["ForwardCall", "call_as_forward", "running_calls"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_runtime.agreement.fingerprint import Acting, DeedKind, Fingerprint
 from flatparam_runtime.unit.phases import Phase

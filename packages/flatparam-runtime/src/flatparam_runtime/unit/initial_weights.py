@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_comm import Threshold
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 import attrs
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 __all__ = ["InnerCall", "InnerCalls"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_comm import Precision, Topology
 

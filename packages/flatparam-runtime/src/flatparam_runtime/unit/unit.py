@@ -6,12 +6,11 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Gather, Reducer, Reduction, Residency, Topology
 from flatparam_runtime.agreement.fingerprint import Fingerprint
@@ -83,7 +82,8 @@ class Unit:
         Raises:
             FlatParamError: if it does not exist any more.
         """
-        return self.held.get(self.name)
+        module = self.held.reference()
+        return self.held.get(self.name) if module is None else module
 
     @property
     def topology(self) -> Topology:

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Collectives, resolve_topology
 from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint

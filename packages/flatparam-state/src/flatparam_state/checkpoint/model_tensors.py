@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
 
 from flatparam_runtime import FlatParamError, ParamSpec, Phase, Span, clean_fqn, refuse_in_a_pass, units_in
 from flatparam_state.files import TensorInfo

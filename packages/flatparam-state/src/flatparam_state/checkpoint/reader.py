@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 import torch
 import xxhash
 from torch import Tensor
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
+from typing import final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import TensorRecord, dtype_name, encode, graft, rank_file, reference

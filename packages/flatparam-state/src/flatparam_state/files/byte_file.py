@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import final
 
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_state.files.errors import CheckpointError
 

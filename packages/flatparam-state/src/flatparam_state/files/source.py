@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, final, runtime_checkable
 from urllib.parse import unquote
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_runtime import Span
 

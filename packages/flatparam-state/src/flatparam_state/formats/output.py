@@ -7,10 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import torch
-from typing_extensions import final
 
 from flatparam_state.files import CheckpointError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_runtime import ParamSpec, Span
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_runtime import Collectives, FlatParamError
 from flatparam_state.forms.tiling import Tiling

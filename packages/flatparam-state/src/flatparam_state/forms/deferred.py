@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_runtime import (
     ParamSpec,

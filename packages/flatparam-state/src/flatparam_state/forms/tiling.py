@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Collectives, FlatParamError, ParamSpec, Span, process_group_of
 from flatparam_state.forms.boxes import Box, boxes_of

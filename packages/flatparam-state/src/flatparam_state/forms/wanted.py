@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import (
     Collectives,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
 from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_runtime import Collectives
 from flatparam_state.codec import gather, shard_of

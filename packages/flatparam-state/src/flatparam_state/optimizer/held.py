@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import FlatParamError, clean_fqn
 from flatparam_state.places import Place, places_in

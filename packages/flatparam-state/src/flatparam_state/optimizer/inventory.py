@@ -6,11 +6,11 @@ import functools
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import FlatParamError, Topology
 from flatparam_state.optimizer.held import Held

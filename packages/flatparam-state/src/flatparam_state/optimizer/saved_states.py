@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.forms import (

@@ -22,12 +22,12 @@ _GROUPS: weakref.WeakKeyDictionary[Any, weakref.ReferenceType[Any]] = weakref.We
 
 
 def async_save(state_dict: Any, **arguments: Any) -> Any:
-    """`torch.distributed.checkpoint.async_save`, also of sharded tensors; returns the future that torch returns.
+    """Call `torch.distributed.checkpoint.async_save`, for sharded tensors too, and return torch's future.
 
     Args:
-        arguments: torch's own. Unless given, `async_stager` is one that copies to CPU memory before the call returns,
-            and `process_group` one of gloo that nothing else uses: torch's background thread communicates, and must
-            not do so in a group in which training does at the same time.
+        arguments: those of torch's function. The default `async_stager` copies to CPU memory before the call returns.
+            The default `process_group` is a gloo group that nothing else uses, because torch's background thread
+            issues collectives, which must not be in the group in which training issues its own.
     """
     arguments.setdefault("async_stager", BlockingAsyncStager())
     if dist.is_initialized() and arguments.get("process_group") is None:

@@ -1,13 +1,12 @@
 """The functions of `torch.distributed.checkpoint.state_dict`, for models that are sharded with flatparam.
 
-Same names, same arguments, same results. What torch's own functions do for a model that holds none of flatparam's
-wrappers, they do here: they are called.
+Names, arguments and results are those of torch. For a model that holds none of flatparam's wrappers, these functions
+call torch's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,18 +43,18 @@ __all__ = [
 
 @dataclass
 class StateDictOptions:
-    """Torch's options of the same names.
+    """Options for getting and setting state, with torch's names.
 
     Args:
         full_state_dict: full tensors instead of sharded ones.
-        cpu_offload: tensors in CPU memory; of full ones only the first rank gets them, the others an empty dict.
-        ignore_frozen_params: leave parameters out that require no gradient.
+        cpu_offload: tensors in CPU memory; only the first rank gets full tensors, the others get an empty dict.
+        ignore_frozen_params: leave out parameters that require no gradient.
         keep_submodule_prefixes: with `submodules`, keep their names in front of their parameters'.
         strict: refuse missing and unexpected keys.
         broadcast_from_rank0: only the first rank has the (full) state; it is sent tensor by tensor.
         flatten_optimizer_state_dict: one level of keys, as in `state.layer1.weight.exp_avg`.
-        dsd_fqn_modifiers: a method by which modules say how their hooks rename parameters; here the hooks themselves
-            run, so there is nothing to be told.
+        dsd_fqn_modifiers: a method by which modules say how their hooks rename parameters; not needed, because
+            flatparam runs the hooks themselves.
     """
 
     full_state_dict: bool = False
@@ -71,7 +70,7 @@ class StateDictOptions:
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
-    """The model's state under clean names, sharded unless the options say full; every rank calls it."""
+    """Return the model's state under clean names, sharded by default; every rank calls it."""
     if not wrappers_in(model):
         return _torchs("get_model_state_dict")(model, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     options = _checked(options)
@@ -93,10 +92,10 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> dict[str, Any]:
-    """The optimizers' state by parameter name, all in one; every rank calls it.
+    """Return the state of all optimizers by parameter name, as one state; every rank calls it.
 
-    An optimizer that has not made a step yet makes one with zero gradients, which changes nothing, so that its state
-    is there.
+    An optimizer that has not made a step yet makes one with zero gradients, which changes nothing but creates its
+    state.
     """
     if not wrappers_in(model):
         ask = _torchs("get_optimizer_state_dict")
@@ -121,7 +120,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's state and the optimizers' state; see the functions for each."""
+    """Return the model's state and the optimizers' state; see `get_model_state_dict`, `get_optimizer_state_dict`."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -134,10 +133,10 @@ def set_model_state_dict(
     """Load a model state of any form; every rank calls it.
 
     Returns:
-        What `load_state_dict` returns: missing and unexpected keys.
+        The result of `load_state_dict`: missing and unexpected keys.
 
     Raises:
-        RuntimeError: naming every key that does not fit.
+        RuntimeError: if keys or shapes do not fit; the error names every key.
     """
     if not wrappers_in(model):
         return _torchs("set_model_state_dict")(model, model_state_dict, options=_for_torch(options))
@@ -184,7 +183,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """Load the model's state and the optimizers' state; returns what `set_model_state_dict` returns."""
+    """Load the model's state and the optimizers' state, and return the missing and unexpected keys of the model."""
     incompatible = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return incompatible
@@ -192,7 +191,9 @@ def set_state_dict(
 
 def _torchs(name: str) -> Any:
     """Torch's own function; its module also loads torch's FSDP, so it is imported only if it is needed."""
-    return getattr(importlib.import_module("torch.distributed.checkpoint.state_dict"), name)
+    from flatparam.compat.installing import torchs_own
+
+    return torchs_own("torch.distributed.checkpoint.state_dict", name)
 
 
 def _for_torch(options: Any) -> Any:

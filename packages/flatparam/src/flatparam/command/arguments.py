@@ -43,6 +43,15 @@ deepspeed (ZeRO). A path's format is found out by looking. No process group, no 
 and no code in a checkpoint is run.
 
 """
+_RUN_EXAMPLES: Final = """\
+examples:
+  python -m flatparam run train.py --epochs 3
+  torchrun --nproc-per-node 8 -m flatparam run train.py --epochs 3
+  accelerate launch --config_file fsdp.yaml -m flatparam run train.py
+  flatparam run -m package.train
+
+The exit status is the program's; 2 if there is no such program.
+"""
 
 
 class _Later:
@@ -84,12 +93,27 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES + STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_run(groups)
     commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_verify(commands)
     _add_diff(commands)
     _add_converting(commands)
     return top
+
+
+def _add_run(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `run`, for its help; `main` takes its arguments apart, because most of them are the program's."""
+    added = groups.add_parser(
+        "run",
+        help="run a program that uses torch's FSDP1 on flatparam, unchanged",
+        usage="flatparam run [-h] [--] SCRIPT ...\n       flatparam run [-h] -m MODULE ...",
+        description="Run a Python program after flatparam.install(): what it imports of torch's FSDP1 is flatparam's.",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.add_argument("SCRIPT", help="the program's file, and its arguments")
+    added.add_argument("-m", metavar="MODULE", help="the program's module, and its arguments")
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -133,11 +157,13 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `reshard`, `import` and `export`."""
-    text = "write a checkpoint anew as another number of ranks would have; it need not be done before loading"
+    text = (
+        "write a checkpoint as a different number of ranks would have written it; loading does not need this"
+    )
     _add_own(commands, "reshard", text, needs_world_size=True)
-    text = "make a checkpoint directory of flatparam from a checkpoint of another format"
+    text = "make a flatparam checkpoint directory from a checkpoint of a different format"
     _add_own(commands, "import", text, needs_world_size=False)
-    text = "write a checkpoint in the format of another program"
+    text = "write a checkpoint in the format of a different program"
     added = _command(commands, "export", text, "converting", "export")
     _add_paths(added, "a new file or directory")
     added.add_argument(
@@ -185,7 +211,7 @@ def _add_writing(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "--dtype", type=dtype_name, help="cast the model's floating-point tensors, such as to bfloat16"
     )
-    added.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    added.add_argument("--dry-run", action="store_true", help="only list what would be written")
     _add_reading(added)
     _add_progress(added)
 
@@ -211,18 +237,14 @@ def _command(
 
 def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bool = True) -> None:
     """Add the options of a command that reads a checkpoint."""
-    added.add_argument(
-        "--from", dest="format", choices=FORMATS, help="its format; found out by looking otherwise"
-    )
+    added.add_argument("--from", dest="format", choices=FORMATS, help="its format; by default it is detected")
     added.set_defaults(only=None)
     if parts:
         added.add_argument(
             "--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated"
         )
     if pair:
-        added.add_argument(
-            "--model", metavar="PATH", help="the model's file, if the optimizer has one of its own"
-        )
+        added.add_argument("--model", metavar="PATH", help="the model's file, if the optimizer's is separate")
         added.add_argument("--optimizer", metavar="PATH", help="the optimizer's file beside that of --model")
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam.command.opening import parts_of
 from flatparam.command.output import say

@@ -7,10 +7,9 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam.command.opening import opened
 from flatparam.command.output import say, shown_nbytes

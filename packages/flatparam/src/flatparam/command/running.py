@@ -10,6 +10,7 @@ from types import FrameType
 
 from flatparam.command.arguments import parser
 from flatparam.command.output import say
+from flatparam.command.programs import run_program
 
 __all__ = ["main"]
 
@@ -28,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         an input cannot be used, 130 and 143 after an interrupt and a termination. Whatever it is, no output is left
         half written.
     """
-    chosen = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):
+        # Its arguments are the program's, and so are its signals and its errors.
+        return run_program(given[1:])
+    chosen = parser().parse_args(given)
     # Imports torch, which takes seconds: not for help.
     from flatparam_state import CheckpointError
 

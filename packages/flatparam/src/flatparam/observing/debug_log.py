@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from typing import final
 
 import attrs
-from typing_extensions import final
 
 from flatparam.observing.stopwatch import is_info_wanted
 from flatparam_runtime import Event, Unit

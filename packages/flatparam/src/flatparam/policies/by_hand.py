@@ -51,7 +51,7 @@ class _ConfigAutoWrap:
     """The context that `enable_wrap` makes, as an object; the class tells what counts in this thread now.
 
     Its keyword arguments are `wrapper_cls` and the wrapper's own. An inner context with the same wrapper adds its
-    arguments to the outer's; one with another wrapper has its own alone.
+    arguments to the outer's; a context with a different wrapper has only its own arguments.
     """
 
     in_autowrap_context = _OfInnermost(lambda wrapping: wrapping is not None)
@@ -77,7 +77,7 @@ class _ConfigAutoWrap:
 
     @staticmethod
     def disable_autowrap_context() -> None:
-        """Leave the innermost context; nothing outside of any."""
+        """Leave the innermost context, if there is one."""
         if _CONTEXTS.stack:
             _CONTEXTS.stack.pop()
 
@@ -90,18 +90,19 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have `wrap` use `wrapper_cls` and these arguments inside the context.
+    """Make `wrap` use `wrapper_cls` and these arguments inside the context.
 
-    An inner context with the same `wrapper_cls` adds to the outer's arguments; one with another has its own alone.
+    An inner context with the same `wrapper_cls` adds its arguments to those of the outer context. A context with a
+    different `wrapper_cls` only has its own.
     """
     with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap `module` inside `enable_wrap`, with some arguments changed; outside return it as it is.
+    """Wrap `module` if the call is inside `enable_wrap`, otherwise return it as it is.
 
-    The module's own `_wrap_overrides`, a dict, win over both.
+    `wrap_overrides` override the arguments of `enable_wrap`; the module's own `_wrap_overrides`, a dict, override both.
     """
     wrapping = _CONTEXTS.innermost
     if wrapping is None:

@@ -23,7 +23,16 @@ WrapFunction = Callable[..., bool]
 
 
 class _Policy(abc.ABC):
-    """Decides for a whole module tree at once which modules are wrapped, and with which arguments."""
+    """Decides for a whole module tree at once which modules are wrapped, and with which arguments.
+
+    Torch's policies are instances too, as is whatever has its method.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        if cls is _Policy and any("_run_policy" in vars(base) for base in other.__mro__):
+            return True
+        return NotImplemented  # type: ignore[no-any-return]  # as the data model says
 
     @abc.abstractmethod
     def _run_policy(
@@ -33,7 +42,7 @@ class _Policy(abc.ABC):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wrap every instance of the given classes. Also callable as an FSDP1 policy function."""
+    """A policy that wraps every instance of the given classes. It can also be called as an FSDP1 policy function."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         """Take the classes whose instances are wrapped, subclasses included."""
@@ -57,9 +66,9 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Ask a function for each module: `True` wraps it, `False` does not, a dict wraps it with other arguments.
+    """A policy that asks a function for each module: `True` wraps it, `False` does not, a dict also changes arguments.
 
-    Also callable as an FSDP1 policy function, if the function gives no arguments.
+    It can also be called as an FSDP1 policy function, if the function returns no arguments.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -112,7 +121,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules for which `lambda_fn` is true."""
+    """Wrap the modules for which `lambda_fn` returns true."""
     return recurse or lambda_fn(module)
 
 
@@ -160,8 +169,10 @@ def size_based_auto_wrap_policy(
     """Wrap a module as soon as it has `min_num_params` elements that no unit below it holds.
 
     Args:
-        force_leaf_modules: never looked into; by default the function's attribute `FORCE_LEAF_MODULES`.
-        exclude_wrap_modules: never wrapped; by default the function's attribute `EXCLUDE_WRAP_MODULES`.
+        force_leaf_modules: classes whose instances are never entered; by default the function's attribute
+            `FORCE_LEAF_MODULES`.
+        exclude_wrap_modules: classes whose instances are never wrapped; by default the function's attribute
+            `EXCLUDE_WRAP_MODULES`.
     """
     attributes = vars(size_based_auto_wrap_policy)
     leaves = attributes["FORCE_LEAF_MODULES"] if force_leaf_modules is None else force_leaf_modules

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import final
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, WrapFunction

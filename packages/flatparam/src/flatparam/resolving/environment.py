@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Final
+from typing import Final, final
 
 import attrs
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 __all__ = ["Environment"]
 

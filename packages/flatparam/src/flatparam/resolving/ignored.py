@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 import attrs
 from torch import nn
-from typing_extensions import final
 
 from flatparam_core import FSDP_WRAPPED_MODULE, each_module
 from flatparam_runtime import unit_of

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, final
 
 import attrs
 from torch import nn
-from typing_extensions import final
 
 from flatparam.api import MixedPrecision
 from flatparam.compat import as_config

@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
 
 from flatparam.resolving.ignored import Ignored
 from flatparam.resolving.settings import Resolved

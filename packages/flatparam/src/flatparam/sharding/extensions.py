@@ -9,13 +9,13 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import final, override
+from typing_extensions import override
 
 from flatparam.resolving.ignored import Ignored
 from flatparam_comm import ProcessGroupCollectives, process_group_of

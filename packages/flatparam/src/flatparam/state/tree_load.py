@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
 from torch import nn
-from typing_extensions import final
 
 from flatparam_state import ModelLoad
 

@@ -7,9 +7,9 @@
 | across the groups of a hybrid one: stage `"all_reduce"` | `allreduce_hook` | the replicate group |
 | each of these | `fp16_compress_hook`, `bf16_compress_hook` | the same |
 
-Each is divided before and after the sum, by factors whose product is the number of ranks: so neither the summands nor
-the sum leave the range of a 16-bit dtype. A hook is complete when it returns (on CUDA: in the order of the current
-stream), and needs nothing that CPU tensors have not.
+Each hook divides before and after the sum, by factors whose product is the number of ranks, so that neither the
+summands nor the sum leave the range of a 16-bit dtype. A hook is complete when it returns (on CUDA: in the order of the
+current stream), and works on CPU tensors too.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 
 class DefaultState:
-    """The facts that a hook needs: the ranks to average over, and the factors to divide by before and after the sum.
+    """The state of a hook: the ranks to average over, and the factors to divide by before and after the sum.
 
     Args:
-        process_group: a process group of torch's, or `Collectives`: what `model.process_group` is.
+        process_group: a process group of torch, or `Collectives`, such as `model.process_group`.
 
     Raises:
-        ValueError: for `None`, since a hook does not guess, and for several groups.
+        ValueError: if `process_group` is `None`, because a hook does not guess, or several groups.
     """
 
     __slots__ = [
@@ -54,7 +54,7 @@ class DefaultState:
     ]
 
     def __init__(self, process_group: ProcessGroup | Collectives) -> None:
-        """See the class."""
+        """Take the ranks, and choose the factors."""
         if process_group is None:
             raise ValueError(
                 f"{type(self).__name__}: expected a process group or Collectives, found None; "
@@ -74,7 +74,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """The facts that a hook which reduces in 16 bits needs: also the dtype of the shards that it makes.
+    """The state of a hook that reduces in 16 bits, which also has the dtype of the resulting shards.
 
     Args:
         process_group: as for `DefaultState`.
@@ -86,7 +86,7 @@ class LowPrecisionState(DefaultState):
     def __init__(
         self, process_group: ProcessGroup | Collectives, parameter_type: torch.dtype = torch.float32
     ) -> None:
-        """See the class."""
+        """Take the ranks and the parameters' dtype, and choose the factors."""
         super().__init__(process_group)
         self.parameter_type = parameter_type
 
@@ -104,7 +104,7 @@ def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
 def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
     """Fill `output` with this rank's slice of the mean of `grad` over the ranks.
 
-    `grad` has as many times the elements of `output` as there are ranks; what it holds afterwards is undefined.
+    `grad` has as many times the elements of `output` as there are ranks. Afterwards its values are undefined.
     """
     _divide(grad, state.gradient_predivide_factor)
     ranks = resolve_topology(state.process_group).shard
@@ -115,11 +115,11 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
     """Average in fp16: `grad` in place, or its slice to `output` if there is one.
 
-    `output` is given the dtype `state.parameter_type`, and memory of its own if it had a different one. `grad` keeps
-    its dtype and its memory.
+    `output` gets the dtype `state.parameter_type`, and new memory if it had a different dtype. `grad` keeps its dtype
+    and its memory.
 
     Raises:
-        TypeError: for complex gradients.
+        TypeError: if the gradients are complex.
     """
     _average_in(torch.float16, state, grad, output)
 
@@ -136,7 +136,7 @@ LOW_PRECISION_HOOKS: Final = (fp16_compress_hook, bf16_compress_hook)
 def _average_in(dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, output: Tensor | None) -> None:
     if grad.is_complex():
         raise TypeError(
-            f"expected real gradients to average in {dtype}, found {grad.dtype}: use another hook"
+            f"expected real gradients to average in {dtype}, found {grad.dtype}: use a different hook"
         )
     narrow = grad.to(dtype)
     if output is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import attrs
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
-from typing_extensions import final
 
 from flatparam.api import StateDictSettings
 from flatparam.state.tree_load import TreeLoad

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 from torch import nn
-from typing_extensions import final
 
 from flatparam.api import BackwardPrefetch
 from flatparam.resolving.settings import backward_prefetch_of, resolve_prefetch

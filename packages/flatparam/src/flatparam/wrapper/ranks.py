@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flatparam_comm import Collectives, RanksOnly, engine_of, process_group_of
-from flatparam_core import FlatParamError
 from flatparam_runtime import Unit
 
-__all__ = ["process_group", "ranks_of", "refuse_torchs_functions"]
+__all__ = ["copies", "process_group", "ranks_of"]
 
 
 def ranks_of(unit: Unit) -> Collectives:
@@ -18,19 +17,21 @@ def ranks_of(unit: Unit) -> Collectives:
 
 def process_group(unit: Unit) -> Any:
     """The same as torch's process group, or as what stands for it."""
-    engine = engine_of(ranks_of(unit))
-    return engine.group if isinstance(engine, RanksOnly) else process_group_of(engine) or engine
+    return _as_torchs(ranks_of(unit))
 
 
-def refuse_torchs_functions(unit: Unit) -> None:
-    """Refuse torch's functions for distributed state, which would save this rank's parts only.
+def copies(unit: Unit) -> Any:
+    """The ranks that hold copies of this rank's shard, in the same form.
 
     Raises:
-        FlatParamError: on every rank, naming the functions to call.
+        AttributeError: if there are none, as FSDP1's wrapper has no such attribute then.
     """
-    raise FlatParamError(
-        f"rank {ranks_of(unit).rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and "
-        "would take this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
-        "(get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, "
-        "set_optimizer_state_dict, set_state_dict), with the same arguments"
-    )
+    replicate = unit.plan.topology.replicate
+    if replicate is None or unit.plan.topology.shard.size == 1:
+        raise AttributeError("only the hybrid strategies have ranks that hold copies of a shard")
+    return _as_torchs(replicate)
+
+
+def _as_torchs(ranks: Collectives) -> Any:
+    engine = engine_of(ranks)
+    return engine.group if isinstance(engine, RanksOnly) else process_group_of(engine) or engine

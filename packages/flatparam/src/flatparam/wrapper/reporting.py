@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -34,7 +35,7 @@ def check_state(
     Raises:
         ValueError: naming the states.
     """
-    expected = [state] if isinstance(state, TrainingState) else list(state)
+    expected = [state] if isinstance(state, enum.Enum) else list(state)
     found = state_of(interior)
     if found in expected:
         return

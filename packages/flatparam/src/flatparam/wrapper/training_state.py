@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import enum
+from typing import final
 
 import attrs
-from typing_extensions import final
 
+from flatparam.compat import LikeTorchs
 from flatparam_comm import Residency
 from flatparam_runtime import Phase, Unit
 
 __all__ = ["HandleTrainingState", "TrainingState", "UnshardHandle"]
 
 
-class TrainingState(enum.Enum):
+class TrainingState(LikeTorchs):
     """The state of a wrapper; the members are FSDP1's."""
 
     IDLE = enum.auto()
@@ -28,7 +29,7 @@ class TrainingState(enum.Enum):
         return cls.IDLE if unit.phase is Phase.IDLE else cls.FORWARD_BACKWARD
 
 
-class HandleTrainingState(enum.Enum):
+class HandleTrainingState(LikeTorchs):
     """The state of a flat parameter; the members are FSDP1's."""
 
     IDLE = enum.auto()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 from torch import Tensor, nn
-from typing_extensions import final
 
 from flatparam_state.checkpoint.load.elements import read_part
 from flatparam_state.checkpoint.manifest import TensorRecord

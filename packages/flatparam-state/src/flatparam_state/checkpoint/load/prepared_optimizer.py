@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
 
 from flatparam_runtime import ParamSpec, Span
 from flatparam_state.checkpoint.load.elements import read_part

@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
 
 from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 import re
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, dtype_named

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_state.checkpoint.manifest.fields import (
     as_list,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 import attrs
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Collectives
 from flatparam_state.files import CheckpointError, free_nbytes

@@ -8,10 +8,9 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_state.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
 from flatparam_state.checkpoint.protocol.moments import Moment, OnMoment, nothing

@@ -8,9 +8,7 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Final
-
-from typing_extensions import final
+from typing import Any, Final, final
 
 from flatparam_state.files import CheckpointError
 

@@ -8,9 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
-
-from typing_extensions import final
+from typing import Final, final
 
 from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.protocol import Attempt, Failure

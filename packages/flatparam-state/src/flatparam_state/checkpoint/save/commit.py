@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import uuid
 from pathlib import Path
+from typing import final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_state.checkpoint.manifest import MANIFEST, rank_file, write_sealed
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, DirectoryLock, Moment, OnMoment, nothing

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import RankValue, TensorRecord, encode

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import final
 
 import attrs
 import xxhash
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord, file_dtype

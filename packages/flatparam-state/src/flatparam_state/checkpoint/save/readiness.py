@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.save.contribution import Contribution

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import attrs
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_state.checkpoint.manifest import FileRecord, RankValue, TensorRecord, read_sealed, seal
 from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt

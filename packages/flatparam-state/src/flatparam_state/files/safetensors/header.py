@@ -12,11 +12,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_state.files.byte_file import ByteFile
 from flatparam_state.files.errors import CheckpointError

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import BinaryIO
+from typing import BinaryIO, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam_state.files.safetensors.header import encode_header
 from flatparam_state.files.source import CHUNK_NBYTES, TensorInfo

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import combinations, pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_state.files import ByteFile, TensorInfo
 from flatparam_state.formats.damage import damage_named

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.files import CheckpointError, TensorInfo

@@ -6,11 +6,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.files import CheckpointError, Source, TensorInfo

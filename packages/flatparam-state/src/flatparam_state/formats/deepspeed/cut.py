@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import final
 
 import attrs
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.formats.stored import Storage, Stored, StridedTensor

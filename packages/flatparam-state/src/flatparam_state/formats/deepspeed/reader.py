@@ -19,10 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
-from typing_extensions import final
 
 from flatparam_state.files import TensorInfo
 from flatparam_state.formats.deepspeed.cut import CutTensor

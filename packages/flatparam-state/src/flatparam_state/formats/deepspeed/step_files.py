@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_state.files import CheckpointError
 from flatparam_state.formats.damage import damage_named

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_state.files import CheckpointError
 from flatparam_state.formats.damage import damage_named

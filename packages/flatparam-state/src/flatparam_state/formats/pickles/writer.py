@@ -10,11 +10,10 @@ import pickle
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
-from typing_extensions import final
 
 from flatparam_state.files import CheckpointError
 from flatparam_state.formats.pickles.reader import Global

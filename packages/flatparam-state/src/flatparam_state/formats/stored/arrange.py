@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
-
-from typing_extensions import final
+from typing import Any, Final, final
 
 from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.formats.damage import damage_named

@@ -7,12 +7,11 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_runtime import Span, Threshold
 from flatparam_state.files import ByteFile, CheckpointError, TensorInfo, chunk_spans, tensor_of

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader

@@ -7,10 +7,9 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam_state.files import ByteFile, CheckpointError
 from flatparam_state.formats.damage import damage_named

@@ -7,9 +7,7 @@ import io
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
-
-from typing_extensions import final
+from typing import Any, Final, final
 
 from flatparam_runtime import Span
 from flatparam_state.files import buffer_of

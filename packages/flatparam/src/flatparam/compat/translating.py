@@ -1,7 +1,7 @@
 """Recognise torch's own FSDP enums and configuration objects if a caller passes them.
 
-This is the one module that may know of `torch.distributed.fsdp`; it does not even import it: an object is
-recognised by its class's name and the names of its members or fields.
+Torch's FSDP is not imported for that: an object is recognised by its class's name and the names of its members or
+fields.
 """
 
 from __future__ import annotations
@@ -10,10 +10,28 @@ import dataclasses
 import enum
 from typing import Any, TypeVar
 
-__all__ = ["as_config", "as_enum"]
+__all__ = ["LikeTorchs", "as_config", "as_enum"]
 
 E = TypeVar("E", bound=enum.Enum)
 C = TypeVar("C")
+
+
+class LikeTorchs(enum.Enum):
+    """An enum of FSDP1's, whose members equal those of torch's enum of the same name.
+
+    So a program may compare a member that it stored before `flatparam.install()` with one that it took after.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        kind = type(other)
+        if kind is not type(self) and isinstance(other, enum.Enum) and kind.__module__.startswith("torch."):
+            return kind.__name__ == type(self).__name__ and other.name == self.name
+        return NotImplemented
+
+    # As that of torch's member.
+    __hash__ = enum.Enum.__hash__
 
 
 def as_enum(kind: type[E], value: Any, argument: str) -> E:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import operator
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Collection
+from typing import Any, Final, final
 
 import attrs
 from torch import Tensor
 from torch.autograd.graph import Node
-from typing_extensions import Self, final
+from typing_extensions import Self
 
-from flatparam_comm import FlatParamHandle, FullForm
+from flatparam_comm import FlatParamHandle
 from flatparam_runtime.autograd import accumulation_node, will_run
 
-__all__ = ["LeafWatch", "watch_of", "watches"]
+__all__ = ["LeafWatch"]
 
 _GRAD: Final = operator.attrgetter("grad")
 
@@ -43,15 +42,14 @@ class LeafWatch:
     """The stream that was current when `nodes` were made; they accumulate on it."""
 
     @classmethod
-    def begin(
+    def over(
         cls, handle: FlatParamHandle, arrived: Callable[[int], Callable[[Tensor], Any]], stream: int = 0
     ) -> Self:
-        """Watch the leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
+        """A watch over the present leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
         leaves = handle.leaves
         nodes = [accumulation_node(leaf) for leaf in leaves]
         trained = [index for index, node in enumerate(nodes) if node is not None]
-        watch = _WATCHES[handle.form] = cls(leaves, nodes, trained, [], arrived, stream)
-        return watch
+        return cls(leaves, nodes, trained, [], arrived, stream)
 
     def follow(self, stream: int) -> None:
         """Accumulate gradients on `stream`, the current one, once no graph holds the nodes of a different stream."""
@@ -85,19 +83,3 @@ class LeafWatch:
         """Whether the running backward pass computes, or has computed, the gradient of leaf `index`."""
         node = self.nodes[index]
         return node is not None and self.leaves[index].requires_grad and will_run(node)
-
-
-_WATCHES: Final[weakref.WeakKeyDictionary[FullForm, LeafWatch]] = weakref.WeakKeyDictionary()
-
-
-def watch_of(handle: FlatParamHandle) -> LeafWatch | None:
-    """The watch over the leaves that `handle` has now, or had last; `None` before the first forward call."""
-    return _WATCHES.get(handle.form)
-
-
-def watches(handles: Iterable[FlatParamHandle]) -> Iterator[tuple[int, FlatParamHandle, LeafWatch]]:
-    """The watches over the leaves of those `handles` that have one, each with the handle's number and the handle."""
-    for number, handle in enumerate(handles):
-        watch = _WATCHES.get(handle.form)
-        if watch is not None:
-            yield number, handle, watch

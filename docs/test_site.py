@@ -1,0 +1,91 @@
+"""The site shows no line of code cut, no plot of other results, and no private base of a class."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from bench.plots import digest, pictures
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+FENCE = re.compile(r"^ *(?:`{3,}|~{3,})")
+LONGEST_CODE_LINE = 110
+"""The characters of a line of code that fit at 1280 pixels: 114 in the measured font, and four to spare for others."""
+PLOTS = sorted(pictures(json.loads((DOCS / "performance.json").read_text(encoding="utf-8"))).items())
+DOCUMENTED = re.compile(r"^::: (?P<name>[\w.]+)$(?P<options>(?:\n {4}.*)*)", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """Return the pages of the site, and the READMEs, whose blocks are as wide."""
+    return sorted([*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "packages").glob("*/README.md")])
+
+
+def too_long(text: str) -> list[str]:
+    """Return the lines in the fenced blocks of a Markdown text that do not fit."""
+    found, is_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        if FENCE.match(line):
+            is_code = not is_code
+        elif is_code and len(line) > LONGEST_CODE_LINE:
+            found.append(f"line {number} has {len(line)} characters: {line}")
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_code_is_cut(page: Path) -> None:
+    """Every line of code of a page fits into the page."""
+    assert too_long(page.read_text(encoding="utf-8")) == []
+
+
+def test_long_code_is_found_and_long_prose_is_not() -> None:
+    """Only a line inside a fence counts."""
+    line = "x" * (LONGEST_CODE_LINE + 1)
+    assert too_long(f"{line}\n```\n{line}\n{line[1:]}\n```\n{line}\n") == [
+        f"line 3 has {len(line)} characters: {line}"
+    ]
+
+
+@pytest.mark.parametrize(("name", "shown"), PLOTS, ids=[name for name, _ in PLOTS])
+def test_plots_are_of_the_committed_results(name: str, shown: object) -> None:
+    """A plot shows docs/performance.json as it is; `python tools/bench page` draws it, if matplotlib is installed."""
+    assert isinstance(shown, dict)
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert f"results {digest(shown)}</dc:description>" in text
+
+
+@pytest.mark.parametrize("name", ["performance-time.svg", "performance-memory.svg", "pictures/layers.svg"])
+def test_the_first_page_has_the_pictures(name: str) -> None:
+    """The layers, the step time and the memory stand on the first page, before any table."""
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert -1 < text.find(f"]({name})") < text.find("\n| ")
+
+
+def test_the_site_has_both_schemes() -> None:
+    """A reader can switch between a light and a dark scheme."""
+    text = (ROOT / "tools" / "mkdocs.yml").read_text(encoding="utf-8")
+    palette = yaml.safe_load(text)["theme"]["palette"]
+    assert [(scheme["scheme"], bool(scheme["toggle"])) for scheme in palette] == [
+        ("default", True),
+        ("slate", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "reference").glob("flatparam*.md")), ids=lambda page: page.stem
+)
+def test_no_class_leaks_a_private_base(page: Path) -> None:
+    """A class with a private base of ours is shown without its bases."""
+    leaking = []
+    for match in DOCUMENTED.finditer(page.read_text(encoding="utf-8")):
+        module, _, name = match["name"].rpartition(".")
+        shown = getattr(importlib.import_module(module), name)
+        bases = shown.__bases__ if isinstance(shown, type) else ()
+        if (
+            any(base.__name__.startswith("_") for base in bases)
+            and "show_bases: false" not in match["options"]
+        ):
+            leaking.append(match["name"])
+    assert leaking == []

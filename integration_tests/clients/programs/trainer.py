@@ -1,0 +1,67 @@
+"""Training with transformers' `Trainer`, as its users write it: `trainer.py FOLDER FORM`, and `--resume` after two steps."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sixteen sequences."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def main() -> None:
+    folder, form = Path(sys.argv[1]), sys.argv[2]
+    resumes = "--resume" in sys.argv
+    transformers.set_seed(0)
+    none: dict[str, Any] = {
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, **none)
+    arguments = TrainingArguments(
+        output_dir=str(folder / ("second" if resumes else "first")),
+        per_device_train_batch_size=2,
+        max_steps=4,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 1,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["GPT2Block"],
+            "state_dict_type": form,
+            "use_orig_params": True,
+            "sync_module_states": False,
+            "cpu_ram_efficient_loading": False,
+        },
+    )
+    trainer = Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=Tokens())
+    trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2") if resumes else None)
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            rank, step = trainer.args.process_index, int(entry["step"]) - 1
+            print(f"loss {rank} {step} {entry['loss']!r}\n", end="", flush=True)
+    print(f"class {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

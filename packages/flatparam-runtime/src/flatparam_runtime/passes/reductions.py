@@ -1,0 +1,168 @@
+"""The reductions under way in a backward pass, and the gradients that parameters get at its end."""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias, final
+
+import attrs
+import torch
+
+from flatparam_comm import FlatParamError, FlatParamHandle, Reduced, Reduction, Threshold, streams_of
+from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
+from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.autograd import profiled
+from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["Reductions"]
+
+MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
+    "runtime.reductions_in_flight",
+    1,
+    "Up to so many units' gradients are reduced while the next unit's are computed; one more waits for the oldest.",
+)
+"""While one unit's gradients are reduced, the next unit's are computed; these are collected after the reduction."""
+
+InFlight: TypeAlias = tuple[Unit, Reduction]
+"""A unit, and the reduction in flight of its gradients."""
+
+
+@final
+@attrs.define(eq=False)
+class Reductions:
+    """The reductions of one backward pass: first among the ranks that share parameters, then among the copies.
+
+    A gradient goes to its parameter as soon as its reduction is over, unless the parameter has to wait for the end of
+    the pass (`_held`).
+    """
+
+    has_begun: bool = False
+    """Whether any was issued."""
+    _reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
+    """Those in flight among the ranks that share a unit's parameters, the oldest first."""
+    _replicating: collections.deque[InFlight] = attrs.field(factory=collections.deque)
+    """Those in flight among the copies of each shard, the oldest first."""
+    _held: list[Reduced] = attrs.field(factory=list)
+    """Reduced gradients that parameters get at the end: this rank alone does not know which parameters got a gradient,
+    or the copy to the host is still in flight."""
+    _given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
+    """For each flat parameter that was reduced, a flag for each parameter: this rank had a gradient of it."""
+
+    def issue(self, unit: Unit) -> None:
+        """Issue the reduction of the gradients that `unit` has collected, if it has any."""
+        handles = unit.to_reduce
+        if not handles:
+            return
+        self.make_room()
+        reduction = unit.begin_reduce(handles)
+        self._reducing.append((unit, reduction))
+        self.has_begun = True
+        has_copies = unit.plan.topology.replicate is not None
+        # The only collective is the sum over the copies; one such sum stays in flight.
+        if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
+            self._advance()
+
+    @profiled("rate_limiter")
+    def make_room(self) -> None:
+        """Wait for the oldest reductions until one more may be in flight."""
+        while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
+            self._advance()
+
+    def settle_until(self, unit: Unit) -> None:
+        """Finish the reductions in flight up to that of `unit`, if `unit` has one."""
+        while unit.phase is Phase.REDUCING and self._replicating:
+            self._settle(*self._replicating.popleft())
+        while unit.phase is Phase.REDUCING and self._reducing:
+            self._advance(keep=0)
+
+    def _advance(self, *, keep: int = 1) -> None:
+        """Move the oldest reduction on to the copies; up to `keep` of these stay in flight, if they can."""
+        unit, reduction = self._reducing.popleft()
+        unit.observers.tell(unit, "finish", reduction.replicate())
+        self._replicating.append((unit, reduction))
+        keeps = unit.overlaps_reductions and reduction.is_under_way
+        while len(self._replicating) > (keep if keeps else 0):
+            self._settle(*self._replicating.popleft())
+
+    def _settle(self, unit: Unit, reduction: Reduction) -> None:
+        settled = reduction.settle()
+        unit.move(Phase.IDLE)
+        for reduced in settled:
+            handle, arrived = reduced.handle, reduced.arrived
+            before = self._given.get(handle)
+            self._given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
+            if all(arrived) and reduced.landed is None:
+                _give(handle, reduced.gradient, arrived)
+            else:
+                # The last of these was reduced one unit ago: its copy is over, or nearly over.
+                if self._held:
+                    self._held[-1].let_go()
+                self._held.append(reduced)
+
+    def settle(self) -> None:
+        """Finish every reduction in flight."""
+        while self._reducing:
+            self._advance()
+        while self._replicating:
+            self._settle(*self._replicating.popleft())
+
+    def give_held(self, units: Sequence[Unit], fingerprint: Fingerprint) -> Comparison | None:
+        """Give the gradients to the parameters that got one on any rank; the `.grad` of all others stays `None`.
+
+        Returns:
+            The comparison of what the ranks did; `None` while the step is captured in a graph.
+        """
+        if any(streams_of(unit.device).is_capturing for unit in units):
+            self._give_captured(units)
+            return None
+        comparison = compare_gradients(units, self._given, fingerprint)
+        all_here = all(all(reduced.arrived) for reduced in self._held)
+        arrived_anywhere = {} if all_here else comparison.read()
+        for reduced in reversed(self._held):
+            # The earlier copies were made on the same stream, so they have landed then, too.
+            if reduced.landed is not None:
+                reduced.landed.synchronize()
+                break
+        for reduced in self._held:
+            arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
+            _give(reduced.handle, reduced.gradient, arrived)
+        self._held.clear()
+        return comparison
+
+    def _give_captured(self, units: Iterable[Unit]) -> None:
+        """Give the gradients without a look from the host; the next pass that is not captured compares this one too."""
+        alone = all(unit.plan.topology.data_parallel_size == 1 for unit in units)
+        for reduced in self._held:
+            if reduced.landed is not None or not (alone or all(reduced.arrived)):
+                why = (
+                    "its gradients are offloaded"
+                    if reduced.landed is not None
+                    else "not every parameter of it got a gradient"
+                )
+                raise FlatParamError(
+                    f"{reduced.handle}: a backward pass is being captured in a graph, but {why}, so that the host has "
+                    "to look at what comes from the device; capture the step without this unit, or do not capture it"
+                )
+        # Give gradients only now: if one is refused, no parameter gets any.
+        for reduced in self._held:
+            _give(reduced.handle, reduced.gradient, reduced.arrived)
+        self._held.clear()
+
+    def drop(self) -> None:
+        """Drop everything after an exception; wait for what is in flight, since it owns memory."""
+        for _, reduction in (*self._reducing, *self._replicating):
+            reduction.drop()
+        for reduced in self._held:
+            reduced.let_go()
+        self._reducing.clear()
+        self._replicating.clear()
+        self._held.clear()
+
+
+def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:
+    handle.accumulate(gradient, arrived)
+    step_in_backward(handle)

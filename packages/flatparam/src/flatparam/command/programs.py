@@ -1,0 +1,155 @@
+"""`flatparam run`: run a program as Python would, with FSDP1's names made flatparam's before its first line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+import attrs
+from typing_extensions import final
+
+__all__ = ["CannotRun", "Program", "run_program"]
+
+
+class CannotRun(Exception):
+    """A program that Python could not run either."""
+
+
+@final
+@attrs.frozen
+class Program:
+    """A program that is found: the code of `__main__`, and what Python tells it."""
+
+    code: CodeType
+    path: str
+    """What `sys.argv[0]` is to be."""
+    folder: str
+    """What `sys.path[0]` is to be: for a script its folder, for a module the current one."""
+    namespace: dict[str, Any]
+
+    @classmethod
+    def script(cls, path: str) -> Program:
+        """The program in a file.
+
+        Raises:
+            CannotRun: if it cannot be read.
+        """
+        # As Python has it: `..` stays.
+        absolute = os.path.join(os.getcwd(), path)
+        loader = SourceFileLoader("__main__", absolute)
+        try:
+            text = loader.get_data(absolute)
+        except OSError as error:
+            raise CannotRun(f"can't open file {absolute!r}: {error.strerror}") from None
+        code = _unwound(lambda: compile(text, absolute, "exec", dont_inherit=True))
+        names = {"__file__": absolute, "__loader__": loader, "__package__": None, "__spec__": None}
+        return cls(code, path, str(Path(absolute).resolve().parent), {**names, "__cached__": None})
+
+    @classmethod
+    def module(cls, name: str) -> Program:
+        """The program in a module, or in `__main__` of a package; packages around it are imported.
+
+        Raises:
+            CannotRun: if there is none.
+        """
+        _put_first(os.getcwd())
+        spec = _spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = _spec(name)
+        loader: Any = None if spec is None else spec.loader
+        code = None if loader is None else _unwound(lambda: loader.get_code(name))
+        if spec is None or code is None:
+            raise CannotRun(f"no module named {name!r} that can be run")
+        names = {"__file__": spec.origin, "__loader__": loader, "__package__": spec.parent, "__spec__": spec}
+        return cls(code, spec.origin or name, os.getcwd(), {**names, "__cached__": spec.cached})
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Run it as `__main__`; whatever it raises comes out, with a traceback that begins in the program."""
+        main = ModuleType("__main__")
+        vars(main).update(self.namespace)
+        sys.argv[:] = [self.path, *arguments]
+        _put_first(self.folder)
+        # It stays there after the end, for exit handlers and threads that go on.
+        sys.modules["__main__"] = main
+        _unwound(lambda: exec(self.code, vars(main)))
+
+
+def run_program(arguments: Sequence[str]) -> int:
+    """Run `[--] script.py ...`, or `-m module ...`, after `flatparam.install()`.
+
+    Returns:
+        The exit status, if the program comes to its end: 0; or 2 if there is no such program.
+    """
+    rest = list(arguments)
+    try:
+        find: Callable[[str], Program] = Program.script
+        if rest[:1] == ["-m"]:
+            find = Program.module
+        if rest[:1] in (["-m"], ["--"]):
+            del rest[0]
+        if not rest:
+            raise CannotRun("expected a script, or -m and a module: flatparam run [--] script.py ...")
+        # Before the packages around a module are imported; torch's names are early there.
+        from flatparam.compat.children import patch_of_reruns
+        from flatparam.compat.installing import install
+
+        install()
+        is_module = find == Program.module
+        program = find(rest[0])
+        patch_of_reruns(rest[0] if is_module else os.path.abspath(rest[0]), is_module=is_module).put()
+        program.run(rest[1:])
+    except CannotRun as error:
+        sys.stderr.write(f"flatparam run: {error}\n")
+        return 2
+    return 0
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # The packages around it are imported; what these lack is another matter.
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+        return None
+
+
+def _put_first(folder: str) -> None:
+    """Have `folder` be the first place to import from, instead of that of the program `flatparam`."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = folder
+
+
+def _unwound(call: Any) -> Any:
+    """What `call()` returns; of an exception the interpreter shows no frame of ours."""
+    try:
+        return call()
+    except SystemExit:
+        raise
+    except BaseException:
+        shows = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            inside = _without_ours(trace)
+            shows(kind, error.with_traceback(inside), inside)
+
+        sys.excepthook = hook
+        raise
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins below the frames of this file."""
+    last = None
+    found = trace
+    while found is not None:
+        if found.tb_frame.f_code.co_filename == __file__:
+            last = found
+        found = found.tb_next
+    return trace if last is None else last.tb_next

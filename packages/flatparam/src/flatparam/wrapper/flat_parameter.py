@@ -1,0 +1,155 @@
+"""FSDP1's names of a flat parameter that are about more than its own memory; `add_names` gives them to the class.
+
+Where a name is of memory that we do not have, to ask for it is an AttributeError which says what to use instead, so
+`hasattr` tells the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from flatparam_core import FlatParameter, FlatParamHandle, handle_of
+
+__all__ = ["OfModule", "OfShard", "SharedOfModule", "add_names"]
+
+
+class OfModule(NamedTuple):
+    """The attribute that holds an original parameter."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+class SharedOfModule(NamedTuple):
+    """A further attribute that holds an original parameter, and the first one."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module
+    prim_module_name: str
+
+
+class OfShard(NamedTuple):
+    """The part of an original parameter that is in this rank's shard; the end is the last element's index."""
+
+    in_shard: bool
+    offset_in_shard: int | None
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+    intra_param_end_idx: int | None
+
+
+_VIEW: Final = "_flatparam_local_shard"
+
+
+def local_shard(flat_param: FlatParameter) -> torch.Tensor:
+    """The flat parameter's memory as a tensor that stays the same object as long as the memory is the same."""
+    kept: torch.Tensor | None = vars(flat_param).get(_VIEW)
+    own = flat_param.detach()
+    if kept is None or not _same(kept, own):
+        kept = vars(flat_param)[_VIEW] = own
+    return kept
+
+
+def set_local_shard(flat_param: FlatParameter, shard: torch.Tensor) -> None:
+    """Have the flat parameter use the memory of `shard`."""
+    if not _same(shard, flat_param):
+        flat_param.data = shard
+    vars(flat_param)[_VIEW] = shard.detach()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    facts = [(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+    return facts[0] == facts[1]
+
+
+def params(flat_param: FlatParameter) -> list[nn.Parameter] | None:
+    """The original parameters, each a view of the shard; `None` without `use_orig_params`."""
+    held = _handle(flat_param).exposure.parameters()
+    return None if held[0] is flat_param else list(held)
+
+
+def param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
+    """Where each original parameter is held: its name in the module, the module, and the module's name."""
+    infos = _handle(flat_param).param_infos
+    return tuple(OfModule(each[0].param_name, each[0].module, each[0].module_name) for each in infos)
+
+
+def shared_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
+    """Where else original parameters are held that modules share, beside the first place."""
+    return tuple(
+        SharedOfModule(
+            info.param_name,
+            info.module,
+            info.module_name,
+            infos[0].param_name,
+            infos[0].module,
+            infos[0].module_name,
+        )
+        for infos in _handle(flat_param).param_infos
+        for info in infos[1:]
+    )
+
+
+def shard_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
+    """Which part of each original parameter is in this rank's shard."""
+    found = []
+    for fragment in flat_param.flat_layout.fragments(flat_param.rank):
+        if not fragment.in_shard:
+            found.append(OfShard(False, None, None, None, None))
+            continue
+        shard, param = fragment.in_shard, fragment.in_param
+        found.append(OfShard(True, shard.start, shard.numel, param.start, param.stop - 1))
+    return tuple(found)
+
+
+def full_param_padded(flat_param: FlatParameter) -> torch.Tensor:
+    """The full flat parameter with its padding; without memory while it is sharded, as FSDP1's."""
+    return _handle(flat_param).buffer.tensor
+
+
+def _handle(flat_param: FlatParameter) -> FlatParamHandle:
+    handle = handle_of(flat_param)
+    if handle is None:
+        raise AttributeError("this flat parameter belongs to no model, or to none that is left")
+    return handle
+
+
+_READ: Final[dict[str, Callable[[FlatParameter], Any]]] = {
+    "_params": params,
+    "_param_infos": param_infos,
+    "_shared_param_infos": shared_param_infos,
+    "_shard_param_infos": shard_param_infos,
+    "_full_param_padded": full_param_padded,
+}
+_MISSING: Final[dict[str, str]] = {
+    "_mp_shard": "the shard is cast while it is gathered, so there is no copy of it in low precision",
+    "_full_prec_full_param_padded": "use _full_param_padded inside FullyShardedDataParallel.summon_full_params(model)",
+    "_saved_grad_shard": "the shard's gradient is .grad of what model.parameters() lists",
+    "_cpu_grad": "an offloaded shard's gradient is .grad of what model.parameters() lists",
+}
+
+
+def _refused(name: str, instead: str) -> property:
+    def read(flat_param: FlatParameter) -> Any:
+        raise AttributeError(f"flatparam's flat parameters have no {name}: {instead}")
+
+    return property(read)
+
+
+def add_names() -> None:
+    """Give FSDP1's names to the class of flat parameters."""
+    names: dict[str, property] = {
+        "_local_shard": property(local_shard, set_local_shard),
+        **{name: property(read) for name, read in _READ.items()},
+        **{name: _refused(name, instead) for name, instead in _MISSING.items()},
+    }
+    for name, value in names.items():
+        setattr(FlatParameter, name, value)

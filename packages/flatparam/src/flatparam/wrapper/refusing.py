@@ -1,0 +1,79 @@
+"""What torch's own ways to spread a model over ranks do with a wrapper: each is refused, by a name of ours to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+import attrs
+from typing_extensions import final
+
+from flatparam.wrapper.ranks import ranks_of
+from flatparam_core import FlatParamError
+from flatparam_runtime import Unit
+
+__all__ = ["NoDDP", "refuse_another_fsdp", "refuse_second_root", "refuse_torchs_functions"]
+
+_BEFORE = (
+    "give it the module that is not wrapped, or call flatparam.install() before anything else, so that the class which "
+    "it looks for is flatparam's"
+)
+
+
+@final
+@attrs.frozen(eq=False)
+class NoDDP:
+    """The names that `DistributedDataParallel` asks a module to leave out; to list them refuses it."""
+
+    _unit: Unit
+
+    def __iter__(self) -> Iterator[str]:
+        """Refuse.
+
+        Raises:
+            FlatParamError: on every rank, in the constructor of `DistributedDataParallel`.
+        """
+        raise FlatParamError(
+            f"rank {ranks_of(self._unit).rank}: DistributedDataParallel was given a model that flatparam shards, and "
+            "would add up gradients that are reduced already. If a library did that, such as Accelerator.prepare, "
+            f"{_BEFORE}"
+        )
+
+
+def refuse_another_fsdp(unit: Unit) -> NoReturn:
+    """Refuse torch's FSDP1 or `fully_shard`, which mark each module that they take over.
+
+    Raises:
+        FlatParamError: on every rank.
+    """
+    raise FlatParamError(
+        f"rank {ranks_of(unit).rank}: torch's FSDP1 or fully_shard was given a model that flatparam shards already. "
+        f"If a library did that, {_BEFORE}"
+    )
+
+
+def refuse_second_root(unit: Unit, is_root: bool, wanted: bool | None) -> None:
+    """Refuse to make a wrapper inside another one a root.
+
+    Raises:
+        FlatParamError: on every rank.
+    """
+    if wanted and not is_root:
+        raise FlatParamError(
+            f"rank {ranks_of(unit).rank}: unit {unit.name!r} is inside another wrapper, whose pass it takes part in, "
+            "so _is_root cannot be made True; take the module out of the model first"
+        )
+
+
+def refuse_torchs_functions(unit: Unit) -> NoReturn:
+    """Refuse torch's functions for distributed state, which would save this rank's parts only.
+
+    Raises:
+        FlatParamError: on every rank, naming the functions to call.
+    """
+    raise FlatParamError(
+        f"rank {ranks_of(unit).rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and "
+        "would take this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
+        "(get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, "
+        "set_optimizer_state_dict, set_state_dict), with the same arguments"
+    )

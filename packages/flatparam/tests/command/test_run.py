@@ -1,0 +1,196 @@
+"""`flatparam run`: a program runs as Python runs it, and its FSDP1 is ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatparam.command import main
+from flatparam_comm.testing import PATIENCE
+
+pytestmark = pytest.mark.processes
+
+FACTS = """
+import pickle, sys, threading
+import __main__
+import sibling
+
+class Here:
+    pass
+
+def act(what):
+    if what == "fail":
+        raise ValueError("no such thing")
+    if what == "exit":
+        sys.exit(7)
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "thread":
+        threading.Thread(target=lambda: print(__main__.Here is Here)).start()
+
+print(sys.argv, sys.path[0], __name__, __file__, __package__, getattr(__spec__, "name", None))
+print(sorted(set(globals()) - {"__annotations__"}))
+print(__main__.Here is Here, type(pickle.loads(pickle.dumps(Here()))) is Here, sibling.NAME)
+act(sys.argv[-1])
+"""
+
+TRAINING = """
+import sys
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+def train(rank):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model = FSDP(
+        module,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(torch.full((2, 3), rank + 1.0)).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"rank {rank}: {type(model).__module__} {loss.item():.6f}\\n", end="", flush=True)
+
+def of_process(rank, file):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    train(rank)
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        mp.spawn(of_process, (sys.argv[1],), nprocs=2)
+    else:
+        torch.distributed.init_process_group("gloo")
+        train(torch.distributed.get_rank())
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the programs, one of them in a package."""
+    (tmp_path / "sibling.py").write_text("NAME = __name__\n")
+    (tmp_path / "facts.py").write_text(FACTS)
+    (tmp_path / "broken.py").write_text("x = 1\nif\n")
+    (tmp_path / "train.py").write_text(TRAINING)
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "from .inner import NAME\nimport sys\nprint(NAME, __package__, sys.argv[1:])\n"
+    )
+    (package / "inner.py").write_text("NAME = __name__\n")
+    return tmp_path
+
+
+def outcome(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """The exit status, the output and the errors of a Python process."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("facts.py", "--help", "--", "-m", "thread"),
+        ("package/../facts.py", "exit"),
+        ("./facts.py", "fail"),
+        ("facts.py", "interrupt"),
+        ("broken.py",),
+        ("-m", "facts", "exit"),
+        ("-m", "package", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_a_program_runs_as_python_runs_it(folder: Path, program: tuple[str, ...]) -> None:
+    """Arguments, paths, `__main__`, output, traceback and exit status are those of the program without us."""
+    assert outcome(folder, "-m", "flatparam", "run", *program) == outcome(folder, *program)
+
+
+def test_two_dashes_before_the_program(folder: Path) -> None:
+    """What is behind them is the program, and the dashes after it are its own."""
+    assert outcome(folder, "-m", "flatparam", "run", "--", "facts.py", "--", "x") == outcome(
+        folder, "facts.py", "--", "x"
+    )
+
+
+def test_programs_that_are_not_there(folder: Path) -> None:
+    """They are named, and the status is 2."""
+    assert outcome(folder, "-m", "flatparam", "run", "nothing.py")[::2] == (
+        2,
+        f"flatparam run: can't open file '{folder / 'nothing.py'}': No such file or directory\n",
+    )
+    for module in ("nothing", "sibling.inside"):
+        status, _, errors = outcome(folder, "-m", "flatparam", "run", "-m", module)
+        assert (status, errors) == (2, f"flatparam run: no module named {module!r} that can be run\n")
+
+
+def test_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a program the command says what it takes; `--help` shows it, and needs no torch."""
+    assert main(["run"]) == 2
+    assert "expected a script, or -m and a module" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        main(["run", "--help"])
+    assert exit.value.code == 0
+    assert "torchrun --nproc-per-node 8 -m flatparam run train.py" in capsys.readouterr().out
+
+
+def test_a_program_that_starts_itself(folder: Path) -> None:
+    """Ranks that a program starts by its own command line, as Lightning does, have ours, too; other commands are as ever."""
+    (folder / "again.py").write_text(AGAIN)
+    status, output, errors = outcome(folder, "-m", "flatparam", "run", "again.py")
+    assert (status, output.split()) == (0, ["flatparam", "torch"]), errors
+
+
+AGAIN = """
+import os, subprocess, sys
+from torch.distributed.fsdp import CPUOffload
+if len(sys.argv) > 1:
+    print(CPUOffload.__module__.split(".")[0], flush=True)
+else:
+    subprocess.run([sys.executable, "-u", os.path.abspath(sys.argv[0]), "rank"], check=True)
+    other = "from torch.distributed.fsdp import CPUOffload; print(CPUOffload.__module__.split('.')[0])"
+    subprocess.run([sys.executable, "-c", other], check=True)
+"""
+
+
+def test_ranks_that_the_program_starts(folder: Path) -> None:
+    """Ranks that an unchanged program starts by `spawn` train with our wrapper."""
+    status, output, errors = outcome(folder, "-m", "flatparam", "run", "train.py", str(folder / "meeting"))
+    assert status == 0, errors
+    assert sorted(line.rpartition(" ")[0] for line in output.splitlines()) == [
+        "rank 0: flatparam.fully_sharded_data_parallel",
+        "rank 1: flatparam.fully_sharded_data_parallel",
+    ]
+
+
+def test_under_torchrun(folder: Path) -> None:
+    """Under torchrun an unchanged program trains with our wrapper, to the losses that it has with torch's FSDP1."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ours = outcome(folder, *torchrun, "-m", "flatparam", "run", "train.py")
+    theirs = outcome(folder, *torchrun, "train.py")
+    assert (ours[0], theirs[0]) == (0, 0), ours[2]
+    expected = theirs[1].replace("torch.distributed.fsdp", "flatparam")
+    assert sorted(ours[1].splitlines()) == sorted(expected.splitlines())
+    assert len(ours[1].splitlines()) == 2
