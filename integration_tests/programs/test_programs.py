@@ -167,6 +167,22 @@ FAILURES = {
         Program(Block((LINEAR, Place(Leaf("norm", "all"), checkpoint="non-reentrant"), LINEAR))),
         Configuration(units=("0",)),
     ),
+    "a unit whose parameters were lent is gathered again at the end of backward": (
+        Program(
+            Block(
+                (Place(Leaf(), used=False), LINEAR, Place(Block((LINEAR, LINEAR)), checkpoint="reentrant"))
+            ),
+            ties=(("0", "2.1"),),
+            steps=(Step(), Step()),
+        ),
+        Configuration(
+            strategy="HYBRID_SHARD",
+            shard_size=1,
+            units=("1", "2"),
+            use_orig_params="yes",
+            backward_prefetch="BACKWARD_POST",
+        ),
+    ),
 }
 
 

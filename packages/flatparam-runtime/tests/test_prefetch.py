@@ -255,6 +255,28 @@ def test_what_was_gathered_in_vain_is_freed() -> None:
     check_at_rest(module)
 
 
+class Aside(nn.Module):
+    """Two layers, of which the first has no part in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        out: Tensor = self.used(x)
+        return out
+
+
+@pytest.mark.parametrize("order", BackwardOrder)
+def test_the_end_of_backward_gathers_nothing(order: BackwardOrder) -> None:
+    """Units that become complete when autograd has ended gather no unit ahead, which would stay in memory."""
+    module = sharded(Aside, SingleCollectives(), units=["unused", "used"], prefetch=PrefetchPlan(0, order))
+    for _ in range(2):
+        module(batch()).sum().backward()
+        check_at_rest(module)
+
+
 def test_prefetching_on_two_ranks_overlaps(device: torch.device) -> None:
     """On two ranks, on CPU as on a GPU, the next unit's gather is under way while this unit computes."""
 

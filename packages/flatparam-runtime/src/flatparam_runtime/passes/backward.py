@@ -92,6 +92,8 @@ class BackwardPass:
     reductions: Reductions = attrs.field(factory=Reductions)
     to_enter: set[Unit] = attrs.field(init=False)
     """The expected units that no gradient has reached yet: their full parameters may still have to be gathered."""
+    has_computed: bool = False
+    """Whether autograd has computed every gradient, so that nothing needs full parameters any more."""
     comparison: Comparison | None = None
     """The comparison of the ranks at the end."""
     run: int = attrs.field(factory=current_run)
@@ -269,6 +271,9 @@ class BackwardPass:
         in_range(name, self._gather_what_follows, unit, when)
 
     def _gather_what_follows(self, unit: Unit, when: BackwardOrder) -> None:
+        # What is gathered now would stay in memory, and go stale, until the next pass.
+        if self.has_computed:
+            return
         plan = unit.plan.prefetch
         if unit.links.backward_prefetch is not None:
             if when is BackwardOrder.BEFORE_COMPUTE:
@@ -315,8 +320,7 @@ class BackwardPass:
         self.ready.sort(key=self.forward.place)
         while self.ready and self.forward.place(self.ready[-1]) >= awaited:
             unit = self.ready.pop()
-            if not all_of_them:
-                self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
+            self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
             if unit.sync_gradients:
                 self.reductions.issue(unit)
 
@@ -330,6 +334,7 @@ class BackwardPass:
             raise
 
     def _finish(self) -> None:
+        self.has_computed = True
         for unit in self.units:
             # No hook reported the unit: its outputs hide their tensors.
             if unit not in self.active and _has_gradients_left(unit):
