@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatparam.command import main
+from flatparam.compat.children import patch_of_reruns
 from flatparam_comm.testing import PATIENCE
 
 pytestmark = pytest.mark.processes
@@ -121,7 +122,6 @@ def outcome(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ("-m", "facts", "exit"),
         ("-m", "package", "--help"),
     ],
-    ids=" ".join,
 )
 def test_a_program_runs_as_python_runs_it(folder: Path, program: tuple[str, ...]) -> None:
     """Arguments, paths, `__main__`, output, traceback and exit status are those of the program without us."""
@@ -173,6 +173,44 @@ else:
     other = "from torch.distributed.fsdp import CPUOffload; print(CPUOffload.__module__.split('.')[0])"
     subprocess.run([sys.executable, "-c", other], check=True)
 """
+
+
+RUN = ["-m", "flatparam", "run"]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["train.py", "-m", "x"], [*RUN, "train.py", "-m", "x"]),
+        (["-u", "train.py"], ["-u", *RUN, "train.py"]),
+        (["-W", "ignore", "train.py"], ["-W", "ignore", *RUN, "train.py"]),
+        (["-Wignore", "-uX", "dev", "train.py"], ["-Wignore", "-uX", "dev", *RUN, "train.py"]),
+        (
+            ["--check-hash-based-pycs", "never", "train.py"],
+            ["--check-hash-based-pycs", "never", *RUN, "train.py"],
+        ),
+        (["-m", "train", "1"], [*RUN, "-m", "train", "1"]),
+        (["-mtrain", "1"], [*RUN, "-m", "train", "1"]),
+        (["-um", "train"], ["-u", *RUN, "-m", "train"]),
+        (["-m", "other", "train"], None),
+        (["-c", "pass", "train.py"], None),
+        (["-", "train.py"], None),
+        (["other.py", "train.py"], None),
+        (["-m"], None),
+        ([], None),
+    ],
+)
+def test_the_program_in_a_command(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], expected: list[str] | None
+) -> None:
+    """A command that runs the program anew gets `-m flatparam run` after the interpreter's options; no other one does."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda self, args: ran.append(args))
+    is_script = "train.py" in command
+    program = os.path.abspath("train.py") if is_script else "train"
+    patch = patch_of_reruns(program, is_module=not is_script)
+    patch.value(None, [sys.executable, *command])
+    assert ran == [[sys.executable, *(command if expected is None else expected)]]
 
 
 def test_ranks_that_the_program_starts(folder: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from flatparam.compat.patching import Patch
 
@@ -57,16 +57,46 @@ def _with_run(args: Any, program: str, is_module: bool) -> Any:
     """The arguments of a command, with `-m flatparam run` before the program if they run it."""
     if not isinstance(args, (list, tuple)) or list(args[:1]) != [sys.executable]:
         return args
-    command = list(args)
-    for place, word in enumerate(command[1:], start=1):
-        if word == "-m":
-            is_it = is_module and command[place + 1 : place + 2] == [program]
-        elif str(word).startswith("-"):
-            continue
-        else:
-            is_it = not is_module and os.path.realpath(word) == os.path.realpath(program)
-        return [*command[:place], "-m", "flatparam", "run", *command[place:]] if is_it else args
-    return args
+    command = [os.fsdecode(word) for word in args]
+    found = _program_in(command)
+    if found is None:
+        return args
+    options, named, rest = found
+    if is_module:
+        is_it = named == ["-m", program]
+    else:
+        is_it = named[0] != "-m" and os.path.realpath(named[0]) == os.path.realpath(program)
+    return [*options, "-m", "flatparam", "run", *named, *rest] if is_it else args
+
+
+def _program_in(command: list[str]) -> tuple[list[str], list[str], list[str]] | None:
+    """The interpreter with its options, `[script]` or `["-m", module]`, and the program's arguments.
+
+    None if the command runs neither a script nor a module. The options are those of `python --help`: letters after one
+    dash, of which the last may take a value, in the same word or in the next; and words after two.
+    """
+    place = 1
+    while place < len(command):
+        word = command[place]
+        if not word.startswith("-"):
+            return command[:place], [word], command[place + 1 :]
+        letters = "" if word.startswith("--") else word[1:]
+        taker = next((number for number, letter in enumerate(letters) if letter in _WITH_VALUE), None)
+        if word == "-" or (taker is not None and letters[taker] == "c"):
+            return None
+        # A value that is not in the same word is the next one.
+        apart = word == _LONG_WITH_VALUE or taker == len(letters) - 1
+        if taker is not None and letters[taker] == "m":
+            options = command[:place] + ([f"-{letters[:taker]}"] if taker else [])
+            value = command[place + 1 : place + 2] if apart else [letters[taker + 1 :]]
+            return options, ["-m", *value], command[place + 1 + apart :]
+        place += 1 + apart
+    return None
+
+
+_WITH_VALUE: Final = "cmWX"
+"""The one-letter options of the interpreter that take a value."""
+_LONG_WITH_VALUE: Final = "--check-hash-based-pycs"
 
 
 class _Called:
