@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, final
 
 import attrs
-from typing_extensions import final
 
 __all__ = ["CannotRun", "Program", "run_program"]
 

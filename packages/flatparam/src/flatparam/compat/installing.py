@@ -18,10 +18,10 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch.distributed as dist
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from flatparam.compat.children import patch_of_children
 from flatparam.compat.holders import patches_of_holders

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
-from typing_extensions import final
 
 __all__ = ["FSDP", "STATE_FUNCTIONS", "Name", "fsdp1_names", "lacking"]
 
@@ -24,111 +23,51 @@ PUBLIC: Final[Mapping[str, str]] = {
 }
 """Torch's modules whose public names are ours, and our modules that have them."""
 
-_HARVESTED: Final[Mapping[str, tuple[str, Sequence[str]]]] = {
-    FSDP: ("flatparam", ("FlatParameter",)),
+FACADES: Final[Mapping[str, str]] = {
+    f"{FSDP}.sharded_grad_scaler": "flatparam.sharded_grad_scaler",
+    f"{FSDP}._debug_utils": "flatparam._debug_utils",
+    f"{FSDP}._fsdp_extensions": "flatparam._fsdp_extensions",
+    f"{FSDP}._trace_utils": "flatparam._trace_utils",
+    f"{FSDP}._common_utils": "flatparam.private._common_utils",
+    f"{FSDP}._flat_param": "flatparam.private._flat_param",
+    f"{FSDP}._init_utils": "flatparam.private._init_utils",
+    f"{FSDP}._runtime_utils": "flatparam.private._runtime_utils",
+    f"{FSDP}._traversal_utils": "flatparam.private._traversal_utils",
+    STATE_FUNCTIONS: "flatparam.checkpoint.state_dict",
+}
+"""Torch's modules without an `__all__` that is FSDP1's, and our modules, whose `__all__` says what programs take."""
+
+ALSO_TAKEN: Final[Mapping[str, Sequence[str]]] = {
+    FSDP: ("FlatParameter",),
     f"{FSDP}.fully_sharded_data_parallel": (
-        "flatparam.fully_sharded_data_parallel",
-        (
-            "BackwardPrefetch",
-            "CPUOffload",
-            "CustomPolicy",
-            "FlatParameter",
-            "FullOptimStateDictConfig",
-            "FullStateDictConfig",
-            "LocalOptimStateDictConfig",
-            "LocalStateDictConfig",
-            "MixedPrecision",
-            "ModuleWrapPolicy",
-            "OptimStateDictConfig",
-            "ShardedOptimStateDictConfig",
-            "ShardedStateDictConfig",
-            "ShardingStrategy",
-            "StateDictConfig",
-            "StateDictSettings",
-            "StateDictType",
-        ),
+        "BackwardPrefetch",
+        "CPUOffload",
+        "CustomPolicy",
+        "FlatParameter",
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "MixedPrecision",
+        "ModuleWrapPolicy",
+        "OptimStateDictConfig",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
     ),
-    f"{FSDP}.sharded_grad_scaler": ("flatparam.sharded_grad_scaler", ("ShardedGradScaler",)),
     f"{FSDP}.wrap": (
-        "flatparam.wrap",
-        (
-            "_ConfigAutoWrap",
-            "_Policy",
-            "_module_wrap_policy",
-            "_or_policy",
-            "_recursive_wrap",
-            "_wrap_module_cls_individually",
-        ),
-    ),
-    f"{FSDP}._debug_utils": (
-        "flatparam._debug_utils",
-        ("SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns"),
-    ),
-    f"{FSDP}._fsdp_extensions": (
-        "flatparam._fsdp_extensions",
-        ("FSDPExtensions", "_set_fsdp_extensions"),
-    ),
-    f"{FSDP}._trace_utils": (
-        "flatparam._trace_utils",
-        ("TracingConfig", "_ExecOrderTracer", "_ExecutionInfo", "_ParamUsageInfo"),
-    ),
-    f"{FSDP}._common_utils": (
-        "flatparam.private._common_utils",
-        (
-            "FSDP_FLATTENED",
-            "FSDP_PREFIX",
-            "FSDP_WRAPPED_MODULE",
-            "HandleTrainingState",
-            "TrainingState",
-            "_get_module_fsdp_state",
-            "_get_module_fsdp_state_if_fully_sharded_module",
-            "_has_fsdp_params",
-            "_is_fsdp_flattened",
-            "_module_handle",
-            "_set_fsdp_flattened",
-            "clean_tensor_name",
-        ),
-    ),
-    f"{FSDP}._flat_param": (
-        "flatparam.private._flat_param",
-        (
-            "FlatParamHandle",
-            "FlatParamShardMetadata",
-            "FlatParameter",
-            "ParamInfo",
-            "SharedParamInfo",
-            "_ShardParamInfo",
-        ),
-    ),
-    f"{FSDP}._init_utils": ("flatparam.private._init_utils", ("HYBRID_SHARDING_STRATEGIES",)),
-    f"{FSDP}._runtime_utils": (
-        "flatparam.private._runtime_utils",
-        (
-            "_get_fsdp_root_states",
-            "_is_fsdp_root",
-            "_lazy_init",
-            "_post_backward_final_callback",
-            "_reshard",
-            "_unshard",
-        ),
-    ),
-    f"{FSDP}._traversal_utils": (
-        "flatparam.private._traversal_utils",
-        ("_get_fsdp_handles", "_get_fsdp_states", "_get_fsdp_states_with_modules"),
-    ),
-    STATE_FUNCTIONS: (
-        "flatparam.checkpoint.state_dict",
-        (
-            "get_model_state_dict",
-            "get_optimizer_state_dict",
-            "get_state_dict",
-            "set_model_state_dict",
-            "set_optimizer_state_dict",
-            "set_state_dict",
-        ),
+        "_ConfigAutoWrap",
+        "_Policy",
+        "_module_wrap_policy",
+        "_or_policy",
+        "_recursive_wrap",
+        "_wrap_module_cls_individually",
     ),
 }
-"""By torch's module: ours, and the names that programs take from there although they are not in an `__all__`."""
+"""The names that programs take from the modules of `PUBLIC` although they are not in an `__all__` there."""
 
 
 @final
@@ -164,7 +103,9 @@ def fsdp1_names() -> list[Name]:
         for name in getattr(importlib.import_module(module), "__all__", ()):
             if name not in of_fsdp2:
                 found[module, name] = Name(module, name, home)
-    for module, (home, names) in _HARVESTED.items():
+    taken = {(PUBLIC[module], module): names for module, names in ALSO_TAKEN.items()}
+    taken |= {(home, module): importlib.import_module(home).__all__ for module, home in FACADES.items()}
+    for (home, module), names in taken.items():
         torchs = _module_or_none(module)
         for name in names:
             # A later torch may have moved or dropped what is private.

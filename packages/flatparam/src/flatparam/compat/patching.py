@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
-from typing_extensions import final
 
 __all__ = ["Patch", "apply", "restore"]
 

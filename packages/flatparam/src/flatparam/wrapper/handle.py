@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
 from torch import nn
-from typing_extensions import final
 
 from flatparam.wrapper.parameters import moving_shards
 from flatparam.wrapper.ranks import process_group, ranks_of

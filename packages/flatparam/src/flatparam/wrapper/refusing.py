@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, final
 
 import attrs
-from typing_extensions import final
 
 from flatparam.wrapper.ranks import ranks_of
 from flatparam_core import FlatParamError
