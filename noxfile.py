@@ -125,7 +125,14 @@ def types(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Several layers, or several ranks, at once: integration_tests on CPU (arguments go to pytest)."""
     install_all_layers(session)
-    pytest(session, "-m", "not gpu", "integration_tests", *session.posargs)
+    pytest(session, "-m", "not gpu and not long", "integration_tests", *session.posargs)
+
+
+@nox.session
+def long(session: nox.Session) -> None:
+    """The integration tests that take long: tools from end to end, every workload of the benchmark; not in `tests`."""
+    install_all_layers(session)
+    pytest(session, "-m", "long and not gpu", "integration_tests", *session.posargs)
 
 
 @nox.session

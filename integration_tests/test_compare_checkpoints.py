@@ -26,7 +26,7 @@ BLOCK_NBYTES = 2**20
 STATES = 3
 """A parameter and the two moments of AdamW."""
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 
 @attrs.frozen

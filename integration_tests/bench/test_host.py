@@ -62,6 +62,7 @@ def test_optimizers_take_part() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(4 * PATIENCE)  # under valgrind
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 def test_instructions_are_counted() -> None:

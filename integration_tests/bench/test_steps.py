@@ -28,7 +28,10 @@ pytestmark = pytest.mark.processes
 Counted = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["tiny small", "tiny wide", "tiny many"])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("tiny wide", "tiny many")]
+
+
+@pytest.fixture(scope="module", params=["tiny small", *LONG])
 def workload(request: pytest.FixtureRequest) -> str:
     """The name of a workload."""
     return str(request.param)

@@ -17,7 +17,7 @@ from gpu.main import MEASUREMENTS
 from flatparam_comm.testing import PATIENCE
 from integration_tests.simulated import build
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -40,10 +40,13 @@ def test_sharded_is_unsharded(examples: int, space: dict[str, Any]) -> None:
 
     All sums are of small multiples of 3/4, so they are exact in any order, over any number of ranks, and in bf16. Norms
     are of the orders 1 and infinity, since squares are too large to be exact.
+
+    The cases are always the same here; `nox -s programs` tries others.
     """
-    search(examples, **space)
+    search(examples, seed=1, **space)
 
 
+@pytest.mark.long
 def test_the_space_has_every_axis() -> None:
     """Each kind of model and each way to wrap that `AXES` names comes up, though most cases are plain."""
     tried: Counter[str] = Counter()

@@ -8,7 +8,7 @@ import pytest
 
 from integration_tests.simulated.compiled import BACKENDS, LIBRARIES, WAYS, Counts, Row, counted
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 OURS: Final = {"the model": (1, 1), "each block, wrapped": (1, 0), "each block, before it is wrapped": (1, 0)}
 """Graphs and graph breaks, whatever the number of blocks: all blocks share one graph."""

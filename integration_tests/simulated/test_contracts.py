@@ -34,6 +34,7 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
+@pytest.mark.long
 def test_contracts_hold_on_the_device() -> None:
     """What a unit, a copy, a tied parameter and a trained model do on the CPU they do there; and nothing races."""
     if reason := build.why_not():

@@ -10,7 +10,7 @@ from flatparam_core import all_thresholds
 from integration_tests.simulated.long_parameters import HIDDEN, WIDTH, Way, train
 from integration_tests.simulated.twins import wrong_with
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 WAYS = [
     *(Way(*each) for each in itertools.product(("", "bfloat16", "float16"), (False, True), (False, True))),

@@ -172,7 +172,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _pytest(row: Row, suite: str, folders: Sequence[str]) -> list[str]:
     cache = HOME / f"{row.name}-{suite}.cache"  # which tests failed last
-    return [*PYTEST, "-o", f"cache_dir={cache}", "-m", "not gpu and not slow", *folders]
+    return [*PYTEST, "-o", f"cache_dir={cache}", "-m", "not gpu and not slow and not long", *folders]
 
 
 def repeated(first: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
