@@ -349,7 +349,16 @@ def clients(session: nox.Session) -> None:
 
 
 # What the tests need beside what our packages depend on; the versions are those of tools/constraints.txt.
-TEST_TOOLS = ("hypothesis", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors", "tomli")
+TEST_TOOLS = (
+    "expecttest",
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "safetensors",
+    "tomli",
+)
 PYTEST = ("python", "-m", "pytest", "-n", WORKERS, "--dist", "worksteal")
 # No other packages than the environment's, and one thread.
 ISOLATED: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "PYTHONHOME": None}

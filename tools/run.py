@@ -41,6 +41,7 @@ TOOLS = [
     "xxhash",
     "build",
     "coverage",
+    "expecttest",  # what torch's own tests are written with
     "hatchling",
     "hypothesis",
     "import-linter",
