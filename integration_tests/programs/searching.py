@@ -20,6 +20,7 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck
 
+from flatparam_comm.testing import be_patient
 from integration_tests.programs.axes import AXES, axes_of
 from integration_tests.programs.checking import check
 from integration_tests.programs.processes import check_in_processes
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the first cases, which are 500 or fewer")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    be_patient()
     begun, done, seed = time.monotonic(), 0, asked.seed
     run, most = SEARCHES[asked.of]
     while time.monotonic() - begun < 60 * asked.minutes if asked.minutes else done < asked.examples:
