@@ -37,7 +37,7 @@ from flatparam_state.files import (
     tensor_of,
 )
 
-__all__ = ["CheckpointReader", "open_checkpoint", "what_it_says"]
+__all__ = ["CheckpointReader", "deletion_of", "open_checkpoint", "what_it_says"]
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
@@ -57,6 +57,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
             hint=f"expected a directory with {MANIFEST}, or one of such directories",
         )
     return CheckpointReader(chosen.path, chosen.manifest)
+
+
+def deletion_of(path: Path) -> CheckpointError:
+    """The error about a checkpoint at `path` that was there and is not there any more."""
+    return CheckpointError(
+        f"{path}: deleted while it was read, by retention (`keep`) or by somebody",
+        path=path,
+        hint="read the latest checkpoint again, or keep more of them",
+    )
 
 
 @final
@@ -87,6 +96,10 @@ class CheckpointReader:
         """Close its files."""
         for file in self._files.values():
             file.close()
+
+    def deletion(self) -> CheckpointError | None:
+        """The error that says that this checkpoint was deleted since it was opened; None if it was not."""
+        return None if (self.path / MANIFEST).exists() else deletion_of(self.path)
 
     @property
     def format(self) -> str:
@@ -233,7 +246,10 @@ class CheckpointReader:
         """The file of rank `number`, open; its size and header are checked the first time."""
         if number not in self._files:
             record = self.manifest.files[number]
-            file = ByteFile(self.path / record.name)
+            try:
+                file = ByteFile(self.path / record.name)
+            except CheckpointError as error:
+                raise (self.deletion() or error) from error
             try:
                 _check_file(file, record, self.manifest, number)
             except BaseException:

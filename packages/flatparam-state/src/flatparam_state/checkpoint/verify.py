@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import final
+from pathlib import Path
+from typing import Final, final
 
 import attrs
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint
+from flatparam_state.files import CheckpointError
 from flatparam_state.soundness import BytesRead, Check, examine
 
-__all__ = ["Verification", "checks_of_directory", "verify_checkpoint"]
+__all__ = ["Verification", "checks_of_directory", "damage_of", "verify_checkpoint"]
+
+
+_TRIES: Final = 20
+"""How often the latest checkpoint is opened anew because a writer has deleted it."""
 
 
 @final
@@ -45,18 +51,31 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Verification:
     Raises:
         CheckpointError: if there is no manifest that can be trusted; what is wrong beyond that is in the result.
     """
-    with open_checkpoint(path) as reader:
-        found = examine(checks_of_directory(reader))
-        manifest = reader.manifest
-        return Verification(
-            str(reader.path),
-            manifest.step,
-            manifest.save_id,
-            manifest.world_size,
-            len(reader.tensors),
-            reader.nbytes_read,
-            found.problems,
-        )
+    for _ in range(_TRIES):
+        with open_checkpoint(path) as reader:
+            found = examine(checks_of_directory(reader))
+        # A writer has gone on, and retired what was the latest: there is a newer one.
+        if reader.deletion() is None or reader.path == Path(path):
+            break
+    manifest = reader.manifest
+    return Verification(
+        str(reader.path),
+        manifest.step,
+        manifest.save_id,
+        manifest.world_size,
+        len(reader.tensors),
+        reader.nbytes_read,
+        found.problems,
+    )
+
+
+def damage_of(path: Path) -> str:
+    """What is wrong with the checkpoint in the directory `path`, after reading every byte of it; "" if nothing is."""
+    try:
+        problems = verify_checkpoint(path).problems
+    except CheckpointError as error:
+        return str(error)
+    return problems[0] if problems else ""
 
 
 def checks_of_directory(reader: CheckpointReader) -> Iterator[Check]:

@@ -5,6 +5,7 @@ from flatparam_state.files.byte_file import (
 )
 from flatparam_state.files.disk import (
     free_nbytes,
+    open_regular,
     replace_durably,
     sync_directory,
     write_durably,
@@ -53,6 +54,7 @@ __all__ = [
     "chunk_spans",
     "free_nbytes",
     "join_path",
+    "open_regular",
     "parse_json",
     "read_header",
     "replace_durably",

@@ -9,6 +9,7 @@ from typing import final
 
 from typing_extensions import Self
 
+from flatparam_state.files.disk import open_regular
 from flatparam_state.files.errors import CheckpointError
 
 __all__ = ["ByteFile"]
@@ -20,15 +21,18 @@ class ByteFile:
 
     __slots__ = ("_descriptor", "nbytes", "nbytes_read", "path")
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, follows_links: bool = True) -> None:
         """Open `path`.
 
+        Args:
+            follows_links: whether it may be a symbolic link to a regular file.
+
         Raises:
-            CheckpointError: if it cannot be opened, saying why.
+            CheckpointError: if it cannot be opened, or is no regular file, saying why.
         """
         self.path = Path(path)
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_regular(path, follows_links=follows_links)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be opened: {error.strerror}", path=path, hint="restore the file"

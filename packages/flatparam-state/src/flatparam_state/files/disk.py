@@ -1,16 +1,86 @@
-"""The disk: writes that are on it when they return, and the room that is left."""
+"""The disk: regular files and no others, writes that are on it when they return, and the room that is left."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
-__all__ = ["free_nbytes", "replace_durably", "sync_directory", "write_durably"]
+from flatparam_state.files.errors import CheckpointError
+
+__all__ = ["free_nbytes", "open_regular", "replace_durably", "sync_directory", "write_durably"]
+
+
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follows_links: bool = True
+) -> int:
+    """Open a regular file, and return its descriptor.
+
+    Whoever can write to a directory can put a FIFO there, which an ordinary `open` waits for, a device that never
+    ends, or a link to a file of the user, which would be overwritten.
+
+    Args:
+        flags: those of `os.open`; a new file can be read by all, and written by its owner.
+        follows_links: whether `path` may be a symbolic link to a regular file, or the same file may have a second name.
+
+    Raises:
+        CheckpointError: if it is anything else than a regular file, saying what it is.
+        OSError: if it cannot be opened.
+    """
+    # Without waiting for the other end of a FIFO; a regular file is opened as ever.
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if not follows_links:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        # A FIFO that nobody reads cannot be opened to write, nor can a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) and os.path.lexists(path):
+            raise _not_regular(path, os.lstat(path).st_mode) from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _not_regular(path, found.st_mode)
+        if not follows_links and found.st_nlink > 1:
+            raise CheckpointError(
+                f"{path}: the same file has {found.st_nlink - 1} other name(s)",
+                path=path,
+                hint=f"see where it comes from, and delete {path}",
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def _not_regular(path: str | os.PathLike[str], mode: int) -> CheckpointError:
+    kind = next((words for is_it, words in _KINDS if is_it(mode)), "something else")
+    return CheckpointError(
+        f"{path}: expected a regular file, found {kind}",
+        path=path,
+        hint="see where it comes from, and put a file in its place or delete it",
+    )
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write the file `path`."""
-    with path.open("wb", buffering=0) as file:
+    """Write a new file `path`; what has this name is not touched, and has to be gone.
+
+    Raises:
+        FileExistsError: if something has this name, be it a link to nothing.
+    """
+    with path.open("xb", buffering=0) as file:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]

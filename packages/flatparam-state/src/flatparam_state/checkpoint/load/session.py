@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -14,10 +14,10 @@ from torch import nn
 from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model
 from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
-from flatparam_state.checkpoint.manifest import Manifest
+from flatparam_state.checkpoint.manifest import MANIFEST, Manifest
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, agree, attempt, read_manifest
-from flatparam_state.checkpoint.reader import CheckpointReader, what_it_says
+from flatparam_state.checkpoint.reader import CheckpointReader, deletion_of, what_it_says
 from flatparam_state.files import CheckpointError
 
 __all__ = ["Loaded", "load_checkpoint"]
@@ -58,6 +58,10 @@ class Loaded:
             return _rank_extra(reader, reader.manifest, rank)
 
 
+_TRIES: Final = 20
+"""How often the latest checkpoint is chosen anew because a writer has deleted it."""
+
+
 @final
 @attrs.frozen(eq=False)
 class _Prepared:
@@ -79,9 +83,43 @@ def load_checkpoint(
     convert_dtype: bool,
 ) -> Loaded | None:
     """See `Checkpointer.load`."""
-    place = _agree_on_place(directory, ranks, step)
-    if place is None:
-        return None
+    for tries_left in reversed(range(_TRIES)):
+        place = _agree_on_place(directory, ranks, step)
+        if place is None:
+            return None
+        try:
+            prepared = _prepare_everywhere(directory, ranks, place, model, optimizers, strict, convert_dtype)
+        except CheckpointError as error:
+            # Rank 0 has chosen it; a different rank may not see the directory at all.
+            is_there = (place[0] / MANIFEST).exists()
+            if ranks.exchange(is_there, label="look whether the checkpoint is there")[0]:
+                raise
+            # A writer has gone on, and retired what was the latest.
+            if step is None and tries_left:
+                continue
+            raise deletion_of(place[0]) from error
+        break
+    for optimizer in prepared.optimizers:
+        optimizer.install()
+    if prepared.model is not None:
+        prepared.model.install()
+    return prepared.loaded
+
+
+def _prepare_everywhere(
+    directory: CheckpointDirectory,
+    ranks: Collectives,
+    place: tuple[Path, str],
+    model: nn.Module | None,
+    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
+    strict: bool,
+    convert_dtype: bool,
+) -> _Prepared:
+    """Read and check what each rank needs, until all have said that it fits.
+
+    Raises:
+        CheckpointError: on every rank, if one has found a fault.
+    """
 
     def prepare() -> _Prepared:
         path, save_id = place
@@ -99,11 +137,7 @@ def load_checkpoint(
     agree(ranks, attempted, label="load a checkpoint")
     prepared = attempted.value
     assert prepared is not None, "nobody has failed"
-    for optimizer in prepared.optimizers:
-        optimizer.install()
-    if prepared.model is not None:
-        prepared.model.install()
-    return prepared.loaded
+    return prepared
 
 
 def _agree_on_place(

@@ -45,13 +45,16 @@ def unseal(data: bytes) -> Any:
     return content
 
 
-def read_sealed(path: str | os.PathLike[str]) -> Any:
+def read_sealed(path: str | os.PathLike[str], *, follows_links: bool = True) -> Any:
     """The content of a sealed file.
 
+    Args:
+        follows_links: whether it may be a symbolic link to a regular file.
+
     Raises:
-        CheckpointError: if it is not there, or not as it was written.
+        CheckpointError: if it is not there, is no regular file, or is not as it was written.
     """
-    with ByteFile(path) as file:
+    with ByteFile(path, follows_links=follows_links) as file:
         if file.nbytes > _MAX_NBYTES:
             raise CheckpointError(f"{path}: {file.nbytes:,} bytes are too many", path=path)
         data = bytes(file.read(0, file.nbytes))
@@ -66,5 +69,5 @@ def read_sealed(path: str | os.PathLike[str]) -> Any:
 
 
 def write_sealed(path: Path, content: Any) -> None:
-    """Write `content` to the new file `path`, and wait until it is on the disk."""
+    """Write `content` to the new file `path`, and wait until it is on the disk; see `write_durably`."""
     write_durably(path, seal(content))

@@ -50,6 +50,8 @@ class Manifest:
     """The other paths of tied tensors."""
     values: Any
     written_by: Mapping[str, str] = attrs.field(validator=mapping_of(text))
+    number: int = attrs.field(default=0, validator=count)
+    """The how-manieth save of its directory this is; the newest has the largest number, whatever clocks say."""
 
     @files.validator
     def _check_files(
@@ -87,6 +89,7 @@ class Manifest:
             "save_id": self.save_id,
             "step": self.step,
             "follows": self.follows,
+            "number": self.number,
             "world_size": self.world_size,
             "written_by": dict(self.written_by),
             "files": [file.to_json() for file in self.files],
@@ -127,6 +130,8 @@ class Manifest:
             as_object(tree["aliases"]),
             tree["values"],
             as_object(tree["written_by"]),
+            # Manifests of the first versions have none.
+            tree.get("number", 0),
         )
 
 

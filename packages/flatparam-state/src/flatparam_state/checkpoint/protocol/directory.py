@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, final
 
@@ -14,12 +15,16 @@ import attrs
 
 from flatparam_state.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
 from flatparam_state.checkpoint.protocol.moments import Moment, OnMoment, nothing
-from flatparam_state.files import CheckpointError, replace_durably, sync_directory
+from flatparam_state.files import ByteFile, CheckpointError, replace_durably, sync_directory
 
 __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
 
 _LATEST: Final = "latest"
 _NEW_LATEST: Final = "latest.new"
+_LATEST_NBYTES: Final = 4096
+"""More than `latest` ever has."""
+_BEGINNING_NBYTES: Final = 4096
+"""Of a manifest; what it follows stands before the tensors."""
 _TRIES: Final = 100
 _COMMITTED: Final = re.compile(r"step-(\d{8,18})")
 _LEFT: Final = re.compile(r"step-\d{8,18}\.(tmp|deleted)-[0-9a-f]{32}")
@@ -83,9 +88,9 @@ class CheckpointDirectory:
             CheckpointError: if it is damaged.
         """
         path = self.root / _LATEST
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
-        content = read_sealed(path)
+        content = read_sealed(path, follows_links=False)
         name = _COMMITTED.fullmatch(str(content.get("name"))) if isinstance(content, dict) else None
         if name is None or not isinstance(content.get("save_id"), str):
             raise CheckpointError(f"{path}: it names no checkpoint", path=path)
@@ -94,6 +99,8 @@ class CheckpointDirectory:
     def point_at(self, step: int, save_id: str, on_moment: OnMoment = nothing) -> None:
         """Have `latest` name this checkpoint, in one step for whoever reads it."""
         new = self.root / _NEW_LATEST
+        # A writer died before it could rename it, or somebody has put a link there, whose target stays as it is.
+        new.unlink(missing_ok=True)
         write_sealed(new, {"name": self.path_of(step).name, "save_id": save_id})
         on_moment(Moment.LATEST_WRITTEN)
         replace_durably(new, self.root / _LATEST)
@@ -128,11 +135,12 @@ class CheckpointDirectory:
             return self._newest_sound("") if named is None else self._successor(named) or named
         return self._newest_sound(f"{self.root / _LATEST} changes all the time")
 
-    def _text_of_latest(self) -> bytes | None:
+    def _text_of_latest(self) -> bytes | str:
         try:
-            return (self.root / _LATEST).read_bytes()
-        except FileNotFoundError:
-            return None
+            with ByteFile(self.root / _LATEST, follows_links=False) as file:
+                return bytes(file.read(0, min(file.nbytes, _LATEST_NBYTES)))
+        except CheckpointError as error:
+            return str(error)
 
     def _named(self) -> Chosen | None:
         latest = self.latest()
@@ -147,21 +155,37 @@ class CheckpointDirectory:
         return Chosen(path, manifest)
 
     def _sound(self) -> Iterator[Chosen]:
-        for step in reversed(self.steps()):
+        for step in self.steps():
             with contextlib.suppress(CheckpointError):
                 yield Chosen(self.path_of(step), read_manifest(self.path_of(step)))
 
+    def _age(self, chosen: Chosen) -> tuple[int, int, int]:
+        """Is larger for the newer of two checkpoints; time only decides between saves of the first versions."""
+        manifest = chosen.manifest
+        return manifest.number, self._time_of(manifest.step) if not manifest.number else 0, manifest.step
+
+    def numbers(self) -> dict[int, int]:
+        """By step, the number of each save whose manifest is sound."""
+        return {chosen.manifest.step: chosen.manifest.number for chosen in self._sound()}
+
     def _successor(self, named: Chosen) -> Chosen | None:
         """The checkpoint that was committed after `named`, if its writer died before it could say so."""
-        since = self._time_of(named.manifest.step)
         for step in reversed(self.steps()):
             path = self.path_of(step)
-            if path != named.path and self._time_of(step) >= since:
+            if path != named.path and self._may_follow(path, named.manifest.save_id):
                 with contextlib.suppress(CheckpointError):
                     manifest = read_manifest(path)
                     if manifest.follows == named.manifest.save_id:
                         return Chosen(path, manifest)
         return None
+
+    def _may_follow(self, path: Path, save_id: str) -> bool:
+        """Whether the beginning of a manifest names the save that it follows, so that it is worth to be read."""
+        try:
+            with ByteFile(path / MANIFEST) as file:
+                return save_id.encode() in file.read(0, min(file.nbytes, _BEGINNING_NBYTES))
+        except CheckpointError:
+            return False
 
     def _time_of(self, step: int) -> int:
         """When a checkpoint was written; -1 if it has just been retired."""
@@ -172,7 +196,7 @@ class CheckpointDirectory:
 
     def _newest_sound(self, why: str) -> Chosen | None:
         steps = self.steps()
-        for chosen in self._sound():
+        for chosen in sorted(self._sound(), key=self._age)[-1:]:
             # The writer of the first checkpoint died before there was a `latest`.
             first = not why and chosen.manifest.follows is None
             lost = why or f"{self.root / _LATEST} is missing"
@@ -195,12 +219,31 @@ class CheckpointDirectory:
                 shutil.rmtree(path, ignore_errors=True)
         (self.root / _NEW_LATEST).unlink(missing_ok=True)
 
-    def retire(self, keep: int, spare: int, on_moment: OnMoment = nothing) -> None:
-        """Delete all but the `keep` newest checkpoints, and never that of step `spare`."""
+    def set_aside(self, step: int) -> Path:
+        """Give the checkpoint of `step` a name under which nobody loads or deletes it; returns where it is then."""
+        aside = self.root / f"{self.path_of(step).name}.damaged-{uuid.uuid4().hex}"
+        self.path_of(step).rename(aside)
+        sync_directory(self.root)
+        return aside
+
+    def retire(
+        self, keep: int, spare: int, numbers: Mapping[int, int], on_moment: OnMoment = nothing
+    ) -> None:
+        """Delete all but the `keep` newest checkpoints, and never that of step `spare`.
+
+        Args:
+            numbers: by step, the number of its save. A step that is not among them, whose manifest cannot be read, is
+                as old as the one before it.
+        """
         if keep < 1:
             raise ValueError(f"expected to keep at least 1 checkpoint, found {keep}")
-        age = {step: self._time_of(step) for step in self.steps() if step != spare}
-        oldest_first = sorted(age, key=lambda step: (age[step], step))
+        age: dict[int, tuple[int, int, int]] = {}
+        known = 0
+        for step in self.steps():
+            known = numbers.get(step, known)
+            if step != spare:
+                age[step] = known, self._time_of(step) if not known else 0, step
+        oldest_first = sorted(age, key=age.__getitem__)
         for step in oldest_first[: max(0, len(oldest_first) - (keep - 1))]:
             doomed = self.root / f"step-{step:08d}.deleted-{uuid.uuid4().hex}"
             # So nobody sees a checkpoint that is half deleted.

@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import CheckpointError, open_regular
 
 try:
     import fcntl
@@ -51,12 +51,13 @@ class DirectoryLock:
         """Lock the directory; this does nothing if the object holds the lock already.
 
         Raises:
-            CheckpointError: if somebody else writes there, naming host and process.
+            CheckpointError: if somebody else writes there, naming host and process; if the lock is no regular file.
         """
         if self.is_held:
             return
         path = self._root / _NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        # Its content is replaced, so it must not be a different file of the user's.
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follows_links=False)
         try:
             self._take(descriptor, path)
             owner = {

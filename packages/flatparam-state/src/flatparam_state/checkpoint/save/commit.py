@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+import warnings
 from pathlib import Path
 from typing import final
 
@@ -15,6 +16,7 @@ from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 from flatparam_state.checkpoint.save.merge import merge
 from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
 from flatparam_state.checkpoint.save.report import RankReport, report_path
+from flatparam_state.checkpoint.verify import damage_of
 from flatparam_state.files import CheckpointError, Staging, sync_directory
 from flatparam_state.version import __version__
 
@@ -62,6 +64,8 @@ class Committer:
     on_moment: OnMoment = nothing
     lock: DirectoryLock = attrs.field()
     _latest: tuple[int, str] | None = None
+    _numbers: dict[int, int] = attrs.field(factory=dict)
+    """By step, the number of its save; of the checkpoints that this committer knows."""
 
     @lock.default
     def _make_lock(self) -> DirectoryLock:
@@ -71,7 +75,7 @@ class Committer:
         """Lock the directory, clear away what dead writers have left, and make the temporary directory.
 
         Raises:
-            CheckpointError: if somebody else writes there, or `step` is there already.
+            CheckpointError: if somebody else writes there, or a sound checkpoint of `step` is there already.
         """
         directory = self.directory
         directory.root.mkdir(parents=True, exist_ok=True)
@@ -81,19 +85,34 @@ class Committer:
         self.on_moment(Moment.LOCKED)
         directory.clean()
         self.on_moment(Moment.CLEANED)
-        if directory.path_of(step).exists():
-            raise CheckpointError(
-                f"{directory.path_of(step)}: there is a checkpoint of step {step} already, and nothing committed is "
-                "ever changed",
-                path=directory.path_of(step),
-                hint="delete it, or save to another directory",
-            )
+        self._make_way(step)
         save_id = uuid.uuid4().hex
         follows = None if self._latest is None else self._latest[1]
-        ticket = Ticket(step, save_id, follows, directory.temporary_path(step, save_id))
+        number = max(self._numbers.values(), default=0) + 1
+        ticket = Ticket(step, save_id, follows, directory.temporary_path(step, save_id), number)
         ticket.temporary.mkdir()
         self.on_moment(Moment.PREPARED)
         return ticket
+
+    def _make_way(self, step: int) -> None:
+        """Set aside a checkpoint of `step` that is damaged: a job that began anew before it has come to it again."""
+        path = self.directory.path_of(step)
+        if not path.exists():
+            return
+        problem = damage_of(path)
+        if not problem:
+            raise CheckpointError(
+                f"{path}: there is a checkpoint of step {step} already, and nothing committed is ever changed",
+                path=path,
+                hint="delete it, or save to another directory",
+            )
+        aside = self.directory.set_aside(step)
+        self._numbers.pop(step, None)
+        warnings.warn(
+            f"the checkpoint of step {step} in {self.directory.root} is damaged, and is saved anew; what was there is "
+            f"now in {aside.name}, and can be deleted: {problem}",
+            stacklevel=8,
+        )
 
     def _recover(self) -> None:
         """Have `latest` name what the writer before has committed last, if it died before it could say so."""
@@ -102,7 +121,10 @@ class Committer:
         except CheckpointError:
             # Nothing there is sound, but the new checkpoint will be.
             chosen = None
+        if self.keep is not None:
+            self._numbers = self.directory.numbers()
         if chosen is not None:
+            self._numbers[chosen.manifest.step] = chosen.manifest.number
             self._latest = chosen.manifest.step, chosen.manifest.save_id
             try:
                 known = self.directory.latest()
@@ -135,8 +157,10 @@ class Committer:
         moment(Moment.COMMITTED)
         directory.point_at(ticket.step, ticket.save_id, moment)
         self._latest = ticket.step, ticket.save_id
+        self._numbers[ticket.step] = ticket.number
         if self.keep is not None:
-            directory.retire(self.keep, ticket.step, moment)
+            directory.retire(self.keep, ticket.step, self._numbers, moment)
+            self._numbers = {step: self._numbers[step] for step in directory.steps() if step in self._numbers}
         return final
 
     def abandon(self, ticket: Ticket) -> None:

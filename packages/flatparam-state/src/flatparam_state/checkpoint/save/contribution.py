@@ -67,6 +67,8 @@ class Ticket:
     save_id: str
     follows: str | None
     temporary: Path
+    number: int = 1
+    """See `Manifest.number`."""
 
 
 @final

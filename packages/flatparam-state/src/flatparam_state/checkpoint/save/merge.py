@@ -53,6 +53,7 @@ def merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manife
         {alias: path for report in reports for alias, path in report.aliases.items()},
         values,
         {"flatparam_state": version, "torch": torch.__version__, "python": platform.python_version()},
+        ticket.number,
     )
 
 

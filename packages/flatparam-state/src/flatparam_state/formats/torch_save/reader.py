@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_state.files import ByteFile, CheckpointError
+from flatparam_state.files import ByteFile, CheckpointError, open_regular
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickles import AdmittedNames, read_pickle
 from flatparam_state.formats.stored import Storage
@@ -70,7 +71,7 @@ def open_archive(
         hint="a file that torch before 1.6 wrote must be loaded and saved again; any other is damaged or cut short",
     )
     try:
-        with broken, path.open("rb", buffering=0) as file:
+        with broken, os.fdopen(open_regular(path), "rb", buffering=0) as file:
             length = file.seek(0, io.SEEK_END)
             if start + (nbytes or 0) > length:
                 raise CheckpointError(

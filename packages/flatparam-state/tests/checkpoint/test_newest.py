@@ -1,0 +1,190 @@
+"""Which checkpoint is the newest: the manifests say so; and what happens to one that is damaged, or deleted meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatparam_state.checkpoint import CheckpointError, open_checkpoint, verify_checkpoint
+from flatparam_state.checkpoint import reader as reading
+from flatparam_state.checkpoint.load import session
+from flatparam_state.checkpoint.manifest import read_sealed
+from flatparam_state.checkpoint.manifest.sealed import seal
+
+from .small import SmallRun
+
+
+def saved(root: Path, steps: int, **options: Any) -> None:
+    """Train to `steps`, resuming from what is there, saving every five."""
+    run = SmallRun(root, **options)
+    run.resume()
+    run.train(steps)
+    run.checkpointer.close()
+
+
+def turn_the_clock_back(root: Path) -> None:
+    """Have every checkpoint look younger than whatever is saved next, and the first youngest."""
+    for age, path in enumerate(sorted(root.glob("step-*"))):
+        for file in (path / "manifest.json", path):
+            os.utime(file, (4e9 - age, 4e9 - age))
+
+
+def damage(path: Path, how: str) -> None:
+    """Flip a byte of a checkpoint's manifest or of its tensors, or delete its tensors."""
+    if how == "no tensors":
+        (path / "rank-00000.safetensors").unlink()
+        return
+    file = path / ("manifest.json" if how == "manifest" else "rank-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+
+
+def test_retention_beside_a_clock_that_went_back(tmp_path: Path) -> None:
+    """The newest are kept, in one process and over a restart, whatever the times of their files are."""
+    root = tmp_path / "run"
+    saved(root, 15)
+    turn_the_clock_back(root)
+    saved(root, 20, keep=2)
+    assert SmallRun(root).checkpointer.steps() == [15, 20]
+    turn_the_clock_back(root)
+    saved(root, 30, keep=2)
+    assert SmallRun(root).checkpointer.steps() == [25, 30]
+
+
+def test_the_newest_beside_a_clock_that_went_back(tmp_path: Path) -> None:
+    """If `latest` is lost, the last save is loaded, though an earlier one has later times and a larger step."""
+    root = tmp_path / "run"
+    saved(root, 15)
+    run = SmallRun(root)
+    run.checkpointer.load(5)
+    run.step = 5
+    run.train(7, every=7)
+    run.checkpointer.close()
+    turn_the_clock_back(root)
+    (root / "latest").unlink()
+    with pytest.warns(UserWarning, match="latest is missing: the newest sound checkpoint, step-00000007"):
+        assert SmallRun(root).resume() == 7
+
+
+def test_a_successor_beside_a_clock_that_went_back(tmp_path: Path) -> None:
+    """A checkpoint whose writer died before `latest` named it is the latest, though its files look older."""
+    root = tmp_path / "run"
+    saved(root, 5)
+    before = (root / "latest").read_bytes()
+    saved(root, 10)
+    (root / "latest").write_bytes(before)
+    turn_the_clock_back(root)
+    assert SmallRun(root).resume() == 10
+
+
+def test_manifests_without_a_number(tmp_path: Path) -> None:
+    """Saves of the first versions, which have no number, are in the order of their times, and before all others."""
+    root = tmp_path / "run"
+    saved(root, 15)
+    for path in root.glob("step-*/manifest.json"):
+        content = read_sealed(path)
+        del content["number"]
+        path.write_bytes(seal(content))
+    for age, step in enumerate((10, 5, 15)):
+        os.utime(root / f"step-{step:08d}" / "manifest.json", (1e9 + age, 1e9 + age))
+    saved(root, 20, keep=3)
+    assert SmallRun(root).checkpointer.steps() == [5, 15, 20]
+
+
+@pytest.mark.parametrize("how", ["manifest", "tensors", "no tensors"])
+def test_a_damaged_checkpoint_in_the_way(how: str, tmp_path: Path) -> None:
+    """A job that began anew before it saves that step again; what was there is kept under a name that says so."""
+    root = tmp_path / "run"
+    saved(root, 10)
+    damage(root / "step-00000010", how)
+    run = SmallRun(root)
+    run.checkpointer.load(5)
+    run.step = 5
+    with pytest.warns(
+        UserWarning, match=r"step 10 in .* is damaged, and is saved anew.*step-00000010\.damaged-"
+    ):
+        run.train(10)
+    run.checkpointer.close()
+    (aside,) = root.glob("step-00000010.damaged-*")
+    assert (aside / "manifest.json").exists()
+    assert verify_checkpoint(root).is_sound
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved(root, 15)
+    assert SmallRun(root).resume() == 15
+
+
+def test_a_sound_checkpoint_in_the_way(tmp_path: Path) -> None:
+    """A sound checkpoint of the step is not replaced."""
+    root = tmp_path / "run"
+    saved(root, 10)
+    run = SmallRun(root)
+    run.checkpointer.load(5)
+    run.step = 5
+    with pytest.raises(CheckpointError, match="there is a checkpoint of step 10 already"):
+        run.train(10)
+    assert SmallRun(root).resume() == 10
+
+
+def deleted_before(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path: Path) -> None:
+    """Have the checkpoint at `path` deleted just before the next call of a function of `module`."""
+    function = getattr(module, name)
+
+    def first_delete(*arguments: Any, **named: Any) -> Any:
+        shutil.rmtree(path, ignore_errors=True)
+        return function(*arguments, **named)
+
+    monkeypatch.setattr(module, name, first_delete)
+
+
+def test_loading_beside_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the latest is deleted while it is loaded, the one that is the latest then is loaded."""
+    root = tmp_path / "run"
+    saved(root, 15)
+    shutil.copytree(root, tmp_path / "copy")
+    before = read_sealed(root / "step-00000010" / "manifest.json")["save_id"]
+    (root / "latest").write_bytes(seal({"name": "step-00000010", "save_id": before}))
+    shutil.rmtree(root / "step-00000015")
+    function = session._check_presence
+
+    def meanwhile(*arguments: Any) -> None:
+        # A writer has gone on to step 15, and keeps one checkpoint.
+        if (root / "step-00000010").exists():
+            shutil.copytree(tmp_path / "copy" / "step-00000015", root / "step-00000015")
+            shutil.copy(tmp_path / "copy" / "latest", root / "latest")
+            shutil.rmtree(root / "step-00000010")
+        function(*arguments)
+
+    monkeypatch.setattr(session, "_check_presence", meanwhile)
+    assert SmallRun(root).resume() == 15
+
+
+def test_loading_a_step_beside_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the step that was asked for is deleted meanwhile, the error says so, and nothing is changed."""
+    root = tmp_path / "run"
+    saved(root, 10)
+    run = SmallRun(root)
+    deleted_before(monkeypatch, session, "_check_presence", root / "step-00000005")
+    with pytest.raises(CheckpointError, match="step-00000005: deleted while it was read, by retention"):
+        run.checkpointer.load(5)
+    assert all((parameter == 1).all() for parameter in run.model.parameters())
+
+
+def test_reading_beside_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader whose checkpoint is deleted says so; verifying the latest goes on with the one that is the latest then."""
+    root = tmp_path / "run"
+    saved(root, 10)
+    with open_checkpoint(root / "step-00000005") as reader:
+        shutil.rmtree(root / "step-00000005")
+        with pytest.raises(CheckpointError, match="deleted while it was read, by retention"):
+            reader.load(next(iter(reader.tensors)))
+    saved(root, 15)
+    deleted_before(monkeypatch, reading, "_check_file", root / "step-00000015")
+    found = verify_checkpoint(root)
+    assert (found.step, found.problems) == (10, ())
