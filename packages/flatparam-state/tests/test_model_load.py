@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam_comm import Collectives
+from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_runtime import no_sync
-from flatparam_state import ModelLoad, model_state_dict, places_in
+from flatparam_state import ModelLoad, load_model_state, model_state_dict, places_in
 
 from .models import CASES, Buffers, Case, Nested, mlp
 from .worlds import assert_same_state, load, same_on_all, shard, shard_case, snapshot
@@ -233,21 +233,40 @@ def test_values_in_any_memory_order(use_orig_params: bool) -> None:
         assert_same_state(found, case.build().state_dict())
 
 
-def test_loading_communicates_nothing(use_orig_params: bool) -> None:
-    """Each rank copies its own part: a rank can load alone while the others do something else."""
+def test_loading_sends_no_tensor(use_orig_params: bool) -> None:
+    """Each rank copies its own part; the ranks only tell each other, once, whether everything fits."""
 
     def rank(ranks: Collectives) -> Any:
-        model = shard_case(CASES["every layer a unit"], ranks, use_orig_params=use_orig_params, seed=8)
-        if ranks.rank == 1:
-            load(model, CASES["every layer a unit"].build().state_dict())
-            ranks.barrier(label="loaded")
-        else:
-            ranks.barrier(label="loaded")
-            load(model, CASES["every layer a unit"].build().state_dict())
+        ledger = ByteLedger(keep=True)
+        recording = RecordingCollectives(ranks, ledger)
+        model = shard_case(CASES["every layer a unit"], recording, use_orig_params=use_orig_params, seed=8)
+        ledger.reset()
+        load(model, CASES["every layer a unit"].build().state_dict())
+        # An exchange of words is no transfer of tensors.
+        assert ledger.transfers == ()
         return model_state_dict(model)
 
     for state in same_on_all(2, rank):
         assert_same_state(state, CASES["every layer a unit"].build().state_dict())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_shape_that_is_wrong_on_one_rank(use_orig_params: bool, strict: bool) -> None:
+    """Every rank raises, naming the rank and the parameter, and nothing is changed on any."""
+    case = CASES["every layer a unit"]
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard_case(case, ranks, use_orig_params=use_orig_params, seed=8)
+        state = case.build().state_dict()
+        name = next(name for name in state if name.endswith("weight"))
+        if ranks.rank == 1:
+            state[name] = torch.ones(7)
+        with pytest.raises(RuntimeError, match=f"{'' if ranks.rank == 1 else 'rank 1: '}parameter '{name}'"):
+            load_model_state(model, state, strict=strict)
+        return model_state_dict(model)
+
+    for state in same_on_all(2, rank):
+        assert_same_state(state, case.build(seed=8).state_dict())
 
 
 def test_loading_takes_nothing_of_the_callers_tensors(use_orig_params: bool) -> None:

@@ -172,3 +172,38 @@ def test_a_loading_after_one_that_raised(use_orig_params: bool) -> None:
         return unchanged, loaded_inside, loaded
 
     assert on_ranks(2, rank) == [(True, True, True)] * 2
+
+
+MISFITS: dict[str, Any] = {
+    "a shape": (lambda state: state.update({"4.weight": torch.ones(2, 2)}), r"4\.weight"),
+    "a missing key": (lambda state: state.pop("0.bias"), r"missing key '0\.bias'"),
+    "an unexpected key": (lambda state: state.update(more=torch.ones(1)), "unexpected key 'more'"),
+    "no dict": (lambda state: None, "TypeError: Expected state_dict to be dict-like"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_what_does_not_fit_on_one_rank_changes_nothing_on_any(what: str, use_orig_params: bool) -> None:
+    """Every rank raises, and tells what does not fit and where; all of them can load afterwards."""
+    change, message = MISFITS[what]
+
+    def rank(ranks: Collectives) -> Any:
+        model = FSDP(
+            seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+        )
+        state: Any = seeded(mlp, 8).state_dict()
+        good = dict(state)
+        if ranks.rank == 1:
+            change(state)
+            with pytest.raises((RuntimeError, TypeError)):
+                model.load_state_dict(7 if what == "no dict" else state)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank 1: .*{message}"):
+                model.load_state_dict(state)
+        before = model.state_dict()
+        model.load_state_dict(good)
+        return before, model.state_dict()
+
+    for before, after in on_ranks(2, rank):
+        assert_same_state(before, seeded(mlp).state_dict())
+        assert_same_state(after, seeded(mlp, 8).state_dict())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 import attrs
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Topology"]
+
+T = TypeVar("T")
 
 
 @final
@@ -40,3 +42,11 @@ class Topology:
     def data_parallel_size(self) -> int:
         """The number of ranks that a gradient is averaged over."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
+
+    def exchange(self, value: T, *, label: str = "") -> list[T]:
+        """The `value` of every data-parallel rank, in rank order, replica by replica; every one of them calls it."""
+        known = [value]
+        for group in (self.shard, self.replicate):
+            if group is not None and group.size > 1:
+                known = [item for items in group.exchange(known, label=label) for item in items]
+        return known

@@ -62,6 +62,7 @@ from flatparam_state.model import (
     clean_keys,
     load_model_state,
     model_state_dict,
+    refused_anywhere,
     state_shown,
 )
 from flatparam_state.optimizer import (
@@ -128,6 +129,7 @@ __all__ = [
     "places_in",
     "places_of",
     "read_header",
+    "refused_anywhere",
     "select",
     "shape_of",
     "shard_of",

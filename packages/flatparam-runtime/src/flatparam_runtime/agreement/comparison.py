@@ -15,7 +15,6 @@ from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_training,
     first_divergence,
-    from_everyone,
     rank_of,
 )
 from flatparam_runtime.agreement.fingerprint import Fingerprint
@@ -151,7 +150,7 @@ class Comparison:
         self.read()
         if self._combined != self._own:
             check_training(self._units)
-            deeds = from_everyone(self._units[0].topology, self._fingerprint.deeds(self._units), "order")
+            deeds = self._units[0].topology.exchange(self._fingerprint.deeds(self._units), label="order")
             raise DivergenceError(first_divergence(deeds, rank_of(self._units[0].topology)))
         self._fingerprint.agreed(self._noted)
 

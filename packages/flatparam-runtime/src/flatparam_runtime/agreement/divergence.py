@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from flatparam_comm import FlatParamError, Topology
 from flatparam_runtime.agreement.fingerprint import Deed
@@ -13,25 +12,13 @@ __all__ = [
     "DivergenceError",
     "agree_on_deed",
     "check_training",
-    "from_everyone",
     "first_divergence",
     "rank_of",
 ]
 
-T = TypeVar("T")
-
 
 class DivergenceError(FlatParamError):
     """The ranks are not running the same model or the same program; raised on every rank."""
-
-
-def from_everyone(topology: Topology, value: T, label: str) -> list[T]:
-    """The `value` of every data-parallel rank, in rank order, replica by replica."""
-    known = [value]
-    for group in (topology.shard, topology.replicate):
-        if group is not None and group.size > 1:
-            known = [item for items in group.exchange(known, label=label) for item in items]
-    return known
 
 
 def rank_of(topology: Topology) -> int:
@@ -45,7 +32,7 @@ def agree_on_deed(topology: Topology, deed: Deed) -> None:
     Raises:
         DivergenceError: on every rank; it names the unit and parameters that each rank has reached.
     """
-    everyone = from_everyone(topology, deed, "order")
+    everyone = topology.exchange(deed, label="order")
     if any(other != deed for other in everyone):
         raise DivergenceError(_different_deeds(everyone, rank_of(topology)))
 
@@ -64,9 +51,8 @@ def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
 def check_training(units: Sequence[Unit]) -> None:
     """Raise DivergenceError, on every rank, if the ranks train different parameters, naming the first."""
     handles = [(unit, handle) for unit in units for handle in unit.handles]
-    everyone = from_everyone(
-        units[0].topology, [bytes(handle.trained) for _, handle in handles], "what is trained"
-    )
+    trained = [bytes(handle.trained) for _, handle in handles]
+    everyone = units[0].topology.exchange(trained, label="what is trained")
     for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
         for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
             if len(set(flags)) > 1:

@@ -9,7 +9,7 @@ from typing import final
 
 import attrs
 
-from flatparam_runtime.agreement.divergence import DivergenceError, from_everyone, rank_of
+from flatparam_runtime.agreement.divergence import DivergenceError, rank_of
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["agree_on_units"]
@@ -35,11 +35,11 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     for unit in units:
         unit.held.forget_initial()
     root = units[0].topology
-    digests = from_everyone(root, (_digest(facts), _digest(weights)), "units")
+    digests = root.exchange((_digest(facts), _digest(weights)), label="units")
     if len({digest for digest, _ in digests}) > 1:
-        raise DivergenceError(_first_difference(from_everyone(root, facts, "units"), rank_of(root)))
+        raise DivergenceError(_first_difference(root.exchange(facts, label="units"), rank_of(root)))
     if len({digest for _, digest in digests}) > 1:
-        _warn_of_weights(from_everyone(root, weights, "initial weights"))
+        _warn_of_weights(root.exchange(weights, label="initial weights"))
 
 
 def _digest(value: object) -> str:

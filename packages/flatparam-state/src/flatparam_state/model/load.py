@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeGuard, final
+from typing import Any, Final, TypeGuard, final
 
 import attrs
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, clean_fqn, tree_of
+from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, Topology, clean_fqn, tree_of
 from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted
 from flatparam_state.model.collect import local_name
 from flatparam_state.places import Place, places_in
 
-__all__ = ["ModelLoad", "load_model_state"]
+__all__ = ["ModelLoad", "load_model_state", "refused_anywhere"]
 
 
 @final
@@ -191,10 +191,26 @@ def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
     return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
 
 
+def refused_anywhere(topology: Topology, refused: list[str]) -> list[str]:
+    """What does not fit on any rank, with the rank, so that nothing is changed on one if it does not fit on another.
+
+    Args:
+        topology: the ranks; every one of them calls it, with its own list.
+        refused: what does not fit on this rank; the others hear of the first few.
+    """
+    told = topology.exchange(refused[:_MOST_TOLD], label="what does not fit")
+    return [f"rank {rank}: {each}" for rank, found in enumerate(told) for each in found]
+
+
+_MOST_TOLD: Final = 20
+"""How many misfits a rank tells the others of."""
+
+
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
 
-    Of full tensors every rank passes all, and copies its own part; nothing is changed if something does not fit.
+    Of full tensors every rank passes all, and copies its own part; nothing is changed on any rank if something does
+    not fit on one.
 
     Returns:
         What `torch.nn.Module.load_state_dict` returns: the missing and the unexpected keys.
@@ -202,16 +218,26 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     Raises:
         RuntimeError: torch's, naming every key that does not fit.
     """
-    loading = ModelLoad.begin(places_in(model), set(model.modules()))
+    places = list(places_in(model))
+    loading = ModelLoad.begin(places, set(model.modules()))
     torchs_errors: list[list[str]] = []
 
     def begin(*arguments: Any) -> None:
         torchs_errors[:] = [arguments[-1]]
 
     def end(module: nn.Module, incompatible: Any) -> None:
-        incompatible.missing_keys[:] = loading.really_missing(incompatible.missing_keys)
-        if any(torchs_errors) or (strict and (incompatible.missing_keys or incompatible.unexpected_keys)):
+        missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
+        missing[:] = loading.really_missing(missing)
+        errors = next(iter(torchs_errors), [])
+        refused = [*errors]
+        if strict:
+            refused += [f"missing key {name!r}" for name in missing]
+            refused += [f"unexpected key {name!r}" for name in unexpected]
+        on_any_rank = refused_anywhere(places[0].unit.topology, refused) if places else refused
+        if on_any_rank:
             loading.forget()
+        if not refused:
+            errors += on_any_rank
         loading.commit()
 
     loading.watch(model, begin)

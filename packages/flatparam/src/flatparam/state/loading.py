@@ -16,7 +16,7 @@ from flatparam.state.streaming import streamed
 from flatparam.state.tree_load import TreeLoad
 from flatparam.wrapper.interior import Interior, interior_of
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_state import ModelLoad, places_of
+from flatparam_state import ModelLoad, places_of, refused_anywhere
 
 __all__ = ["attach_loading", "load_state"]
 
@@ -35,7 +35,13 @@ def load_state(
         state = streamed(wrapper, state)
     state = _with_inner_versions(wrapper, state)
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL), _being_strict(interior, strict):
-        loaded = load(state, strict=strict)
+        try:
+            loaded = load(state, strict=strict)
+        except Exception as error:
+            # The other ranks wait to hear whether everything fits here.
+            if not interior.has_told:
+                _tell(interior, [f"{type(error).__name__}: {error}"])
+            raise
     SimpleProfiler.dump_and_reset("FSDP load_state_dict() profiling:")
     return loaded
 
@@ -44,6 +50,7 @@ def load_state(
 def _being_strict(interior: Interior, strict: bool) -> Iterator[None]:
     """Inside, a missing or unexpected name keeps everything from being loaded if `strict`; torch tells no hook."""
     before, interior.is_strict = interior.is_strict, strict
+    interior.has_told = False
     try:
         yield
     finally:
@@ -99,11 +106,24 @@ def _after(wrapper: nn.Module, incompatible: Any) -> None:
     if load.outermost is not wrapper:
         return
     missing[:] = load.really_missing(missing)
-    if not load.errors and not (interior.is_strict and (missing or unexpected)):
+    refused = [*load.errors]
+    if interior.is_strict:
+        refused += [f"missing key {name!r}" for name in missing]
+        refused += [f"unexpected key {name!r}" for name in unexpected]
+    on_any_rank = _tell(interior, refused)
+    if not on_any_rank:
         load.commit()
+    elif not refused:
+        # torch raises one error for all of them.
+        load.errors += on_any_rank
     load.close()
     for _, inside in _interiors(wrapper):
         inside.load = None
+
+
+def _tell(interior: Interior, refused: list[str]) -> list[str]:
+    interior.has_told = True
+    return refused_anywhere(interior.unit.topology, refused)
 
 
 def _interiors(module: nn.Module) -> Iterator[tuple[nn.Module, Interior]]:

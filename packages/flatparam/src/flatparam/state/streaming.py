@@ -46,13 +46,5 @@ def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
-    found: Any = is_here
-    for group in (topology.shard, topology.replicate):
-        if group is not None:
-            found = tuple(group.exchange(found, label="who has the state"))
-    first, *others = _flat(found)
+    first, *others = topology.exchange(is_here, label="who has the state")
     return first and bool(others) and not any(others)
-
-
-def _flat(nested: Any) -> list[bool]:
-    return [nested] if isinstance(nested, bool) else [each for item in nested for each in _flat(item)]

@@ -32,6 +32,8 @@ class Interior:
     """Whether parameters and buffers always have the names of the unwrapped module."""
     is_strict: bool = False
     """Whether the wrapper's own `load_state_dict`, if it is under way, refuses missing and unexpected names."""
+    has_told: bool = False
+    """Whether the ranks have told each other what does not fit in the wrapper's own `load_state_dict` under way."""
     load: TreeLoad | None = None
     """The loading that the wrapper takes part in, or took part in last if that one failed."""
     reported: tuple[TrainingState, HandleTrainingState] | None = None
