@@ -315,13 +315,17 @@ def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 @on_ranks(2, originals=BOTH)
 def test_the_optimizer_is_made_ready(group: Collectives, files: Files, originals: bool) -> None:
-    """Getting the state of an optimizer that has not stepped gives it one, without changing a parameter, as in torch."""
+    """The state of an optimizer that has not stepped is torch's, but no step is counted; the optimizer stays as it is."""
     model = wrapped(originals)
     optimizer = adamw(model.parameters())
     state = mine().get_optimizer_state_dict(model, optimizer)
     local = build(originals)
     expected = theirs.get_optimizer_state_dict(local, adamw(local.parameters()))
+    for values in expected["state"].values():
+        assert values["step"] == 1
+        values["step"] -= 1
     assert_same(whole(without_groups(state)), without_groups(expected))
+    assert not optimizer.state
     assert_model(full_state(model), build(originals).state_dict())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -66,6 +66,7 @@ from flatparam_state.model import (
     state_shown,
 )
 from flatparam_state.optimizer import (
+    FirstState,
     Held,
     Holding,
     held_parameters,
@@ -84,6 +85,7 @@ __all__ = [
     "Chunker",
     "DTYPES",
     "FORMATS",
+    "FirstState",
     "FormKind",
     "Held",
     "Holding",

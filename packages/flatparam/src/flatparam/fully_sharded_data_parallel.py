@@ -488,6 +488,10 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """Return the optimizer's state by parameter name, in the chosen form; every rank calls it.
 
+        A sharded one of an optimizer that has not stepped yet is what the first step will start from, so that programs
+        can load a checkpoint into its tensors; the optimizer is not changed. In FSDP1 it is empty, and nothing is
+        loaded.
+
         Args:
             optim_state_dict: the result of `optim.state_dict()`; by default this method calls it.
             group: the ranks over which the parameters are sharded; the model knows them, and refuses different ranks.

@@ -2,6 +2,7 @@
 
 from flatparam_state.optimizer.collect import optimizer_state_dict
 from flatparam_state.optimizer.entry import COUNTERS
+from flatparam_state.optimizer.first_state import FirstState
 from flatparam_state.optimizer.groups import complete_groups
 from flatparam_state.optimizer.held import Held, Holding, held_by, held_parameters
 from flatparam_state.optimizer.inventory import Inventory, first_hole, group_numbers
@@ -12,6 +13,7 @@ from flatparam_state.optimizer.saved_states import AsItIs
 __all__ = [
     "AsItIs",
     "COUNTERS",
+    "FirstState",
     "Held",
     "Holding",
     "Inventory",

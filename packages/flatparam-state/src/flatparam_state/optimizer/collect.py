@@ -13,9 +13,10 @@ from flatparam_runtime import FlatParamError
 from flatparam_state.forms import StateForm
 from flatparam_state.optimizer.entry import copy_value
 from flatparam_state.optimizer.exchange import sharded_states
+from flatparam_state.optimizer.first_state import FirstState, first_states
 from flatparam_state.optimizer.groups import complete_groups, named_group
 from flatparam_state.optimizer.held import Held, Holding
-from flatparam_state.optimizer.inventory import agree_on_holdings
+from flatparam_state.optimizer.inventory import agree_on_holdings, all_agree
 from flatparam_state.places import places_in
 
 __all__ = ["optimizer_state_dict"]
@@ -29,6 +30,7 @@ def optimizer_state_dict(
     rank0_only: bool = False,
     form: StateForm | None = None,
     state_dict: Mapping[str, Any] | None = None,
+    first_state: bool = False,
 ) -> dict[str, Any]:
     """The state as `{"state": {fqn: {name: value}}, "param_groups": [...]}`; every rank calls it.
 
@@ -43,6 +45,9 @@ def optimizer_state_dict(
         form: instead of the two; see `StateForm`.
         state_dict: what `optimizer.state_dict()` gave, by number or by name; by default it is asked. If it has no
             groups, the result has none.
+        first_state: if the optimizers of all ranks are without any state, the result has what their first step will
+            start from, each parameter's as a `FirstState`, so that programs can load into it. The optimizer is not
+            changed. If it cannot make a state, there is none, with a warning.
 
     Raises:
         FlatParamError: on every rank, if an optimizer holds a parameter that is not the model's, the state one that the
@@ -58,13 +63,20 @@ def optimizer_state_dict(
         agree_on_holdings(places, (), error=error)
         raise
     held = agree_on_holdings(places, holding.by_group, states)
+    kind: type[dict[str, Any]] = dict
+    if first_state and state_dict is None:
+        made = {} if raw["state"] else _first_states(optimizer, holding)
+        if all_agree(places, not raw["state"] and made is not None):
+            states, kind = made or {}, FirstState
     found: dict[str, dict[str, Any]] = {}
     for place, fqn, name, value in sharded_states(places, states, form):
         if form.keeps(place):
-            found.setdefault(fqn, {})[name] = value
+            found.setdefault(fqn, kind())[name] = value
     for item, values in states.items():
         if item.place is None:
-            found[item.fqns[0]] = {name: copy_value(value, form.device) for name, value in values.items()}
+            found[item.fqns[0]] = kind(
+                (name, copy_value(value, form.device)) for name, value in values.items()
+            )
     if form.rank0_only and not _is_first(model):
         return {}
     names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
@@ -93,6 +105,19 @@ def _by_parameter(
             stacklevel=4,
         )
     return {item: state[key] for key, item in meant.items()}, others
+
+
+def _first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Held, Mapping[str, Any]] | None:
+    """The states that the first step will start from; `None` if the optimizer cannot say."""
+    try:
+        return dict(first_states(optimizer, holding))
+    except Exception as error:
+        warnings.warn(
+            f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): there "
+            "is nothing to load its saved state into, and it would start anew; load a full state instead",
+            stacklevel=4,
+        )
+        return None
 
 
 def _is_first(model: nn.Module) -> bool:

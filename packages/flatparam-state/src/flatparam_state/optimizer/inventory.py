@@ -16,7 +16,7 @@ from flatparam_runtime import FlatParamError, Topology
 from flatparam_state.optimizer.held import Held
 from flatparam_state.places import Place
 
-__all__ = ["Hole", "Inventory", "agree_on_holdings", "first_hole", "group_numbers"]
+__all__ = ["Hole", "Inventory", "agree_on_holdings", "all_agree", "first_hole", "group_numbers"]
 
 _OTHER, _SHAPED = 1, 2
 """Of one state of one parameter: one that is not shaped like the parameter, or one that is; zero if there is none."""
@@ -199,6 +199,12 @@ def agree_on_holdings(
     if error is not None:
         raise error
     return held
+
+
+def all_agree(places: Sequence[Place], mine: bool) -> bool:
+    """Whether every rank that shards some of `places` says so; every rank calls it."""
+    told = [each for topology, _ in _by_topology(places) for each in _from_all(topology, mine)]
+    return mine and all(told)
 
 
 def _by_topology(places: Sequence[Place]) -> Iterator[tuple[Topology, list[Place]]]:

@@ -94,8 +94,8 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of all optimizers by parameter name, as one state; every rank calls it.
 
-    An optimizer that has not made a step yet makes one with zero gradients, which changes nothing but creates its
-    state.
+    Of an optimizer that has not made a step yet it is what the first step will start from. The optimizer is left as it
+    is; torch steps it, with zeros for gradients, and so the run that goes on from there counts a step too many.
     """
     if not wrappers_in(model):
         ask = _torchs("get_optimizer_state_dict")
@@ -104,8 +104,7 @@ def get_optimizer_state_dict(
     form = _form(options)
     state: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _several(optimizers):
-        _have_state(optimizer)
-        found = optimizer_state_dict(model, optimizer, form=form)
+        found = optimizer_state_dict(model, optimizer, form=form, first_state=True)
         state["state"] |= found.get("state", {})
         state["param_groups"] += found.get("param_groups", [])
     if _is_elsewhere(model, options):
@@ -273,25 +272,6 @@ def _with_prefixes(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, A
 
 def _several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> Sequence[Any]:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-
-
-def _have_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer without any state make it, by a step that changes nothing."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if optimizer.state or any(parameter.grad is not None for parameter in parameters):
-        return
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    optimizer.step(closure=None)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _to_load(

@@ -6,7 +6,8 @@ patched, in this order:
 1. the names in torch's modules (`flatparam.compat.names` is the table);
 2. the attributes of other modules that are one of the objects that these names stood for: early imports;
 3. torch's class itself, for whoever holds it elsewhere: a call makes a wrapper of ours, its static methods are ours;
-4. the start of processes by `multiprocessing`, which install it, too.
+4. the start of processes by `multiprocessing`, which install it, too;
+5. the planner of `torch.distributed.checkpoint`, for optimizers that have no state yet.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flatparam.compat.children import patch_of_children
 from flatparam.compat.holders import patches_of_holders
 from flatparam.compat.names import FSDP, fsdp1_names
 from flatparam.compat.patching import Patch, apply, restore
+from flatparam.compat.planning import patch_of_planner
 
 __all__ = ["Installation", "install", "torchs_own", "uninstall"]
 
@@ -164,6 +166,7 @@ def _patches() -> Iterator[Patch]:
     yield from patches_of_holders(ours_for)
     yield from _patches_of_class(kind)
     yield patch_of_children(install)
+    yield patch_of_planner()
 
 
 def _patches_of_class(theirs: Any) -> Iterator[Patch]:

@@ -87,7 +87,7 @@ def sharded_optim_state_dict(
     if not isinstance(config, ShardedOptimStateDictConfig):
         config = ShardedOptimStateDictConfig()
     form = form_of(StateDictType.SHARDED_STATE_DICT, config)
-    return optimizer_state_dict(model, optim, form=form)
+    return optimizer_state_dict(model, optim, form=form, first_state=True)
 
 
 @_legacy("optim_state_dict_to_load")

@@ -13,7 +13,7 @@ from flatparam.observing.stopwatch import SimpleProfiler
 from flatparam.sharding.extensions import chunker
 from flatparam.state.settings import default_settings, form_of, settings_of
 from flatparam_comm import resolve_topology
-from flatparam_state import StateForm, load_optimizer_state, optimizer_state_dict, places_in
+from flatparam_state import FormKind, StateForm, load_optimizer_state, optimizer_state_dict, places_in
 
 __all__ = ["check_group", "optim_form", "optim_state_dict", "optim_state_dict_to_load", "to_load"]
 
@@ -31,9 +31,14 @@ def optim_form(model: nn.Module) -> StateForm:
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any] | None, group: Any
 ) -> dict[str, Any]:
-    """The optimizer's state in the form that was chosen; see `optim_state_dict` of the wrapper."""
+    """The optimizer's state in the form that was chosen; see `optim_state_dict` of the wrapper.
+
+    A sharded one may be what a checkpoint is loaded into, so it is whole before the first step, too.
+    """
     check_group(model, group)
-    return optimizer_state_dict(model, optim, form=optim_form(model), state_dict=state)
+    form = optim_form(model)
+    is_loaded_into = form.kind is FormKind.SHARDED
+    return optimizer_state_dict(model, optim, form=form, state_dict=state, first_state=is_loaded_into)
 
 
 def optim_state_dict_to_load(

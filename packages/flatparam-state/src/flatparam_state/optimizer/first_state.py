@@ -1,0 +1,113 @@
+"""The state that an optimizer's first step will make, before there was one: a place for what is loaded."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from flatparam_state.optimizer.held import Held, Holding
+
+__all__ = ["FirstState", "first_states"]
+
+
+@final
+class FirstState(dict[str, Any]):
+    """The entry of a parameter in a state dict if its optimizer has no state yet: what the first step will start from.
+
+    Programs load a checkpoint into the tensors of such a state dict. A parameter that the checkpoint has no state of is
+    one that was never stepped: its entry may be cleared, and the parameter then starts without any state again.
+    """
+
+
+def first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Held, dict[str, Any]]:
+    """The state that `optimizer` will make for each parameter that requires a gradient, before its first step.
+
+    The optimizer makes it itself, on a twin that shares nothing which changes: the optimizer's state and settings, the
+    parameters and their gradients remain as they are, and nothing counts a step. An optimizer of torch is asked for its
+    initial state. Any other steps copies of the parameters, one at a time, with zeros for the gradient, the learning
+    rate and the weight decay; its count of steps is set back.
+
+    Raises:
+        Exception: whatever the optimizer raises.
+    """
+    inner = _innermost(optimizer)
+    found: dict[Held, dict[str, Any]] = {}
+    for settings, items in holding.groups:
+        for item in items:
+            if item.parameter.requires_grad and not item.is_elsewhere:
+                values = _initial(inner, settings, item.parameter)
+                values = values or _after_zeros(inner, settings, item.parameter)
+                if values:
+                    found[item] = values
+    return found
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps, inside those of accelerate and others that pass everything on to it."""
+    for name in ("optimizer", "_optimizer"):
+        inner = vars(optimizer).get(name)
+        if isinstance(inner, torch.optim.Optimizer):
+            return _innermost(inner)
+    return optimizer
+
+
+def _initial(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What an optimizer of torch starts from; empty for one that starts from nothing, and for any other."""
+    kind: Any = type(optimizer)
+    if not (kind.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")):
+        return {}
+    stand_in = nn.Parameter(parameter.detach())
+    stand_in.grad = torch.zeros_like(stand_in)
+    twin = _twin(optimizer, settings, stand_in)
+    # After the group come the lists that a step has the tensors in.
+    _, _, *lists = inspect.signature(kind._init_group).parameters
+    with torch.no_grad():
+        kind._init_group(twin, twin.param_groups[0], *([] for _ in lists))
+    return dict(twin.state.get(stand_in, {}))
+
+
+def _after_zeros(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What a step with zeros leaves, with the count of steps set back."""
+    stand_in = nn.Parameter(parameter.detach().clone())
+    stand_in.grad = torch.zeros_like(stand_in)
+    twin: Any = _twin(optimizer, settings, stand_in)
+    for name in {"lr", "weight_decay"} & twin.param_groups[0].keys():
+        twin.param_groups[0][name] *= 0
+    step = type(twin).step
+    # Around the step of a class torch puts hooks that the whole process has; nobody is to notice this step.
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
+    values = dict(twin.state.get(stand_in, {}))
+    if "step" in values:
+        values["step"] *= 0
+    return values
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: nn.Parameter
+) -> torch.optim.Optimizer:
+    """An optimizer with the settings of one group, that holds only `parameter` and has neither state nor hooks."""
+    kind = type(optimizer)
+    twin = object.__new__(kind)
+    # What an instance has in place of its class's methods belongs to the instance: a scheduler counts its steps there.
+    own = {name: value for name, value in vars(optimizer).items() if not _is_method(kind, name, value)}
+    for name in [name for name in own if name.endswith(("_pre_hooks", "_post_hooks"))]:
+        own[name] = type(own[name])()
+    group = {name: value for name, value in settings.items() if name not in ("params", "param_names")}
+    vars(twin).update(own)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**copy.deepcopy(group), "params": [parameter]}]
+    return twin
+
+
+def _is_method(kind: type, name: str, value: object) -> bool:
+    return callable(value) and hasattr(kind, name)
