@@ -1,4 +1,4 @@
-"""Programs of accelerate and transformers, unchanged, with `python -m flatparam run` in front; `nox -s clients` runs them."""
+"""Programs of accelerate, transformers and PEFT, unchanged, with `python -m flatparam run` in front; `nox -s clients` runs them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from flatparam_comm.testing import PATIENCE
 
-if any(importlib.util.find_spec(name) is None for name in ("accelerate", "transformers")):
+if any(importlib.util.find_spec(name) is None for name in ("accelerate", "transformers", "peft")):
     pytest.skip(
-        "accelerate and transformers are not installed here; `nox -s clients` has them in an environment of its own",
+        "accelerate, transformers and PEFT are not all here; `nox -s clients` has them in an environment of its own",
         allow_module_level=True,
     )
 
@@ -30,7 +30,7 @@ Losses = dict[tuple[int, int], tuple[float, ...]]
 
 
 def output_of(*arguments: object) -> str:
-    """What two ranks print; they end well."""
+    """What the ranks print; they end well."""
     quiet = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -46,16 +46,19 @@ def output_of(*arguments: object) -> str:
 
 def losses_in(output: str, module: str) -> Losses:
     """The losses that the ranks print; the class of their models is one of `module`."""
-    lines = [line.split() for line in output.splitlines()]
-    assert [words[1].split(".")[0] for words in lines if words[0] == "class"] == [module] * 2
+    lines = [words for words in map(str.split, output.splitlines()) if words]
+    assert {words[1].split(".")[0] for words in lines if words[0] == "class"} == {module}
     return {
         (int(words[1]), int(words[2])): tuple(map(float, words[3:])) for words in lines if words[0] == "loss"
     }
 
 
-def accelerate(*arguments: object, form: str = FORMS[0], run: tuple[str, ...] = OURS) -> Losses:
+def accelerate(
+    *arguments: object, form: str = FORMS[0], run: tuple[str, ...] = OURS, ranks: int = 2
+) -> Losses:
     """What the loop prints, with accelerate's launcher and its file of settings."""
     launch = ("-m", "accelerate.commands.launch", "--config_file", HERE / "fsdp.yaml")
+    launch = (*launch, "--num_processes", str(ranks))
     program = (PROGRAMS / "on_cpu.py", PROGRAMS / "loop.py")
     output = output_of(*launch, "--fsdp_state_dict_type", form, *run, *program, *arguments)
     return losses_in(output, "flatparam" if run else "torch")
@@ -72,32 +75,55 @@ def after_two(losses: Losses) -> Losses:
     return {key: value for key, value in losses.items() if key[1] >= 2}
 
 
-@pytest.mark.parametrize(("form", "optimizer"), [(FORMS[0], "SGD"), (FORMS[1], "Adam")])
-def test_accelerate(form: str, optimizer: str, tmp_path: Path) -> None:
-    """Losses and norms are those with torch's FSDP1, and after a save and a resume those of the run that went on.
+@pytest.mark.parametrize("form", FORMS)
+def test_accelerate(form: str, tmp_path: Path) -> None:
+    """Losses and norms with Adam are those with torch's FSDP1, and after a save and a resume those of the run that went on.
 
-    A sharded state is loaded by accelerate into an optimizer without any, so that Adam starts anew, with either library.
+    A sharded state is loaded by accelerate into an optimizer without any: with torch's FSDP1, Adam starts anew.
     """
-    losses = accelerate(tmp_path, optimizer, form=form)
+    losses = accelerate(tmp_path, "Adam", form=form)
     assert sorted(losses) == [(rank, step) for rank in range(2) for step in range(4)]
-    resumed = accelerate(tmp_path, optimizer, "--resume", form=form)
-    assert resumed == after_two(losses)
+    assert accelerate(tmp_path, "Adam", "--resume", form=form) == after_two(losses)
     if form == FORMS[0]:
         # It cannot save full states on the CPU.
-        assert losses == accelerate(tmp_path / "theirs", optimizer, form=form, run=())
+        theirs = accelerate(tmp_path / "theirs", "Adam", form=form, run=())
+        assert losses == theirs
+        assert accelerate(tmp_path / "theirs", "Adam", "--resume", form=form, run=()) != after_two(theirs)
 
 
-def test_trainer_with_full_states(tmp_path: Path) -> None:
-    """The losses after a save and a resume are those of the run that went on, with Adam's state."""
-    losses = trainer(tmp_path, FORMS[1])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_accelerate_on_other_ranks(ranks: int, tmp_path: Path) -> None:
+    """What two ranks saved is resumed on one and on three, with the state of Adam; the first rank has the same batch."""
+    losses = accelerate(tmp_path, "Adam")
+    resumed = accelerate(tmp_path, "Adam", "--resume", ranks=ranks)
+    assert sorted(resumed) == [(rank, step) for rank in range(ranks) for step in (2, 3)]
+    assert resumed[0, 2][0] == pytest.approx(losses[0, 2][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_trainer(form: str, dtype: tuple[str, ...], tmp_path: Path) -> None:
+    """The losses with AdamW are those with torch's FSDP1, and after a resume those of the run that went on."""
+    losses = trainer(tmp_path, form, *dtype)
     assert sorted(losses) == [(rank, step) for rank in range(2) for step in range(4)]
     # A resumed run has the log of the first steps, too.
-    assert trainer(tmp_path, FORMS[1], "--resume") == losses
+    assert trainer(tmp_path, form, *dtype, "--resume") == losses
+    if form == FORMS[0]:
+        assert losses == trainer(tmp_path / "theirs", form, *dtype, run=())
 
 
-def test_trainer_with_sharded_states(tmp_path: Path) -> None:
-    """The losses are those with torch's FSDP1; after a resume the first one is, too (then Adam has started anew)."""
-    losses = trainer(tmp_path, FORMS[0])
-    assert losses == trainer(tmp_path / "theirs", FORMS[0], run=())
-    resumed = trainer(tmp_path, FORMS[0], "--resume")
-    assert [resumed[rank, 2] for rank in range(2)] == [losses[rank, 2] for rank in range(2)]
+def test_lora(tmp_path: Path) -> None:
+    """Only the adapter is saved, and the resumed run is the one that went on; with torch's FSDP1 nothing is saved of it."""
+    losses = trainer(tmp_path, FORMS[0], "--lora")
+    assert trainer(tmp_path, FORMS[0], "--lora", "--resume") == losses
+    assert {name.rpartition("lora_")[2] for name in saved_names(tmp_path)} == {"A.weight", "B.weight"}
+    assert losses == trainer(tmp_path / "theirs", FORMS[0], "--lora", run=())
+    assert saved_names(tmp_path / "theirs") == []
+
+
+def saved_names(folder: Path) -> list[str]:
+    """The names of what is in the checkpoint of the model."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(folder / "first" / "checkpoint-2" / "pytorch_model_fsdp_0")
+    return list(reader.read_metadata().state_dict_metadata)

@@ -1,4 +1,7 @@
-"""Training with transformers' `Trainer`, as its users write it: `trainer.py FOLDER FORM`, and `--resume` after two steps."""
+"""Training with transformers' `Trainer`, as its users write it: `trainer.py FOLDER FORM`, and `--resume` after two steps.
+
+With `--lora` it trains an adapter of PEFT, and with `--bf16` in bfloat16.
+"""
 
 import sys
 from pathlib import Path
@@ -41,6 +44,7 @@ def main() -> None:
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         use_cpu=True,
+        bf16="--bf16" in sys.argv,
         report_to=[],
         disable_tqdm=True,
         fsdp=True,
@@ -54,7 +58,12 @@ def main() -> None:
             "cpu_ram_efficient_loading": False,
         },
     )
-    trainer = Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=Tokens())
+    model: Any = GPT2LMHeadModel(config)
+    if "--lora" in sys.argv:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0))
+    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
     trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2") if resumes else None)
     for entry in trainer.state.log_history:
         if "loss" in entry:

@@ -7,7 +7,8 @@ patched, in this order:
 2. the attributes of other modules that are one of the objects that these names stood for: early imports;
 3. torch's class itself, for whoever holds it elsewhere: a call makes a wrapper of ours, its static methods are ours;
 4. the start of processes by `multiprocessing`, which install it, too;
-5. the planner of `torch.distributed.checkpoint`, for optimizers that have no state yet.
+5. the planner of `torch.distributed.checkpoint`, for optimizers that have no state yet;
+6. PEFT's functions for the state of an adapter, when a model is wrapped and PEFT is there.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from typing import Any, final
 import torch.distributed as dist
 from typing_extensions import Self
 
+from flatparam.compat.adapters import patches_of_adapters
 from flatparam.compat.children import patch_of_children
 from flatparam.compat.holders import patches_of_holders
 from flatparam.compat.names import FSDP, fsdp1_names
 from flatparam.compat.patching import Patch, apply, restore
 from flatparam.compat.planning import patch_of_planner
 
-__all__ = ["Installation", "install", "torchs_own", "uninstall"]
+__all__ = ["Installation", "install", "notice_adapters", "torchs_own", "uninstall"]
 
 _LOGGER = logging.getLogger("flatparam")
 _LOCK = threading.RLock()
@@ -91,6 +93,15 @@ def uninstall() -> None:
     with _LOCK:
         restore(_in_place)
         _in_place.clear()
+
+
+def notice_adapters() -> None:
+    """Patch PEFT if FSDP1's names are ours and it has been imported since; a model with an adapter is being wrapped."""
+    if not _in_place:
+        return
+    with _LOCK:
+        if _in_place:
+            _in_place.extend(apply(list(patches_of_adapters())))
 
 
 def torchs_own(module: str, name: str) -> Any:
