@@ -31,7 +31,7 @@ from flatparam.api import (
     StateDictSettings,
     StateDictType,
 )
-from flatparam.compat.installing import notice_adapters
+from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
 from flatparam.resolving.settings import Resolved
@@ -170,7 +170,8 @@ class FullyShardedDataParallel(nn.Module):
         self.mixed_precision = resolved.mixed_precision
         self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
         self.limit_all_gathers = resolved.asked.limit_all_gathers
-        notice_adapters()
+        for notice in WHEN_WRAPPED:
+            notice()
         self._interior = Interior(unit, settings.default_settings(), resolved.asked.clean_names)
         loading.attach_loading(self)
         self._modules[FSDP_WRAPPED_MODULE] = module

@@ -29,10 +29,11 @@ from flatparam.compat.adapters import patches_of_adapters
 from flatparam.compat.children import patch_of_children
 from flatparam.compat.holders import patches_of_holders
 from flatparam.compat.names import FSDP, fsdp1_names
+from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.compat.patching import Patch, apply, restore
 from flatparam.compat.planning import patch_of_planner
 
-__all__ = ["Installation", "install", "notice_adapters", "torchs_own", "uninstall"]
+__all__ = ["Installation", "install", "torchs_own", "uninstall"]
 
 _LOGGER = logging.getLogger("flatparam")
 _LOCK = threading.RLock()
@@ -81,6 +82,7 @@ def install() -> Installation:
         _refuse_if_late()
         patches = apply(_patches())
         _in_place[:] = patches
+        WHEN_WRAPPED.append(_notice_adapters)
         _LOGGER.info("install() made these names flatparam's: %s", _listed(patches))
         return Installation(tuple(patches))
 
@@ -93,12 +95,11 @@ def uninstall() -> None:
     with _LOCK:
         restore(_in_place)
         _in_place.clear()
+        WHEN_WRAPPED[:] = [notice for notice in WHEN_WRAPPED if notice is not _notice_adapters]
 
 
-def notice_adapters() -> None:
-    """Patch PEFT if FSDP1's names are ours and it has been imported since; a model with an adapter is being wrapped."""
-    if not _in_place:
-        return
+def _notice_adapters() -> None:
+    """Patch PEFT if it has been imported since `install`; a model with an adapter may be being wrapped."""
     with _LOCK:
         if _in_place:
             _in_place.extend(apply(list(patches_of_adapters())))
