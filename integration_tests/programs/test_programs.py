@@ -170,6 +170,10 @@ FAILURES = {
         Program(Block((LINEAR, Place(Leaf("norm", "all"), checkpoint="non-reentrant"), LINEAR))),
         Configuration(units=("0",)),
     ),
+    "a frozen layer before a reentrant checkpoint, whose inner run ends when the unit was complete": (
+        Program(Block((LINEAR, Place(Leaf("scale", "all")), Place(Leaf(), checkpoint="reentrant"), LINEAR))),
+        Configuration(units=("0",)),
+    ),
     "a unit whose parameters were lent is gathered again at the end of backward": (
         Program(
             Block(

@@ -294,3 +294,36 @@ def test_a_container_that_is_recomputed_gathers_nothing_of_the_units_around() ->
     gathered = [event.unit for event in log.events if event.kind == "unshard"]
     assert gathered.count("(root)") == 1
     assert len(gathered) == 5
+
+
+class FrozenBetween(nn.Module):
+    """A layer, a frozen factor, a reentrant checkpoint and a head: the factor's backward comes last of the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(4, 4), Block(), nn.Linear(4, 4)
+        self.factor = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.factor
+        out: Tensor = self.head(checkpoint(self.middle, x, use_reentrant=True))
+        return out
+
+
+def test_what_is_read_after_an_inner_run(ranks: int) -> None:
+    """Full parameters stay for what the backward pass reads last, though gradients of an inner run came when the unit
+    was complete; the inputs get no gradient, which could tell that it is over."""
+
+    def plain_loss(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank)).square().mean()
+        return out
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(FrozenBetween, collectives, units=["first"])
+        plain_loss(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(FrozenBetween), plain_loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, expected)

@@ -85,6 +85,8 @@ class BackwardPass:
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
     active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
     entered: set[Unit] = attrs.field(factory=set)
+    kept: set[Unit] = attrs.field(factory=set)
+    """The complete units whose full parameters stay until the end of the pass: code around them may still read some."""
     calls: dict[Unit, ForwardCall] = attrs.field(factory=dict)
     """For each unit that was entered, the forward call that is differentiated: the unit's last one."""
     ready: list[Unit] = attrs.field(factory=list)
@@ -262,6 +264,8 @@ class BackwardPass:
             state = UnitBackward(self.expected[unit], averaging, keeps, self.run)
         else:
             state = UnitBackward(_hooked_leaves_to_come(unit), averaging, keeps, current_run())
+        # A gradient of a reentrant checkpoint's inner run may come when the unit was complete.
+        state.keeps_parameters = unit in self.kept
         self.active[unit] = state
         return state
 
@@ -293,7 +297,9 @@ class BackwardPass:
     def _leave(self, unit: Unit) -> None:
         state = self.active.pop(unit)
         self.expected.pop(unit, None)
-        if not state.keeps_parameters:
+        if state.keeps_parameters:
+            self.kept.add(unit)
+        else:
             self._free(unit)
         for lender in unit.lenders:
             if lender not in self.active:
