@@ -19,6 +19,8 @@ from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.pending import ContinuedPending
 from flatparam_comm.process_group import c10d
+from flatparam_comm.relay.calls import GroupCalls
+from flatparam_comm.relay.process import calls_of
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take the default group at the time of its import as a default argument. torch.optim
@@ -49,7 +51,7 @@ class ProcessGroupCollectives:
     that lives until the interpreter exits can abort the process then.
     """
 
-    __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_rank", "_reference", "_sites", "_size")
+    __slots__ = ("_calls", "_hash", "_is_gloo", "_premultiplies", "_rank", "_reference", "_sites", "_size")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -73,6 +75,7 @@ class ProcessGroupCollectives:
         self._is_gloo = c10d.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], Site] = {}
         self._premultiplies: dict[torch.device, bool] = {}
+        self._calls: GroupCalls | None = None
 
     def __repr__(self) -> str:
         if self._reference() is None:
@@ -139,10 +142,11 @@ class ProcessGroupCollectives:
             halves, given = carried.view(2, -1), carried_shard.view(-1)
             work = self._swap(site, halves[1 - site.rank], given)
             if halves[site.rank].data_ptr() != given.data_ptr():
-                _guarded(site, lambda: halves[site.rank].copy_(given))
+                assert self._calls is not None, "the swap was issued"
+                _guarded(site, lambda: halves[site.rank].copy_(given), self._calls, waits=False)
         else:
-            work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
-        return _WorkPending(site, work, (output, shard))
+            work = self._issue(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
+        return self._pending(site, work, (output, shard))
 
     def reduce_scatter(
         self,
@@ -164,10 +168,10 @@ class ProcessGroupCollectives:
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, carried, carried_full)
-        work = _guarded(
+        work = self._issue(
             site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor)
         )
-        return _WorkPending(site, work, (output, full))
+        return self._pending(site, work, (output, full))
 
     def _exchange_and_add(self, site: Site, output: Tensor, full: Tensor) -> Pending:
         """A reduce-scatter by an all-to-all and a local sum, in rank order.
@@ -178,17 +182,17 @@ class ProcessGroupCollectives:
         if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
             work = self._swap(site, output, parts[1 - site.rank])
             add = functools.partial(_add, output, (output, parts[site.rank]))
-            return ContinuedPending(_WorkPending(site, work, (output, full)), add)
+            return ContinuedPending(self._pending(site, work, (output, full)), add)
         received = torch.empty_like(full)
-        work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group))
+        work = self._issue(site, lambda: c10d.all_to_all(received, full, self.group))
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
-        return ContinuedPending(_WorkPending(site, work, (received, full)), add)
+        return ContinuedPending(self._pending(site, work, (received, full)), add)
 
     def _swap(self, site: Site, theirs: Tensor, ours: Tensor) -> Any:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
-        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
+        return self._issue(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
 
     def all_reduce(
         self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "", factor: float = 1.0
@@ -198,31 +202,48 @@ class ProcessGroupCollectives:
         checks.check_all_reduce(site, tensor, op)
         self.check_factor(tensor.device, factor)
         carried = c10d.plain(tensor)
-        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
-        return _WorkPending(site, work, (tensor,))
+        work = self._issue(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
+        return self._pending(site, work, (tensor,))
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """See `Collectives.broadcast`; `root` is a rank of this group."""
         site = self._site("broadcast", label)
         checks.check_broadcast(site, tensor, root)
         carried = c10d.as_carried(tensor)
-        work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group))
-        return _WorkPending(site, work, (tensor,))
+        work = self._issue(site, lambda: c10d.broadcast(carried, root, self.group))
+        return self._pending(site, work, (tensor,))
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
-        return _guarded(self._site("exchange", label), lambda: c10d.exchange(value, self.group))
+        site = self._site("exchange", label)
+        return self._issue(site, lambda: c10d.exchange(value, self.group), waits=True)
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
-        _guarded(self._site("barrier", label), lambda: c10d.barrier(self.group))
+        self._issue(self._site("barrier", label), lambda: c10d.barrier(self.group), waits=True)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
         """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
-        group = _guarded(site, lambda: c10d.new_subgroup(self.group, chosen))
+        group = self._issue(site, lambda: c10d.new_subgroup(self.group, chosen), waits=True)
         return None if group is None else ProcessGroupCollectives(group)
+
+    def _issue(self, site: Site, call: Callable[[], T], *, waits: bool = False) -> T:
+        """The result of `call`, which is the next collective of the group; its exceptions become `CommError`s.
+
+        Args:
+            waits: the call returns when the collective is complete.
+        """
+        calls = self._calls
+        if calls is None:
+            calls = self._calls = calls_of(self.group)
+        calls.begin(site)
+        return _guarded(site, call, calls, waits=waits)
+
+    def _pending(self, site: Site, work: Any, tensors: tuple[Tensor, ...]) -> Pending:
+        assert self._calls is not None, "the work was issued"
+        return _WorkPending(site, work, tensors, self._calls)
 
     def _site(self, op: str, label: str) -> Site:
         site = self._sites.get((op, label))
@@ -238,7 +259,8 @@ class _WorkPending:
     site: Site
     work: Any
     tensors: tuple[Tensor, ...]
-    error: CollectiveError | None = None
+    calls: GroupCalls
+    error: CommError | None = None
 
     def wait(self) -> None:
         """See `Pending.wait`."""
@@ -247,8 +269,8 @@ class _WorkPending:
         if self.work is None:
             return
         try:
-            _guarded(self.site, self.work.wait)
-        except CollectiveError as error:
+            _guarded(self.site, self.work.wait, self.calls, waits=True)
+        except CommError as error:
             self.error = error
             raise
         finally:
@@ -272,20 +294,14 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def _guarded(site: Site, call: Callable[[], T]) -> T:
-    """The result of `call`; an exception becomes a CollectiveError that names the rank and the collective."""
+def _guarded(site: Site, call: Callable[[], T], calls: GroupCalls, *, waits: bool) -> T:
+    """The result of `call`; an exception becomes one that names the rank and the collective, and who failed first."""
     try:
         return call()
     except CollectiveError:
         raise
     except Exception as error:
-        raise CollectiveError(
-            site.rank,
-            site.op,
-            site.label,
-            f"the process group failed with {type(error).__name__}: {error}; "
-            "look for the first error among the other ranks, or for a rank that did not make this call",
-        ) from error
+        raise calls.error_of(site, error, waited=waits) from error
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

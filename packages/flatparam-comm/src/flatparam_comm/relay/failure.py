@@ -1,0 +1,105 @@
+"""The record of a rank's failure, as it travels to the other ranks."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping
+from typing import Final, final
+
+import attrs
+
+from flatparam_comm.errors import RemoteFailure
+
+__all__ = ["Failure"]
+
+#: The longest message and the longest traceback that travel, in characters; a traceback loses its beginning.
+_MESSAGE, _TRACEBACK = 2_000, 8_000
+#: The kinds of failures that are no exceptions.
+_ENDED: Final = "the end of its process"
+_LEFT: Final = "the end of its program"
+_UNKNOWN: Final = "an exception"
+
+
+@final
+@attrs.frozen
+class Failure:
+    """A failure of `rank`, whose cause is a failure of `culprit`: the same rank, or the one that it waited for.
+
+    Ranks are numbered within the world.
+    """
+
+    rank: int
+    culprit: int
+    kind: str
+    """The name of the exception's class."""
+    message: str
+    where: str = ""
+    """What the rank was doing: `forward pass of unit 'blocks.1'`."""
+    traceback: str = ""
+    issued: Mapping[str, int] = attrs.field(factory=dict)
+    """The number of collectives that `rank` had issued on each of its groups, by the group's name."""
+    is_final: bool = False
+    """Whether the process of `rank` ends, so that it will issue no collective any more."""
+    is_retracted: bool = False
+    """Whether `rank` has issued a collective since, so that nobody needs to stop waiting for it."""
+    takes_store: bool = False
+    """Whether the store may go with the rank: rank 0 holds it, unless a launcher does."""
+    incarnation: str = ""
+    """The relay of `rank` that has told this: a process may join several process groups, one after the other."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException | None, where: str) -> Failure:
+        """The failure of `rank` by an exception; None if nobody can say which one."""
+        if error is None:
+            return cls(rank, rank, _UNKNOWN, "its own output shows which one", where)
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        message = str(error)[:_MESSAGE]
+        return cls(rank, rank, type(error).__name__, message, where, "".join(lines)[-_TRACEBACK:])
+
+    @classmethod
+    def death(cls, rank: int, message: str) -> Failure:
+        """The end of the process of `rank`, as others have noticed it."""
+        return cls(rank, rank, _ENDED, message, is_final=True)
+
+    @classmethod
+    def departure(cls, rank: int, message: str, *, takes_store: bool = False) -> Failure:
+        """The end of the program of `rank`, or of its process group, without any failure."""
+        return cls(rank, rank, _LEFT, message, is_final=True, takes_store=takes_store)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Failure:
+        """The record that `to_bytes` has written."""
+        return cls(**json.loads(data))
+
+    def passed_on_by(self, rank: int) -> Failure:
+        """The failure of `rank`, which has waited for this one."""
+        return Failure(rank, self.culprit, self.kind, self.message, self.where, self.traceback)
+
+    def to_bytes(self) -> bytes:
+        """The record for the store."""
+        return json.dumps(attrs.asdict(self)).encode()
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether a later record may say more."""
+        return self.kind == _UNKNOWN
+
+    @property
+    def is_death(self) -> bool:
+        """Whether others have noticed that the process of the rank is gone."""
+        return self.kind == _ENDED
+
+    @property
+    def is_departure(self) -> bool:
+        """Whether the rank has ended its program, or its process group, without an exception."""
+        return self.kind == _LEFT
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank has failed because another one had."""
+        return self.culprit != self.rank
+
+    def as_cause(self) -> RemoteFailure:
+        """The cause of the errors that other ranks raise."""
+        return RemoteFailure(self.kind, self.message, self.where, self.traceback)
