@@ -61,7 +61,7 @@ class _Current:
     beginning: threading.Lock = attrs.field(factory=threading.Lock)
     abandoned: list[Any] = attrs.field(factory=list)
     """What a forked process has inherited, and must not free: that would close the parent's connections."""
-    hook: Any = None
+    hook: _Hook | None = None
     at_exit: Any = None
 
 
@@ -210,7 +210,7 @@ def _watch_exits() -> None:
 def _unhook() -> None:
     # Somebody may have put a hook of their own over this one, which then stays and does nothing.
     hook = _NOW.hook
-    if hook is not None and sys.excepthook is hook:
+    if hook is not None and id(sys.excepthook) == id(hook):
         sys.excepthook = hook.before
     _NOW.hook = None
     if _NOW.at_exit is not None:
