@@ -26,7 +26,7 @@ from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.ranks_only import RanksOnly
-from flatparam_comm.relay.process import is_relay_on, set_relay, tell_failure, telling
+from flatparam_comm.relay.process import set_relay, tell_failure, telling
 from flatparam_comm.resolving import resolve_topology, with_shared_memory
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
@@ -141,7 +141,6 @@ __all__ = [
     "discover",
     "each_module",
     "engine_of",
-    "is_relay_on",
     "memory_view",
     "owner_of",
     "premultiplies",

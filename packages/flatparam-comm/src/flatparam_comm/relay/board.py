@@ -6,7 +6,7 @@ key                     written by                                   value
 `present`               every rank: one more, at its end one less    a count; the last rank deletes it and the log
 `rank/R`                rank R                                       its `Presence`, deleted when it leaves
 `beat/R`                rank R, if other hosts take part             a count that grows, deleted when R leaves
-`log/0`, `log/1`, ...   any rank, the first that sets it             a `Failure`
+`log/0`, `log/1`, ...   any rank, the first that sets it             a `FailureReport`
 ======================  ===========================================  ==================================================
 
 No call of the store waits for a key: what is not there yet is looked for again at the next tick.
@@ -20,7 +20,7 @@ from typing import Any, final
 
 import attrs
 
-from flatparam_comm.relay.failure import Failure
+from flatparam_comm.relay.failure import FailureReport
 
 __all__ = ["Board", "Presence"]
 
@@ -60,17 +60,17 @@ class Board:
                 told = json.loads(self.store.get(key))
                 yield rank, Presence(told["incarnation"], told["pid"], told["start"], tuple(told["host"]))
 
-    def publish(self, failure: Failure) -> None:
+    def publish(self, failure: FailureReport) -> None:
         """Append a failure to the log."""
         data = failure.to_bytes().decode()
         number = self.read
         while self.store.compare_set(f"log/{number}", "", data) != data.encode():
             number += 1
 
-    def news(self) -> Iterator[Failure]:
+    def news(self) -> Iterator[FailureReport]:
         """The failures that were appended to the log since the last call."""
         while self.store.check([f"log/{self.read}"]):
-            yield Failure.from_bytes(self.store.get(f"log/{self.read}"))
+            yield FailureReport.from_bytes(self.store.get(f"log/{self.read}"))
             self.read += 1
 
     def beat(self) -> None:

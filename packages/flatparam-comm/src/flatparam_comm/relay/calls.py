@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, PeerError
 from flatparam_comm.process_group import c10d
-from flatparam_comm.relay.failure import Failure
+from flatparam_comm.relay.failure import FailureReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,15 +27,15 @@ class TellsOfFailures(Protocol):
 
     rank: int
 
-    def explanation(self, calls: GroupCalls, patience: float) -> Failure | None:
+    def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
         """The failure of a peer that explains why a collective of the group has failed; None if none is known."""
         ...
 
-    def tell(self, failure: Failure) -> None:
+    def tell(self, failure: FailureReport) -> None:
         """Let the other ranks know of a failure of this one."""
         ...
 
-    def tell_error(self, error: BaseException | None, failure: Failure) -> None:
+    def tell_error(self, error: BaseException | None, failure: FailureReport) -> None:
         """Let the other ranks know of an exception of this one."""
         ...
 
@@ -70,7 +70,7 @@ class GroupCalls:
         self.name = name
         self.members: dict[int, None] = {} if relay is None else dict.fromkeys(c10d.members_of(group))
         self.issued = 0
-        self.broken_by: Failure | None = None
+        self.broken_by: FailureReport | None = None
         self.failed_at: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         """The counts at which this rank has failed."""
         self._takes_care = False
@@ -102,7 +102,7 @@ class GroupCalls:
         self.failed_at.append(self.issued)
         self._takes_care = True
 
-    def waits_in_vain_for(self, failure: Failure) -> bool:
+    def waits_in_vain_for(self, failure: FailureReport) -> bool:
         """Whether a collective that was issued here cannot complete, as the rank that failed did not issue it.
 
         Ranks that fail alike, after the same collective, and all go on, do not wait for each other in vain.
@@ -112,7 +112,7 @@ class GroupCalls:
         count = failure.issued.get(self.name, 0)
         return self.issued > count and (failure.is_final or count not in self.failed_at)
 
-    def break_by(self, failure: Failure) -> None:
+    def break_by(self, failure: FailureReport) -> None:
         """Make every wait and every later call on the group raise."""
         self.broken_by = failure
         self._takes_care = True
@@ -143,10 +143,10 @@ class GroupCalls:
         if failure is not None:
             self.broken_by, self._takes_care = failure, True
             return self._error(site, failure, "")
-        relay.tell_error(plain, Failure.of(relay.rank, plain, ""))
+        relay.tell_error(plain, FailureReport.of(relay.rank, plain, ""))
         return plain
 
-    def _error(self, site: Site, failure: Failure, prefix: str) -> CommError:
+    def _error(self, site: Site, failure: FailureReport, prefix: str) -> CommError:
         relay = self._relay
         assert relay is not None, "only the relay knows of failures"
         cause = failure.as_cause()

@@ -11,7 +11,7 @@ import attrs
 
 from flatparam_comm.errors import RemoteFailure
 
-__all__ = ["Failure"]
+__all__ = ["FailureReport"]
 
 #: The longest message and the longest traceback that travel, in characters; a traceback loses its beginning.
 _MESSAGE, _TRACEBACK = 2_000, 8_000
@@ -23,7 +23,7 @@ _UNKNOWN: Final = "an exception"
 
 @final
 @attrs.frozen
-class Failure:
+class FailureReport:
     """A failure of `rank`, whose cause is a failure of `culprit`: the same rank, or the one that it waited for.
 
     Ranks are numbered within the world.
@@ -49,7 +49,7 @@ class Failure:
     """The relay of `rank` that has told this: a process may join several process groups, one after the other."""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException | None, where: str) -> Failure:
+    def of(cls, rank: int, error: BaseException | None, where: str) -> FailureReport:
         """The failure of `rank` by an exception; None if nobody can say which one."""
         if error is None:
             return cls(rank, rank, _UNKNOWN, "its own output shows which one", where)
@@ -58,23 +58,23 @@ class Failure:
         return cls(rank, rank, type(error).__name__, message, where, "".join(lines)[-_TRACEBACK:])
 
     @classmethod
-    def death(cls, rank: int, message: str) -> Failure:
+    def death(cls, rank: int, message: str) -> FailureReport:
         """The end of the process of `rank`, as others have noticed it."""
         return cls(rank, rank, _ENDED, message, is_final=True)
 
     @classmethod
-    def departure(cls, rank: int, message: str, *, takes_store: bool = False) -> Failure:
+    def departure(cls, rank: int, message: str, *, takes_store: bool = False) -> FailureReport:
         """The end of the program of `rank`, or of its process group, without any failure."""
         return cls(rank, rank, _LEFT, message, is_final=True, takes_store=takes_store)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Failure:
+    def from_bytes(cls, data: bytes) -> FailureReport:
         """The record that `to_bytes` has written."""
         return cls(**json.loads(data))
 
-    def passed_on_by(self, rank: int) -> Failure:
+    def passed_on_by(self, rank: int) -> FailureReport:
         """The failure of `rank`, which has waited for this one."""
-        return Failure(rank, self.culprit, self.kind, self.message, self.where, self.traceback)
+        return FailureReport(rank, self.culprit, self.kind, self.message, self.where, self.traceback)
 
     def to_bytes(self) -> bytes:
         """The record for the store."""

@@ -18,13 +18,13 @@ import attrs
 from flatparam_comm.errors import PeerError
 from flatparam_comm.process_group import c10d
 from flatparam_comm.relay.calls import GroupCalls
-from flatparam_comm.relay.failure import Failure
+from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.relay import Pace, Relay
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["calls_of", "is_relay_on", "set_relay", "tell_failure", "telling"]
+__all__ = ["calls_of", "set_relay", "tell_failure", "telling"]
 
 _VARIABLE: Final = "FLATPARAM_RELAY"
 #: The time limit of a call of the store: longer than a busy store needs, shorter than anybody's patience.
@@ -78,11 +78,6 @@ def set_relay(on: bool) -> None:
     _SETTING.chosen = bool(on)
     if not on:
         _end()
-
-
-def is_relay_on() -> bool:
-    """Whether a process group that is used for the first time will take part in the relay of failures."""
-    return _SETTING.is_on
 
 
 def calls_of(group: ProcessGroup) -> GroupCalls:
@@ -152,11 +147,11 @@ def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool
     if relay is None or not relay.is_running or relay.pid != os.getpid():
         return
     with contextlib.suppress(Exception):
-        failure = Failure.of(relay.rank, error, where)
+        failure = FailureReport.of(relay.rank, error, where)
         first = _first_failure(error)
         if first is not None:
             cause = first.cause
-            failure = Failure(
+            failure = FailureReport(
                 relay.rank,
                 first.rank,
                 getattr(cause, "kind", type(cause).__name__),

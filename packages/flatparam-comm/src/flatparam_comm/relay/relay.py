@@ -21,7 +21,7 @@ import attrs
 
 from flatparam_comm.relay.board import Board, Presence
 from flatparam_comm.relay.calls import GroupCalls
-from flatparam_comm.relay.failure import Failure
+from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.host import Neighbours, host_identity, start_of
 
 __all__ = ["Pace", "Relay"]
@@ -59,7 +59,7 @@ _LEAST_LOOKS: Final = 8
 class _Letter:
     """A failure that is to be told at the time `due`."""
 
-    failure: Failure
+    failure: FailureReport
     due: float
     sent: threading.Event = attrs.field(factory=threading.Event)
 
@@ -90,12 +90,12 @@ class Relay:
         self._neighbours = Neighbours()
         self._unknown = [other for other in range(world_size) if other != rank]
         self._presences: dict[int, Presence] = {}
-        self._known: dict[int, Failure] = {}
+        self._known: dict[int, FailureReport] = {}
         self._since: dict[int, float] = {}
         self._pulses: dict[int, _Pulse] = {}
         self._letters: list[_Letter] = []
-        self._told: BaseException | Failure | None = None
-        self._own: Failure | None = None
+        self._told: BaseException | FailureReport | None = None
+        self._own: FailureReport | None = None
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._next_beat = self._next_look = 0.0
@@ -115,7 +115,7 @@ class Relay:
 
     # What the other threads call
 
-    def tell(self, failure: Failure) -> None:
+    def tell(self, failure: FailureReport) -> None:
         """Let the other ranks know of a failure of this one: at once if another rank is the cause, or it is final."""
         own = self._own
         if (
@@ -127,7 +127,7 @@ class Relay:
             return
         self._post(failure, 0.0 if failure.is_consequence or failure.is_final else self.pace.settle)
 
-    def tell_error(self, error: BaseException | None, failure: Failure) -> None:
+    def tell_error(self, error: BaseException | None, failure: FailureReport) -> None:
         """Let the other ranks know of an exception: of each one once, and once more if it ends the process."""
         if error is not None and error is self._told and not failure.is_final:
             return
@@ -158,7 +158,7 @@ class Relay:
     def tell_departure(self, message: str) -> None:
         """Let the other ranks know that this one ends, unless they know that it has failed."""
         if self._own is None or not self._own.is_final:
-            self._post(Failure.departure(self.rank, message), 0.0)
+            self._post(FailureReport.departure(self.rank, message), 0.0)
 
     def give_up(self) -> None:
         """If this rank has failed, make the backend give up what is under way: the process could not end."""
@@ -173,7 +173,7 @@ class Relay:
             if self.is_running:
                 letter.sent.wait(max(0.0, deadline - time.monotonic()))
 
-    def explanation(self, calls: GroupCalls, patience: float) -> Failure | None:
+    def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
         """The failure of a peer that explains why a collective of the group has failed; None if none is known.
 
         Args:
@@ -255,8 +255,8 @@ class Relay:
         poll = select.poll()
         poll.register(self._ears, select.POLLIN)
         self._neighbours.register(poll)
-        poll.poll(max(1.0, (until - time.monotonic()) * 1e3))
-        if select.select([self._ears], [], [], 0)[0]:
+        ready = poll.poll(max(1.0, (until - time.monotonic()) * 1e3))
+        if any(fd == self._ears for fd, _ in ready):
             os.read(self._ears, 4096)
 
     def _send(self, now: float) -> None:
@@ -273,7 +273,7 @@ class Relay:
         for failure in board.news():
             self._note(failure, now)
 
-    def _note(self, failure: Failure, now: float) -> None:
+    def _note(self, failure: FailureReport, now: float) -> None:
         """Remember what a rank has told, unless an earlier relay of it did."""
         rank = failure.rank
         if rank == self.rank:
@@ -311,7 +311,7 @@ class Relay:
             # Its last words say more than its end.
             death = attrs.evolve(known, is_final=True)
         else:
-            death = Failure.death(rank, message)
+            death = FailureReport.death(rank, message)
         death = attrs.evolve(death, incarnation=self._presences[rank].incarnation)
         self._known[rank] = death
         self._since[rank] = now
@@ -389,7 +389,7 @@ class Relay:
         if self.rank != 0:
             board.leave()
             return
-        departure = Failure.departure(0, "it has destroyed the process group", takes_store=True)
+        departure = FailureReport.departure(0, "it has destroyed the process group", takes_store=True)
         board.publish(attrs.evolve(departure, issued=self._counts, incarnation=self._presence.incarnation))
         board.leave()
         until = time.monotonic() + self.pace.farewell
@@ -410,18 +410,18 @@ class Relay:
             except Exception:
                 self._board = None
 
-    def _best(self, calls: GroupCalls, *, only_ended: bool) -> Failure | None:
+    def _best(self, calls: GroupCalls, *, only_ended: bool) -> FailureReport | None:
         """The failure that says most about why a collective of the group has failed."""
         if only_ended:
             for rank, pid in self._neighbours.ended().items():
                 if rank in calls.members:
-                    return Failure.death(rank, f"process {pid} is gone")
+                    return FailureReport.death(rank, f"process {pid} is gone")
             return None
         found = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
         found.sort(key=lambda failure: (failure.is_vague, failure.is_departure, failure.is_consequence))
         return found[0] if found else None
 
-    def _post(self, failure: Failure, delay: float) -> None:
+    def _post(self, failure: FailureReport, delay: float) -> None:
         letter = _Letter(failure, time.monotonic() + delay)
         if not failure.is_retracted:
             self._own = letter.failure = attrs.evolve(failure, issued=failure.issued or self._counts)
