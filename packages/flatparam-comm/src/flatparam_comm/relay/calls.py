@@ -18,6 +18,8 @@ __all__ = ["GroupCalls", "TellsOfFailures"]
 
 #: Seconds to wait for the reason of a broken connection: the peer's words, or the end of its process.
 _PATIENCE: Final = 2.0
+#: The kinds of RuntimeError that are no doing of a peer.
+_OWN: Final = (CommError, NotImplementedError)
 #: The number of own failures that are remembered, to be compared with those of the others.
 _REMEMBERED: Final = 64
 
@@ -136,8 +138,9 @@ class GroupCalls:
         )
         plain = CollectiveError(site.rank, site.op, site.label, text)
         relay = self._relay
-        # ValueError and TypeError are about arguments, and NotImplementedError about the backend.
-        if relay is None or type(error) is NotImplementedError or not isinstance(error, RuntimeError):
+        # A CommError is this package's own, ValueError and TypeError are about arguments, NotImplementedError is about
+        # the backend.
+        if relay is None or not isinstance(error, RuntimeError) or isinstance(error, _OWN):
             return plain
         failure = self.broken_by or relay.explanation(self, _PATIENCE if waited else 0.0)
         if failure is not None:
