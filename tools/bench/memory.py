@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from attrs import define, frozen
 
 _LINE: Final = re.compile(rb"C10 (?:alloc|deleted) \d+ bytes, total alloc (\d+) bytes")
 _INFO, _WARNING = 0, 1
+_SETTLING: Final = 0.25
+"""In seconds."""
 
 
 @frozen
@@ -46,6 +49,8 @@ class Allocator:
         gc.collect()  # cycles that are left of something else
         with _lines() as lines:
             action()
+            # gloo's threads drop the tensors of a collective that is over when they get to it.
+            time.sleep(_SETTLING)
             torch.empty(0).untyped_storage().resize_(1)  # at least one line
         totals = [int(total) - self.base for total in _LINE.findall(lines[0])]
         return Memory(max(totals), totals[-1])
