@@ -9,11 +9,14 @@ python -m integration_tests.programs.searching --of processes
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -30,6 +33,8 @@ from integration_tests.programs.strategies import cases, savings
 
 TRIED: Counter[str] = Counter()
 """How many cases on each axis have been the same."""
+UNDER_WAY: Path | None = None
+"""The file that has the case under way, for one that ends the process, if there is such a file."""
 
 
 def settings(examples: int, **arguments: Any) -> hypothesis.settings:
@@ -47,13 +52,15 @@ def settings(examples: int, **arguments: Any) -> hypothesis.settings:
 
 def holds(property_: Callable[..., None], case: Sequence[Any]) -> None:
     """The property, for hypothesis; a case that fails is printed at once, since to shrink it takes minutes."""
+    parts = "".join(f"    {part!r},\n" for part in case)
+    if UNDER_WAY is not None:
+        UNDER_WAY.write_text(parts, encoding="utf-8")
     try:
         property_(*case)
         TRIED.update(axes_of(case))
     except Exception as error:
         if {type(error), type(error.__cause__)} & {NothingToReduceError, NothingToSaveError}:
             hypothesis.reject()
-        parts = "".join(f"    {part!r},\n" for part in case)
         sys.stdout.write(f"{type(error).__name__}: {error}\n{parts}")
         sys.stdout.flush()
         raise
@@ -114,6 +121,10 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     be_patient()
+    global UNDER_WAY
+    UNDER_WAY = Path(tempfile.mkdtemp()) / "case.txt"
+    faulthandler.enable()
+    sys.stdout.write(f"if the process crashes, the case is in {UNDER_WAY}\n")
     begun, done, seed = time.monotonic(), 0, asked.seed
     run, most = SEARCHES[asked.of]
     while time.monotonic() - begun < 60 * asked.minutes if asked.minutes else done < asked.examples:
