@@ -38,7 +38,7 @@ UNDER_WAY: Path | None = None
 
 
 def settings(examples: int, **arguments: Any) -> hypothesis.settings:
-    """Other examples in each run; a failure is shrunk, and printed with what repeats it."""
+    """As many examples; a failure is shrunk, and printed with what repeats it."""
     return hypothesis.settings(
         max_examples=examples,
         derandomize=False,

@@ -114,6 +114,8 @@ def test_a_damaged_checkpoint_in_the_way(how: str, tmp_path: Path) -> None:
     (aside,) = root.glob("step-00000010.damaged-*")
     assert (aside / "manifest.json").exists()
     assert verify_checkpoint(root).is_sound
+    before = open_checkpoint(root / "step-00000005").manifest
+    assert open_checkpoint(root).manifest.number > before.number
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saved(root, 15)

@@ -51,7 +51,7 @@ class Manifest:
     values: Any
     written_by: Mapping[str, str] = attrs.field(validator=mapping_of(text))
     number: int = attrs.field(default=0, validator=count)
-    """The how-manieth save of its directory this is; the newest has the largest number, whatever clocks say."""
+    """Saves of one directory are numbered from 1; the newest has the largest number, whatever clocks say."""
 
     @files.validator
     def _check_files(

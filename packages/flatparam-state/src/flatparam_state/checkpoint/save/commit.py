@@ -85,10 +85,11 @@ class Committer:
         self.on_moment(Moment.LOCKED)
         directory.clean()
         self.on_moment(Moment.CLEANED)
+        # Before a damaged checkpoint is set aside: it may have the largest number.
+        number = max(self._numbers.values(), default=0) + 1
         self._make_way(step)
         save_id = uuid.uuid4().hex
         follows = None if self._latest is None else self._latest[1]
-        number = max(self._numbers.values(), default=0) + 1
         ticket = Ticket(step, save_id, follows, directory.temporary_path(step, save_id), number)
         ticket.temporary.mkdir()
         self.on_moment(Moment.PREPARED)
