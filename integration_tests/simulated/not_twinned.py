@@ -72,6 +72,7 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_INTERFACE}/optimizers/test_flat_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
         f"{_INTERFACE}/optimizers/test_flat_steps.py::test_long_parameters_are_not_joined": _PIECES,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
+        f"{_INTERFACE}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_optim_state.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_policies.py::test_a_subclass_is_called_with_fsdp1s_arguments": _CPU_BY_NAME,
         f"{_INTERFACE}/optimizers/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"

@@ -91,8 +91,7 @@ def round_trips(world: Collectives, here: torch.device, there: torch.device, ori
 
 def test_offload_and_onload(use_orig_params: bool) -> None:
     """After 100 round trips, before and between steps, every bit is that of a model which never moved."""
-    cpu = torch.device("cpu")
-    on_ranks(2, round_trips, cpu, cpu, use_orig_params)
+    on_ranks(2, round_trips, torch.get_default_device(), torch.device("cpu"), use_orig_params)
 
 
 @pytest.mark.gpu
