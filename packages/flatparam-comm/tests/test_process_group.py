@@ -133,6 +133,8 @@ def _absent_peer(comm: ProcessGroupCollectives) -> Any:
     brief = ProcessGroupCollectives(dist.new_group(timeout=timedelta(seconds=BRIEFLY)))
     pair = brief.subgroup([0, 1])
     assert pair is not None
+    # The first collective of a group returns when all of its ranks have come.
+    pair.barrier()
     if comm.rank == 1:
         # Rank 0 has given up.
         comm.barrier()

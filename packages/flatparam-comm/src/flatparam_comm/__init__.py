@@ -18,6 +18,7 @@ from flatparam_comm.errors import (
     PeerError,
     RankDied,
     RankError,
+    RemoteFailure,
     WorldTimeout,
 )
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
@@ -25,6 +26,7 @@ from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.ranks_only import RanksOnly
+from flatparam_comm.relay.process import set_relay, tell_failure, telling
 from flatparam_comm.resolving import resolve_topology, with_shared_memory
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
@@ -58,6 +60,7 @@ from flatparam_comm.vocabulary import (
     clean_fqn,
     discover,
     each_module,
+    handle_of,
     memory_view,
     owner_of,
 )
@@ -117,6 +120,7 @@ __all__ = [
     "Raise",
     "RankDied",
     "RankError",
+    "RemoteFailure",
     "RecordingCollectives",
     "ReduceOp",
     "Residency",
@@ -137,6 +141,7 @@ __all__ = [
     "current_collectives",
     "discover",
     "each_module",
+    "handle_of",
     "engine_of",
     "memory_view",
     "owner_of",
@@ -146,7 +151,10 @@ __all__ = [
     "run_threads",
     "scaled",
     "sent_nbytes",
+    "set_relay",
     "shared_memory",
     "takes_parts",
+    "tell_failure",
+    "telling",
     "with_shared_memory",
 ]

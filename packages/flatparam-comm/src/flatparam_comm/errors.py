@@ -13,6 +13,7 @@ __all__ = [
     "PeerError",
     "RankDied",
     "RankError",
+    "RemoteFailure",
     "WorldTimeout",
 ]
 
@@ -56,19 +57,55 @@ class PeerError(CollectiveError):
     """
 
     def __init__(
-        self, rank: int, cause: BaseException, *, waiting_rank: int = -1, op: str = "", label: str = ""
+        self,
+        rank: int,
+        cause: BaseException,
+        *,
+        waiting_rank: int = -1,
+        op: str = "",
+        label: str = "",
+        prefix: str = "",
     ) -> None:
-        """`op` and `label` are those of the collective that `waiting_rank` waits for."""
-        super().__init__(rank, op, label, f"rank {rank} failed first with {type(cause).__name__}: {cause}")
+        """`op` and `label` are those of the collective that `waiting_rank` waits for; `prefix` begins the message."""
+        told = str(cause) if isinstance(cause, RemoteFailure) else f"with {type(cause).__name__}: {cause}"
+        super().__init__(rank, op, label, f"{prefix}rank {rank} failed first {told}")
         self.cause = cause
         self.waiting_rank = waiting_rank
+        self.prefix = prefix
         self.__cause__ = cause
 
     def __str__(self) -> str:
         return f"rank {self.waiting_rank}: {describe_call(self.op, self.label)}: {self.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_peer_error, (self.rank, self.cause, self.waiting_rank, self.op, self.label)
+        return _rebuild_peer_error, (
+            self.rank,
+            self.cause,
+            self.waiting_rank,
+            self.op,
+            self.label,
+            self.prefix,
+        )
+
+
+class RemoteFailure(CommError):
+    """The failure of a rank in another process: the cause of the `PeerError` that the other ranks raise.
+
+    `kind` is the name of the exception's class, `text` its message, `where` what the rank was doing (`""` if nobody
+    knows), and `remote_traceback` the traceback as text.
+    """
+
+    def __init__(self, kind: str, text: str, where: str = "", remote_traceback: str = "") -> None:
+        """The parts of the message, as the failing rank has told them."""
+        super().__init__(kind, text, where, remote_traceback)
+        self.kind = kind
+        self.text = text
+        self.where = where
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        place = f"in {self.where} " if self.where else ""
+        return f"{place}with {self.kind}: {self.text}"
 
 
 class RankError(CommError):
@@ -109,6 +146,8 @@ def describe_call(op: str, label: str) -> str:
     return f"{op} {label!r}" if label else op
 
 
-def _rebuild_peer_error(rank: int, cause: BaseException, waiting_rank: int, op: str, label: str) -> PeerError:
+def _rebuild_peer_error(
+    rank: int, cause: BaseException, waiting_rank: int, op: str, label: str, prefix: str
+) -> PeerError:
     """An unpickled `PeerError` (its constructor has keyword-only arguments, which pickle cannot pass)."""
-    return PeerError(rank, cause, waiting_rank=waiting_rank, op=op, label=label)
+    return PeerError(rank, cause, waiting_rank=waiting_rank, op=op, label=label, prefix=prefix)

@@ -26,6 +26,7 @@ from flatparam_core import (
     clean_fqn,
     discover,
     each_module,
+    handle_of,
     memory_view,
     owner_of,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "clean_fqn",
     "discover",
     "each_module",
+    "handle_of",
     "memory_view",
     "owner_of",
 ]

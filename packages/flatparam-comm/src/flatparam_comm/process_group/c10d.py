@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -40,11 +40,15 @@ __all__ = [
     "default_group",
     "exchange",
     "has_cpu_backend",
+    "is_between_processes",
     "members_of",
+    "name_of",
     "new_subgroup",
     "plain",
     "premultiplies",
     "reduce_scatter",
+    "stop_waiting",
+    "store_of",
     "timeout_of",
 ]
 
@@ -63,6 +67,8 @@ _CARRIED: Final = frozenset(
     }
 )
 
+#: The backends whose groups are of several processes.
+_BETWEEN_PROCESSES: Final = ("gloo", "nccl", "xccl", "mpi", "ucc")
 
 #: The names of torch's backends that take PREMUL_SUM, of which torch has no list. Add yours if you register one.
 PREMULTIPLYING: Final = {"nccl"}
@@ -101,6 +107,44 @@ def reduce_scatter(
     """Issue a reduce-scatter; returns its `Work`. A `factor` that is not 1 multiplies summands, if `premultiplies`."""
     call = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
     return call(output, full, op=_c10d_op(op, factor), group=group, async_op=True)
+
+
+def name_of(group: ProcessGroup) -> str:
+    """The name of a group, which is the same on all of its ranks."""
+    return str(group.group_name)
+
+
+def is_between_processes(group: ProcessGroup) -> bool:
+    """Whether the group's backends connect processes: others, such as a fake one, only stand for groups."""
+    config = str(_first_of("get_backend_config")(group))
+    return any(backend in config for backend in _BETWEEN_PROCESSES)
+
+
+def store_of(group: ProcessGroup, prefix: str, timeout: timedelta) -> Any:
+    """A connection of its own to the group's store, with keys that begin with `prefix`; None if there is none."""
+    store = group.get_group_store() if hasattr(group, "get_group_store") else None
+    if store is None or not hasattr(store, "clone"):
+        return None
+    own = store.clone()
+    own.set_timeout(timeout)
+    return _first_of("PrefixStore")(prefix, own)
+
+
+def stop_waiting(group: ProcessGroup) -> None:
+    """Make everything that this process waits for on a gloo group fail at once; the group is of no use any more.
+
+    gloo has no call for this, and ignores `abort` and `shutdown`. But if a receive times out, it closes all of the
+    group's connections. For a different backend nothing happens.
+    """
+    if cpu_backend(group) != "gloo":
+        return
+    backend: Any = group._get_backend(torch.device("cpu"))
+    peer = 1 if group.rank() == 0 else 0
+    contexts = len(getattr(getattr(backend, "options", None), "_devices", [None]))
+    for tag in range(contexts):
+        # The error is the timeout; or the connections were closed before.
+        with suppress(RuntimeError):
+            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
 
 
 def premultiplies(group: ProcessGroup, device: torch.device) -> bool:

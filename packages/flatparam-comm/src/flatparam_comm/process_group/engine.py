@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import attrs
 import torch
@@ -19,6 +19,8 @@ from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.pending import ContinuedPending
 from flatparam_comm.process_group import c10d
+from flatparam_comm.relay.calls import GroupCalls
+from flatparam_comm.relay.process import calls_of
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take the default group at the time of its import as a default argument. torch.optim
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 
 
 @final
@@ -49,7 +52,7 @@ class ProcessGroupCollectives:
     that lives until the interpreter exits can abort the process then.
     """
 
-    __slots__ = ("_hash", "_is_gloo", "_premultiplies", "_rank", "_reference", "_sites", "_size")
+    __slots__ = ("_calls", "_hash", "_is_gloo", "_premultiplies", "_rank", "_reference", "_sites", "_size")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -73,6 +76,7 @@ class ProcessGroupCollectives:
         self._is_gloo = c10d.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], Site] = {}
         self._premultiplies: dict[torch.device, bool] = {}
+        self._calls: GroupCalls | None = None
 
     def __repr__(self) -> str:
         if self._reference() is None:
@@ -133,16 +137,17 @@ class ProcessGroupCollectives:
         """See `Collectives.all_gather`."""
         site = self._site("all_gather", label)
         checks.check_all_gather(site, output, shard)
+        calls = self._begin(site, output)
         carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
             # gloo's own all-gather fills a buffer of its own, which it copies, and takes 1.3 to 2 times as long.
             halves, given = carried.view(2, -1), carried_shard.view(-1)
-            work = self._swap(site, halves[1 - site.rank], given)
+            work = self._swap(site, calls, halves[1 - site.rank], given)
             if halves[site.rank].data_ptr() != given.data_ptr():
-                _guarded(site, lambda: halves[site.rank].copy_(given))
+                _guarded(site, lambda: halves[site.rank].copy_(given), calls)
         else:
-            work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group))
-        return _WorkPending(site, work, (output, shard))
+            work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group), calls)
+        return _WorkPending(site, work, (output, shard), calls)
 
     def reduce_scatter(
         self,
@@ -161,34 +166,35 @@ class ProcessGroupCollectives:
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         self.check_factor(full.device, factor)
+        calls = self._begin(site, full, _REDUCTIONS[op])
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
-            return self._exchange_and_add(site, carried, carried_full)
+            return self._exchange_and_add(site, calls, carried, carried_full)
         work = _guarded(
-            site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor)
+            site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor), calls
         )
-        return _WorkPending(site, work, (output, full))
+        return _WorkPending(site, work, (output, full), calls)
 
-    def _exchange_and_add(self, site: Site, output: Tensor, full: Tensor) -> Pending:
+    def _exchange_and_add(self, site: Site, calls: GroupCalls, output: Tensor, full: Tensor) -> Pending:
         """A reduce-scatter by an all-to-all and a local sum, in rank order.
 
         gloo's own reduce-scatter is an all-reduce of a copy: it sends twice the bytes, and takes three times as long.
         """
         parts = full.view(site.size, -1)
         if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
-            work = self._swap(site, output, parts[1 - site.rank])
+            work = self._swap(site, calls, output, parts[1 - site.rank])
             add = functools.partial(_add, output, (output, parts[site.rank]))
-            return ContinuedPending(_WorkPending(site, work, (output, full)), add)
+            return ContinuedPending(_WorkPending(site, work, (output, full), calls), add)
         received = torch.empty_like(full)
-        work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group))
+        work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group), calls)
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
-        return ContinuedPending(_WorkPending(site, work, (received, full)), add)
+        return ContinuedPending(_WorkPending(site, work, (received, full), calls), add)
 
-    def _swap(self, site: Site, theirs: Tensor, ours: Tensor) -> Any:
+    def _swap(self, site: Site, calls: GroupCalls, theirs: Tensor, ours: Tensor) -> Any:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
-        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes))
+        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes), calls)
 
     def all_reduce(
         self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "", factor: float = 1.0
@@ -197,32 +203,48 @@ class ProcessGroupCollectives:
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         self.check_factor(tensor.device, factor)
+        calls = self._begin(site, tensor, _REDUCTIONS[op])
         carried = c10d.plain(tensor)
-        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor))
-        return _WorkPending(site, work, (tensor,))
+        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor), calls)
+        return _WorkPending(site, work, (tensor,), calls)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """See `Collectives.broadcast`; `root` is a rank of this group."""
         site = self._site("broadcast", label)
         checks.check_broadcast(site, tensor, root)
+        calls = self._begin(site, tensor, root)
         carried = c10d.as_carried(tensor)
-        work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group))
-        return _WorkPending(site, work, (tensor,))
+        work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group), calls)
+        return _WorkPending(site, work, (tensor,), calls)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
-        return _guarded(self._site("exchange", label), lambda: c10d.exchange(value, self.group))
+        site = self._site("exchange", label)
+        return _guarded(site, lambda: c10d.exchange(value, self.group), self._begin(site), waits=True)
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
-        _guarded(self._site("barrier", label), lambda: c10d.barrier(self.group))
+        site = self._site("barrier", label)
+        _guarded(site, lambda: c10d.barrier(self.group), self._begin(site), waits=True)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
         """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
-        group = _guarded(site, lambda: c10d.new_subgroup(self.group, chosen))
+        calls = self._begin(site)
+        group = _guarded(site, lambda: c10d.new_subgroup(self.group, chosen), calls, waits=True)
         return None if group is None else ProcessGroupCollectives(group)
+
+    def _begin(self, site: Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
+        """Count the next collective of the group; for the errors see `GroupCalls.begin`."""
+        calls = self._calls
+        if calls is None:
+            calls = self._calls = calls_of(self.group)
+        if tensor is None:
+            calls.begin(site)
+        else:
+            calls.begin(site, tensor.dtype, tensor.numel(), detail)
+        return calls
 
     def _site(self, op: str, label: str) -> Site:
         site = self._sites.get((op, label))
@@ -238,7 +260,8 @@ class _WorkPending:
     site: Site
     work: Any
     tensors: tuple[Tensor, ...]
-    error: CollectiveError | None = None
+    calls: GroupCalls
+    error: CommError | None = None
 
     def wait(self) -> None:
         """See `Pending.wait`."""
@@ -247,8 +270,8 @@ class _WorkPending:
         if self.work is None:
             return
         try:
-            _guarded(self.site, self.work.wait)
-        except CollectiveError as error:
+            _guarded(self.site, self.work.wait, self.calls, waits=True)
+        except CommError as error:
             self.error = error
             raise
         finally:
@@ -272,20 +295,18 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def _guarded(site: Site, call: Callable[[], T]) -> T:
-    """The result of `call`; an exception becomes a CollectiveError that names the rank and the collective."""
+def _guarded(site: Site, call: Callable[[], T], calls: GroupCalls, *, waits: bool = False) -> T:
+    """The result of `call`; an exception becomes one that names the rank and the collective, and who failed first.
+
+    Args:
+        waits: the call returns when the collective is complete.
+    """
     try:
         return call()
     except CollectiveError:
         raise
     except Exception as error:
-        raise CollectiveError(
-            site.rank,
-            site.op,
-            site.label,
-            f"the process group failed with {type(error).__name__}: {error}; "
-            "look for the first error among the other ranks, or for a rank that did not make this call",
-        ) from error
+        raise calls.error_of(site, error, waited=waits) from error
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from flatparam_comm.errors import CollectiveError
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.processes.function import FunctionReference
+from flatparam_comm.relay.process import tell_failure
 
 __all__ = ["STACKS_SIGNAL", "ChildPlan", "Report", "run_child"]
 
@@ -67,6 +68,7 @@ def run_child(plan: ChildPlan, connection: Connection) -> None:
         try:
             result = pickle.dumps(_run(plan))
         except BaseException as error:
+            tell_failure(error, is_final=True)
             connection.send(_report(error))
             # Not through destroy_process_group or interpreter exit: both may wait for ranks that wait for this one.
             os._exit(1)

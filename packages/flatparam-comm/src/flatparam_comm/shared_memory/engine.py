@@ -31,6 +31,7 @@ from flatparam_comm.errors import CollectiveError, CommError, MismatchError, des
 from flatparam_comm.process_group import c10d
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.process_group.exchanging import exchange_bytes
+from flatparam_comm.relay.process import calls_of
 from flatparam_comm.shared_memory.host import Link, connect
 from flatparam_comm.shared_memory.moves import REDUCTIONS, PostedCall, Scatter
 from flatparam_comm.shared_memory.pending import NOTHING, SharedPending, SlotUse
@@ -64,6 +65,7 @@ class SharedMemoryCollectives:
 
     __slots__ = (
         "__weakref__",
+        "_calls",
         "_failure",
         "_fence",
         "_link",
@@ -87,7 +89,8 @@ class SharedMemoryCollectives:
         self._failure: CommError | None = None
         self._fence = threading.Lock()
         timeout = c10d.timeout_of(inner.group) or _DEFAULT_TIMEOUT
-        self._watch = Watch(link, c10d.members_of(inner.group), self._rank, timeout)
+        self._calls = calls_of(inner.group, "shared memory")
+        self._watch = Watch(link, self._calls, c10d.members_of(inner.group), self._rank, timeout)
 
     def __repr__(self) -> str:
         return f"SharedMemoryCollectives(rank={self.rank}, size={self.size})"
@@ -230,7 +233,7 @@ class SharedMemoryCollectives:
             source = target
         if not _KEEPS_ORDER:
             self._order_memory()
-        posted[at + 1] = self._sequence = use.number = self._sequence + 1
+        posted[at + 1] = self._sequence = use.number = self._calls.issued = self._sequence + 1
         self._thread = threading.get_ident()
         use.pending = pending = SharedPending(self, use, site, move, code, target, source)
         if use.all_posted(code):
@@ -318,6 +321,8 @@ class SharedMemoryCollectives:
         """Make every later call fail: here at once, and on the others when they wait for this rank."""
         if self._failure is None:
             self._failure = error
+            if isinstance(error, MismatchError):
+                self._calls.tell_divergence(error.message)
             self._link.segment.failed[self._rank] = 1
 
     def _again(self, site: Site) -> CommError:

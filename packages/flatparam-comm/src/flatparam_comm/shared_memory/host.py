@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import sys
 import weakref
-from pathlib import Path
 from typing import Final, final
 
 import attrs
@@ -16,23 +14,12 @@ import attrs
 from flatparam_comm.errors import CommError
 from flatparam_comm.process_group import c10d
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
+from flatparam_comm.relay.host import host_identity
 from flatparam_comm.shared_memory.segment import SharedSegment
 
 __all__ = ["Link", "Peers", "connect", "host_identity"]
 
 _NEEDED: Final = ("memfd_create", "pidfd_open")
-
-
-def host_identity() -> tuple[str, ...]:
-    """A value that is equal for two processes exactly if one can find the other by its process id.
-
-    It holds the boot of the machine and the namespace of process ids, if the system tells them, and the host's name.
-    """
-    boot = space = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        space = os.readlink("/proc/self/ns/pid")
-    return boot, socket.gethostname(), space
 
 
 @final

@@ -10,7 +10,9 @@ from typing import Final, final
 
 import attrs
 
+from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, PeerError
+from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.shared_memory.host import Link
 
 __all__ = ["Watch"]
@@ -28,6 +30,7 @@ class Watch:
     """The waits of one rank. `members` are the ranks' numbers in the world."""
 
     link: Link
+    calls: GroupCalls
     members: list[int]
     rank: int
     timeout: timedelta
@@ -40,7 +43,8 @@ class Watch:
         Until then `meanwhile` is called now and then; it raises if waiting is in vain.
 
         Raises:
-            PeerError: if a missing rank's process has ended.
+            PeerError: if a missing rank's process has ended, or if the relay knows that a rank has failed.
+            MismatchError: if a rank has found that ranks diverge.
             CollectiveError: if a missing rank has failed and will never arrive, or if the timeout is over.
         """
         start = time.monotonic()
@@ -62,17 +66,25 @@ class Watch:
         failed = [rank for rank, word in enumerate(self.link.segment.failed) if word]
         # In this order: what a rank did before it ended or failed counts.
         missing = [rank for rank, stamp in enumerate(stamps) if stamp < number]
-        for rank in ended:
-            if rank in missing:
+        if not missing:
+            return
+        site = Site(self.rank, len(self.members), op, label)
+        self.calls.check(site)
+        gone = [rank for rank in missing if rank in ended or rank in failed]
+        if gone:
+            # It may have said why.
+            self.calls.explain(site)
+        for rank in gone:
+            if rank in ended:
                 cause = CommError(f"its process (pid {self.link.peers.pids[rank]}) has ended")
                 raise PeerError(
                     self.members[rank], cause, waiting_rank=self.members[self.rank], op=op, label=label
                 )
-        for rank in failed:
-            if rank in missing:
-                text = f"rank {rank} no longer takes part: an earlier call failed on it, or it has closed its memory"
-                raise CollectiveError(self.rank, op, label, text)
-        if missing and waited > self.timeout.total_seconds():
+            text = (
+                f"rank {rank} no longer takes part: an earlier call failed on it, or it has closed its memory"
+            )
+            raise CollectiveError(self.rank, op, label, text)
+        if waited > self.timeout.total_seconds():
             text = (
                 f"ranks {missing} have not arrived within {self.timeout.total_seconds():g} s; make every rank call the "
                 "same collectives in the same order, or give init_process_group() a longer timeout"

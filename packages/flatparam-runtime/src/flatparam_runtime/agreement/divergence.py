@@ -42,6 +42,11 @@ def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
         f"rank {r} was at {'the end of its pass' if deed is None else f'the {deed}'}"
         for r, deed in enumerate(everyone)
     )
+    if any(deed is not None and deed.kind == "step" for deed in everyone):
+        return (
+            f"rank {rank}: the ranks have stepped differently: {told}; every rank must step the same optimizers, with "
+            "the same hyper-parameters (a scaler that skips steps must do so on all ranks: use ShardedGradScaler)"
+        )
     return (
         f"rank {rank}: the ranks run different units: {told}; every rank must call the same units in the same order "
         "(guard data-dependent branches so that all ranks take the same one)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol, TypeAlias, final
+from zlib import crc32
 
 import attrs
 
@@ -12,9 +13,11 @@ from flatparam_comm import FlatParamHandle, Threshold, Topology
 
 __all__ = ["Acting", "Deed", "DeedKind", "Fingerprint"]
 
-DeedKind: TypeAlias = Literal["gather", "reduce", "train"]
+DeedKind: TypeAlias = Literal["step", "gather", "reduce", "train"]
 
-_KINDS: Final[dict[DeedKind, int]] = {"gather": 1, "reduce": 2, "train": 3}
+_KINDS: Final[dict[DeedKind, int]] = {"step": 0, "gather": 1, "reduce": 2, "train": 3}
+#: The kinds of steps that are remembered for messages.
+_STEPS: Final = 64
 # The multiplier of Knuth's linear congruential generator for MMIX.
 _MULTIPLIER: Final = 6364136223846793005
 _MASK: Final = 2**64 - 1
@@ -45,19 +48,21 @@ class Acting(Protocol):
 @final
 @attrs.frozen
 class Deed:
-    """One collective of one unit, or a change of the parameters that the unit trains.
+    """One collective of one unit, a change of the parameters that the unit trains, or a step of an optimizer.
 
     `nbytes` is the size of the full parameters or gradients; for a change, it is a checksum of what is trained from
-    now on.
+    now on, and for a step one of the optimizer and its hyper-parameters.
     """
 
     kind: DeedKind
     unit: str
     nbytes: int
     parameters: tuple[str, ...]
-    """The names of the first few parameters in the unit."""
+    """The names of the first few parameters in the unit; for a step, the optimizer with its hyper-parameters."""
 
     def __str__(self) -> str:
+        if self.kind == "step":
+            return f"step of {self.parameters[0]}"
         names = ", ".join(self.parameters[:2]) + (", ..." if len(self.parameters) > 2 else "")
         if self.kind == "train":
             return f"change of requires_grad in unit {self.unit!r} ({names})"
@@ -78,6 +83,8 @@ class Fingerprint:
     """A check before each collective, until the ranks have completed a whole pass together; then `None`."""
     noted: int = 0
     """The number of collectives since the beginning."""
+    _steps: dict[int, str] = attrs.field(factory=dict)
+    """By the checksum of a kind of step, the optimizer with its hyper-parameters."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
     """Two numbers for each collective: its code and its bytes. Bounded, since passes may go on without agreement."""
 
@@ -85,7 +92,18 @@ class Fingerprint:
         """Add to the hash what `unit`, the unit `number` of its tree, is about to do."""
         if self.before_each is not None:
             self.before_each(unit.topology, _deed(kind, unit, nbytes))
-        what = number * 4 + _KINDS[kind]
+        self._add(number * 4 + _KINDS[kind], nbytes)
+
+    def note_step(self, optimizer: str) -> None:
+        """Add to the hash that an optimizer is about to step; `optimizer` is the one with its hyper-parameters."""
+        checksum = crc32(optimizer.encode())
+        if checksum not in self._steps and len(self._steps) >= _STEPS:
+            # A schedule changes the learning rate all the time.
+            del self._steps[next(iter(self._steps))]
+        self._steps[checksum] = optimizer
+        self._add(_KINDS["step"], checksum)
+
+    def _add(self, what: int, nbytes: int) -> None:
         self.value = ((self.value ^ what) * _MULTIPLIER + nbytes) & _MASK
         if len(self._log) >= LOG_LENGTH.value:
             del self._log[:]
@@ -102,7 +120,15 @@ class Fingerprint:
         """The deeds that were noted since the ranks last agreed, for a message; `units` are those of the tree."""
         kinds = {number: kind for kind, number in _KINDS.items()}
         pairs = zip(self._log[::2], self._log[1::2], strict=True)
-        return [_deed(kinds[what % 4], units[what // 4], nbytes) for what, nbytes in pairs]
+        return [
+            self._step(checksum)
+            if what == _KINDS["step"]
+            else _deed(kinds[what % 4], units[what // 4], checksum)
+            for what, checksum in pairs
+        ]
+
+    def _step(self, checksum: int) -> Deed:
+        return Deed("step", "", checksum, (self._steps.get(checksum, "an optimizer"),))
 
     def agreed(self, noted: int) -> None:
         """Drop the collectives up to number `noted` from the log: after that one all ranks had the same value."""

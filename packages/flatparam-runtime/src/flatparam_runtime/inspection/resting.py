@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from flatparam_comm import FlatParamError, FlatParamHandle
+from flatparam_comm import FlatParamError, FlatParamHandle, telling
 from flatparam_runtime.passes.tree import tree_of
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.unit import Unit
@@ -54,8 +54,9 @@ def inspecting(unit: Unit) -> Iterator[None]:
     refuse_in_a_pass(unit)
     unit.move(Phase.INSPECTING)
     try:
-        unit.reshard()
-        yield
+        with telling(f"state_dict(), summon_full_params() or loading, at unit {unit.name!r}"):
+            unit.reshard()
+            yield
     finally:
         unit.move(Phase.IDLE)
 

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatparam_comm import FlatParameter, owner_of
+from flatparam_comm import FlatParameter, FlatParamHandle, handle_of, owner_of
+from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.optimizers.divided import is_long
 from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
+from flatparam_runtime.unit.registry import holder_of
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
+
+#: The types of hyper-parameters that are compared between ranks: betas are a tuple.
+_PLAIN: Final = (bool, int, float, tuple)
 
 
 def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
@@ -55,6 +61,7 @@ def notice_optimizers() -> None:
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    _note_step(optimizer)
     if type(optimizer) not in STEPS:
         check_sees_no_shards(optimizer)
         return
@@ -67,6 +74,46 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepper.count = 0
     elif stepper is None and _has_to_gain(optimizer):
         own[INIT_GROUP] = SegmentStepper(weakref.ref(optimizer))
+
+
+def _note_step(optimizer: optim.Optimizer) -> None:
+    """Add the step to the fingerprints of the trees whose parameters it changes: it has to be the same on all ranks.
+
+    An optimizer of one original parameter is left out, and one that steps inside backward: a rank that has no part of
+    the parameter need not step it.
+    """
+    if in_backward() or _is_of_one_parameter(optimizer):
+        return
+    noted: list[Fingerprint] = []
+    for group in optimizer.param_groups:
+        # The parameters of one group are one tree's, mostly; if not, another group or optimizer has the rest.
+        handle = next(filter(None, map(_handle_of, group["params"])), None)
+        unit = None if handle is None else holder_of(handle)
+        fingerprint = None if unit is None else unit.observers.fingerprint
+        if fingerprint is not None and fingerprint not in noted:
+            noted.append(fingerprint)
+            fingerprint.note_step(f"{type(optimizer).__name__}({_hyper_parameters(optimizer)})")
+
+
+def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:
+    found = [parameter for group in optimizer.param_groups[:2] for parameter in group["params"][:2]]
+    return len(found) == 1 and not isinstance(found[0], FlatParameter)
+
+
+def _handle_of(parameter: torch.Tensor) -> FlatParamHandle | None:
+    if isinstance(parameter, FlatParameter):
+        return handle_of(parameter)
+    owner = owner_of(parameter) if isinstance(parameter, torch.nn.Parameter) else None
+    return None if owner is None else owner[0]
+
+
+def _hyper_parameters(optimizer: optim.Optimizer) -> str:
+    """The hyper-parameters of each group that are plain values: reading a tensor on a device would wait for it."""
+    groups = []
+    for group in optimizer.param_groups:
+        found = [f"{name}={value!r}" for name, value in group.items() if isinstance(value, _PLAIN)]
+        groups.append(", ".join(found))
+    return "; ".join(groups)
 
 
 def _has_to_gain(optimizer: optim.Optimizer) -> bool:

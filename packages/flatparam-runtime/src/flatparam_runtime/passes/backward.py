@@ -12,7 +12,7 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of
+from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of, tell_failure, telling
 from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import call_at_end, current_run, in_backward, in_range, profiled, will_run
@@ -54,12 +54,22 @@ class UnitBackward:
 @final
 @attrs.define(eq=False)
 class _EndOfBackward:
-    """The callback that autograd holds as long as its backward runs; an exception there frees the callback too."""
+    """The callback that autograd holds as long as its backward runs; an exception there frees the callback too.
+
+    The ranks that wait for this one are told of the exception; autograd keeps it to itself until `backward()` raises.
+    """
 
     call: Callable[[], None]
+    was_called: bool = False
 
     def __call__(self) -> None:
-        self.call()
+        self.was_called = True
+        with telling("backward pass"):
+            self.call()
+
+    def __del__(self) -> None:
+        if not self.was_called:
+            tell_failure(None, "backward pass")
 
 
 @final

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatparam_comm import FlatParamHandle, Residency, Threshold
+from flatparam_comm import FlatParamHandle, Residency, Threshold, tell_failure
 from flatparam_runtime.autograd import in_backward, profiled, untraced
 from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
@@ -152,6 +152,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         return None
     call = unit.held.end_call()
     failed = _is_of_exception(call, output)
+    # A recomputation stops early with an exception of torch's own.
+    if failed and not call.is_recomputation and not in_backward():
+        tell_failure(sys.exc_info()[1], f"forward pass of unit {unit.name!r}")
     recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
     if call.restored is not None and not failed:
         output = _cast(output, call.restored)

@@ -1,0 +1,1 @@
+"""The relay of failures between the processes of a process group, through the group's store."""

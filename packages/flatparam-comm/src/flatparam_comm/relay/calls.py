@@ -1,0 +1,284 @@
+"""The collectives that this process issues on one process group, and what became of its ranks."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+import attrs
+import torch
+
+from flatparam_comm.checks import Site
+from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
+from flatparam_comm.process_group import c10d
+from flatparam_comm.relay.board import Board, Page, Position, code_of
+from flatparam_comm.relay.failure import FailureReport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["GroupCalls", "TellsOfFailures"]
+
+#: Seconds to wait for the reason of a broken connection: the peer's words, or the end of its process.
+_PATIENCE: Final = 2.0
+#: The kinds of RuntimeError that are no doing of a peer.
+_OWN: Final = (CommError, NotImplementedError)
+#: The number of own failures that are remembered, to be compared with those of the others.
+_REMEMBERED: Final = 64
+
+
+class TellsOfFailures(Protocol):
+    """The relay, as the collectives of one group use it."""
+
+    rank: int
+
+    def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
+        """The failure of a peer that explains why a collective of the group has failed; None if none is known."""
+        ...
+
+    def final_failure(self, calls: GroupCalls) -> FailureReport | None:
+        """The failure of a member of the group that will issue no collective any more."""
+        ...
+
+    def tell(self, failure: FailureReport) -> None:
+        """Let the other ranks know of a failure of this one."""
+        ...
+
+    def tell_error(self, error: BaseException | None, failure: FailureReport) -> None:
+        """Let the other ranks know of an exception of this one."""
+        ...
+
+
+@final
+class GroupCalls:
+    """The count of the collectives on one group, which is the same on all of its ranks at the same collective.
+
+    If a rank fails after its n-th collective, the others wait in vain for its collective n + 1 and those after it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_board",
+        "_goes_through_gloo",
+        "_group",
+        "_has_met",
+        "_page",
+        "_relay",
+        "_takes_care",
+        "broken_by",
+        "failed_at",
+        "issued",
+        "members",
+        "name",
+    )
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        relay: TellsOfFailures | None,
+        board: Board | None,
+        *,
+        goes_through_gloo: bool,
+    ) -> None:
+        """Begin to count. Without a relay nothing is told or heard, and without a board nothing is compared.
+
+        Args:
+            goes_through_gloo: the collectives are gloo's, which ends the process if ranks diverge.
+        """
+        self._group = weakref.ref(group)
+        self._relay = relay
+        self.name = name
+        self.members: list[int] = [] if relay is None else c10d.members_of(group)
+        self._board = board
+        self._page: Page | None = None
+        self._goes_through_gloo = goes_through_gloo
+        self._has_met = not goes_through_gloo
+        self.issued = 0
+        self.broken_by: FailureReport | None = None
+        self.failed_at: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
+        """The counts at which this rank has failed."""
+        self._takes_care = not self._has_met
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the group was destroyed."""
+        return self._group() is None
+
+    def begin(self, site: Site, dtype: torch.dtype | None = None, numel: int = 0, detail: int = 0) -> None:
+        """Count a collective that is issued now, and compare it with those of the ranks that were here before.
+
+        Args:
+            dtype: the dtype of its tensors.
+            numel: the number of elements of the longest of them.
+            detail: the reduction, or the root.
+
+        Raises:
+            PeerError: if a rank of the group has failed, so that the group is broken.
+            MismatchError: if a rank of this host has issued a different collective.
+        """
+        if self._takes_care:
+            self._look_around(site)
+        number = self.issued = self.issued + 1
+        if self._page is not None:
+            other = self._page.enter(number, site, code_of(site.op, dtype, detail), numel)
+            if other is not None:
+                raise self._diverged(site, number, Position(site.op, dtype, numel, detail), *other)
+
+    def _look_around(self, site: Site) -> None:
+        relay = self._relay
+        if self.is_gone:
+            # The engine says so.
+            return
+        if self.broken_by is not None:
+            raise self._error(site, self.broken_by, "the process group is broken, since ")
+        self._takes_care = False
+        if not self._has_met:
+            self._has_met = True
+            self._meet(site)
+        final = None if relay is None else relay.final_failure(self)
+        if final is not None:
+            # That rank may have issued what this one is about to issue.
+            self._takes_care = True
+            self.issued += 1
+            in_vain = self.waits_in_vain_for(final)
+            self.issued -= 1
+            if in_vain:
+                self.broken_by = final
+                raise self._error(site, final, "")
+
+    def _meet(self, site: Site) -> None:
+        """Find the other ranks' memory. It is the group's first collective, and returns when all ranks have come."""
+        group = self._group()
+        assert group is not None, "a collective is about to be issued on it"
+        board = self._board
+        page = None if board is None else board.page(self.name)
+        try:
+            offers = c10d.exchange(None if page is None or board is None else board.offer, group)
+        except Exception as error:
+            raise self.error_of(site, error, waited=True) from error
+        if board is None or page is None:
+            return
+        for rank, offer in zip(self.members, offers, strict=True):
+            if offer is not None and self._relay is not None and rank != self._relay.rank:
+                board.attach(rank, offer)
+        page.find(self.members)
+        self._page = page
+
+    def _diverged(
+        self, site: Site, number: int, ours: Position, peer: int, theirs: Position
+    ) -> MismatchError:
+        relay = self._relay
+        assert relay is not None, "there is no page without a relay"
+        text = (
+            f"ranks diverge at collective {number} of group {self.name!r}: rank {relay.rank} issues {ours}, and rank "
+            f"{peer} has issued {theirs}; make every rank call the same units, passes and state functions in one order"
+        )
+        self.tell_divergence(text)
+        return MismatchError(site.rank, site.op, site.label, text)
+
+    def leave_board(self) -> None:
+        """Compare no longer, and let go of the memory."""
+        self._board = self._page = None
+
+    def take_care(self) -> None:
+        """Look at the failures of the peers when the next collective is issued."""
+        self._takes_care = True
+
+    def note_own_failure(self) -> None:
+        """Remember that this rank has failed after the collectives that it has issued."""
+        self.failed_at.append(self.issued)
+
+    def waits_in_vain_for(self, failure: FailureReport) -> bool:
+        """Whether a collective that was issued here cannot complete, as the rank that failed did not issue it.
+
+        Ranks that fail alike, after the same collective, and all go on, do not wait for each other in vain.
+        """
+        if failure.is_death:
+            return self.issued > 0
+        count = failure.issued.get(self.name, 0)
+        return self.issued > count and (failure.is_final or count not in self.failed_at)
+
+    def break_by(self, failure: FailureReport) -> None:
+        """Make every wait and every later call on the group raise."""
+        self.broken_by = failure
+        self._takes_care = True
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """Make gloo give up every collective of the group that is under way."""
+        group = self._group()
+        if group is not None and self._goes_through_gloo:
+            c10d.stop_waiting(group)
+
+    def error_of(self, site: Site, error: Exception, *, waited: bool) -> CommError:
+        """The error to raise for one of the backend: what a peer's failure has made of it, or what it says itself.
+
+        Args:
+            waited: the backend was waiting for the peers, so that the error may be their doing.
+        """
+        text = (
+            f"the process group failed with {type(error).__name__}: {error}; "
+            "look for the first error among the other ranks, or for a rank that did not make this call"
+        )
+        plain = CollectiveError(site.rank, site.op, site.label, text)
+        relay = self._relay
+        # A CommError is this package's own, ValueError and TypeError are about arguments, NotImplementedError is about
+        # the backend.
+        if relay is None or not isinstance(error, RuntimeError) or isinstance(error, _OWN):
+            return plain
+        failure = self.broken_by or relay.explanation(self, _PATIENCE if waited else 0.0)
+        if failure is not None:
+            self.broken_by, self._takes_care = failure, True
+            return self._error(site, failure, "")
+        relay.tell_error(plain, FailureReport.of(relay.rank, plain, ""))
+        return plain
+
+    def check(self, site: Site) -> None:
+        """Raise what a peer's failure has made of the collectives of this group, if anything."""
+        if self.broken_by is not None:
+            raise self._error(site, self.broken_by, "")
+
+    def explain(self, site: Site) -> None:
+        """Raise what a peer's failure has made of the collectives of this group, if it says so within seconds."""
+        found = None if self._relay is None else self._relay.explanation(self, _PATIENCE)
+        if found is not None:
+            self.broken_by = found
+            raise self._error(site, found, "")
+
+    def tell_divergence(self, text: str) -> None:
+        """Let the other ranks know that ranks issue different collectives, and break the group."""
+        relay = self._relay
+        if relay is not None:
+            self.broken_by = FailureReport.divergence(relay.rank, self.name, text)
+            self._takes_care = True
+            relay.tell(self.broken_by)
+
+    def _error(self, site: Site, failure: FailureReport, prefix: str) -> CommError:
+        relay = self._relay
+        assert relay is not None, "only the relay knows of failures"
+        if failure.is_death and self._page is not None:
+            last = self._page.last_of(failure.rank) or "none"
+            failure = attrs.evolve(failure, message=f"{failure.message}; its last collective was {last}")
+        cause = failure.as_cause()
+        if failure.diverged:
+            return MismatchError(site.rank, site.op, site.label, prefix + failure.message)
+        if failure.culprit == relay.rank:
+            return CollectiveError(
+                site.rank,
+                site.op,
+                site.label,
+                f"the process group is broken, since this rank has failed {cause} while others waited for it; end all "
+                "ranks, or destroy the process group on all of them, and start again",
+            )
+        error = PeerError(
+            failure.culprit,
+            cause,
+            waiting_rank=relay.rank,
+            op=site.op,
+            label=site.label,
+            prefix=prefix,
+        )
+        relay.tell(failure.passed_on_by(relay.rank))
+        return error

@@ -1,0 +1,129 @@
+"""The record of a rank's failure, as it travels to the other ranks."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+import attrs
+
+from flatparam_comm.errors import PeerError, RemoteFailure
+
+__all__ = ["FailureReport"]
+
+#: The longest message and the longest traceback that travel, in characters; a traceback loses its beginning.
+_MESSAGE, _TRACEBACK = 2_000, 8_000
+#: The kinds of failures that are no exceptions.
+_ENDED: Final = "the end of its process"
+_LEFT: Final = "the end of its program"
+_UNKNOWN: Final = "an exception"
+_DIVERGED: Final = "MismatchError"
+#: Links in a chain of exceptions that are looked at.
+_CHAIN: Final = 50
+
+
+@final
+@attrs.frozen
+class FailureReport:
+    """A failure of `rank`, whose cause is a failure of `culprit`: the same rank, or the one that it waited for.
+
+    Ranks are numbered within the world.
+    """
+
+    rank: int
+    culprit: int
+    kind: str
+    """The name of the exception's class."""
+    message: str
+    where: str = ""
+    """What the rank was doing: `forward pass of unit 'blocks.1'`."""
+    traceback: str = ""
+    issued: Mapping[str, int] = attrs.field(factory=dict)
+    """The number of collectives that `rank` had issued on each of its groups, by the group's name."""
+    is_final: bool = False
+    """Whether the process of `rank` ends, so that it will issue no collective any more."""
+    diverged: str = ""
+    """The name of the group on which `rank` found that ranks diverge; empty if it has failed otherwise."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException | None, where: str) -> FailureReport:
+        """The failure of `rank` by an exception; None if nobody can say which one."""
+        if error is None:
+            return cls(rank, rank, _UNKNOWN, "its own output shows which one", where)
+        first = _first_failure(error)
+        if first is not None:
+            cause = first.cause
+            if isinstance(cause, RemoteFailure):
+                return cls(rank, first.rank, cause.kind, cause.text, cause.where, cause.remote_traceback)
+            return cls(rank, first.rank, type(cause).__name__, str(cause))
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        message = str(error)[:_MESSAGE]
+        return cls(rank, rank, type(error).__name__, message, where, "".join(lines)[-_TRACEBACK:])
+
+    @classmethod
+    def death(cls, rank: int, message: str) -> FailureReport:
+        """The end of the process of `rank`, as others have noticed it."""
+        return cls(rank, rank, _ENDED, message, is_final=True)
+
+    @classmethod
+    def departure(cls, rank: int, message: str) -> FailureReport:
+        """The end of the program of `rank`, or of its process group, without any failure."""
+        return cls(rank, rank, _LEFT, message, is_final=True)
+
+    @classmethod
+    def divergence(cls, rank: int, group: str, message: str) -> FailureReport:
+        """Ranks issue different collectives on the same group, as `rank` has noticed."""
+        return cls(rank, rank, _DIVERGED, message, diverged=group)
+
+    @classmethod
+    def from_words(cls, words: dict[str, Any]) -> FailureReport:
+        """The record that `to_words` has made."""
+        return cls(**words)
+
+    def to_words(self) -> dict[str, Any]:
+        """The record as plain values."""
+        return attrs.asdict(self)
+
+    def passed_on_by(self, rank: int) -> FailureReport:
+        """The failure of `rank`, which has waited for this one."""
+        return FailureReport(rank, self.culprit, self.kind, self.message, self.where, self.traceback)
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether a later record may say more."""
+        return self.kind == _UNKNOWN
+
+    @property
+    def is_death(self) -> bool:
+        """Whether others have noticed that the process of the rank is gone."""
+        return self.kind == _ENDED
+
+    @property
+    def is_departure(self) -> bool:
+        """Whether the rank has ended its program, or its process group, without an exception."""
+        return self.kind == _LEFT
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank has failed because another one had."""
+        return self.culprit != self.rank
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the program may catch the exception and go on."""
+        return not (self.is_consequence or self.is_final or self.diverged)
+
+    def as_cause(self) -> RemoteFailure:
+        """The cause of the errors that other ranks raise."""
+        return RemoteFailure(self.kind, self.message, self.where, self.traceback)
+
+
+def _first_failure(error: BaseException) -> PeerError | None:
+    """The error that says that another rank failed first, if that has led to this one."""
+    found: BaseException | None = error
+    for _ in range(_CHAIN):
+        if found is None or isinstance(found, PeerError):
+            return found
+        found = found.__cause__ or found.__context__
+    return None

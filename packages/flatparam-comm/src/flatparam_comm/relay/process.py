@@ -1,0 +1,242 @@
+"""The relay of this process: when it begins and ends, and which failures it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.util
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, final
+
+import attrs
+
+from flatparam_comm.process_group import c10d
+from flatparam_comm.relay.calls import GroupCalls
+from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.relay import Relay
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["calls_of", "set_relay", "tell_failure", "telling"]
+
+_VARIABLE: Final = "FLATPARAM_RELAY"
+#: The time limit of a call of the store: longer than a busy store needs, shorter than anybody's patience.
+_STORE_TIMEOUT: Final = timedelta(seconds=10)
+
+
+@final
+@attrs.define
+class _Setting:
+    """Whether failures are relayed: as the program says, or else as the environment does."""
+
+    chosen: bool | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a group that is used for the first time takes part."""
+        if self.chosen is not None:
+            return self.chosen
+        return os.environ.get(_VARIABLE, "1").strip().lower() not in ("0", "off", "false", "no")
+
+
+@final
+@attrs.define(eq=False)
+class _OfThisProcess:
+    """The relay of this process, and what it needs to know that is not for its thread."""
+
+    relay: Relay | None = None
+    calls: weakref.WeakKeyDictionary[ProcessGroup, dict[str, GroupCalls]] = attrs.field(
+        factory=weakref.WeakKeyDictionary
+    )
+    finalizer: Any = None
+    beginning: threading.Lock = attrs.field(factory=threading.Lock)
+    abandoned: list[Any] = attrs.field(factory=list)
+    """What a forked process has inherited, and must not free: that would close the parent's connections."""
+    hook: _Hook | None = None
+    at_exit: Any = None
+
+
+_SETTING: Final = _Setting()
+_NOW: Final = _OfThisProcess()
+
+
+def set_relay(on: bool) -> None:
+    """Switch the relay of failures between processes on or off; without this, `FLATPARAM_RELAY=0` switches it off.
+
+    If it is on, a rank that fails says so through the store of the process group, and each rank that waits for it
+    raises `PeerError` within seconds. Process groups that were used while it was off stay without it.
+    """
+    _SETTING.chosen = bool(on)
+    if not on:
+        _end()
+
+
+def calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
+    """The calls of a process group, which is used for the first time; begins the relay if there is none yet.
+
+    Args:
+        transport: what moves the bytes, if the group's backend does not. Each one counts by itself.
+    """
+    with _NOW.beginning:
+        by_transport = _NOW.calls.setdefault(group, {})
+        found = by_transport.get(transport)
+        if found is None:
+            relay = None
+            # Whatever is missing, the collectives work without a relay.
+            with contextlib.suppress(Exception):
+                relay = _relay_for(group)
+            name = "" if relay is None else f"{c10d.name_of(group)} {transport}".rstrip()
+            is_gloo = not transport and c10d.is_between_processes(group) and c10d.cpu_backend(group) == "gloo"
+            board = None if relay is None else relay.board
+            found = by_transport[transport] = GroupCalls(group, name, relay, board, goes_through_gloo=is_gloo)
+            if relay is not None:
+                relay.join(found)
+    return found
+
+
+def _relay_for(group: ProcessGroup) -> Relay | None:
+    """The relay that a group takes part in, or None if it cannot, or shall not."""
+    if not _SETTING.is_on or group.size() < 2 or not c10d.is_between_processes(group):
+        return None
+    world = c10d.default_group()
+    if world is None:
+        return None
+    if _NOW.relay is not None and _NOW.relay.is_running:
+        return _NOW.relay
+    store = c10d.store_of(world, "flatparam relay", _STORE_TIMEOUT)
+    if store is None:
+        return None
+    relay = Relay(world.rank(), store)
+    relay.start()
+    _NOW.relay = relay
+    _NOW.finalizer = weakref.finalize(world, _end)
+    _NOW.finalizer.atexit = False
+    _watch_exits()
+    return relay
+
+
+def _end() -> None:
+    """End the relay, with its process group or on demand."""
+    relay, finalizer = _NOW.relay, _NOW.finalizer
+    _NOW.relay = _NOW.finalizer = None
+    if finalizer is not None:
+        finalizer.detach()
+    if relay is not None:
+        relay.end()
+    _unhook()
+
+
+def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool = False) -> None:
+    """Let the ranks that wait for this one raise `PeerError`, since this one has failed.
+
+    It does nothing if there is no relay, or if the same exception was told before, and never raises. If this rank goes
+    on and issues its next collective, the other ranks go on waiting for it.
+
+    Args:
+        error: the exception, or None if nobody knows it.
+        where: what this rank was doing, as in `forward pass of unit 'blocks.1'`.
+        is_final: this process is about to end, so the call returns when the failure is told (or after a moment).
+    """
+    relay = _NOW.relay
+    if relay is None or not relay.is_running or relay.pid != os.getpid():
+        return
+    with contextlib.suppress(Exception):
+        failure = FailureReport.of(relay.rank, error, where)
+        relay.tell_error(error, attrs.evolve(failure, is_final=is_final))
+        if is_final:
+            relay.flush()
+
+
+@contextlib.contextmanager
+def telling(where: str) -> Iterator[None]:
+    """Inside, an exception that passes through is told to the other ranks, and goes on.
+
+    Use it around code of your own in which ranks wait for each other, if the process outlives its exceptions: in a
+    notebook, or below an `except`. An exception that ends the process is told without it.
+
+    Args:
+        where: what this rank is doing, as in `evaluation`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        tell_failure(error, where)
+        raise
+
+
+# The ends of the process
+
+
+def _watch_exits() -> None:
+    """Tell of an exception that nobody catches, and of a program that ends while others may wait for it."""
+    if not isinstance(sys.excepthook, _Hook):
+        _NOW.hook = _Hook(sys.excepthook)
+        sys.excepthook = _NOW.hook
+    # In a process that multiprocessing has started, only its own finalizers run; elsewhere it calls them at exit.
+    _NOW.at_exit = multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
+
+
+def _unhook() -> None:
+    # Somebody may have put a hook of their own over this one, which then stays and does nothing.
+    hook = _NOW.hook
+    if hook is not None and id(sys.excepthook) == id(hook):
+        sys.excepthook = hook.before
+    _NOW.hook = None
+    if _NOW.at_exit is not None:
+        _NOW.at_exit.cancel()
+    _NOW.at_exit = None
+
+
+@final
+@attrs.frozen
+class _Hook:
+    """The hook for an exception that nobody catches, before the one that was there."""
+
+    before: Any
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        tell_failure(error, is_final=True)
+        self.before(kind, error, traceback)
+
+
+def _at_exit() -> None:
+    """The last words of a process, whether it was started by the user or by multiprocessing."""
+    relay = _NOW.relay
+    if relay is None or relay.pid != os.getpid():
+        return
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        # torch.multiprocessing ends a process so when its function has raised.
+        error = error.__context__ or (error if error.code else None)
+    if error is not None:
+        tell_failure(error, is_final=True)
+    with contextlib.suppress(Exception):
+        text = "it has ended its program (sys.exit(), or its last line) without destroy_process_group()"
+        relay.tell_departure(text)
+        relay.flush()
+        relay.give_up()
+    _NOW.relay = None
+    relay.end()
+
+
+def _after_fork() -> None:
+    relay = _NOW.relay
+    if relay is not None:
+        _NOW.abandoned.append(relay)
+        relay.forget()
+    if _NOW.finalizer is not None:
+        _NOW.finalizer.detach()
+    _NOW.relay = _NOW.finalizer = None
+    _NOW.beginning = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

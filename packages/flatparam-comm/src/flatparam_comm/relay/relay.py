@@ -1,0 +1,276 @@
+"""The thread that tells the other ranks of this one's failure, and listens for theirs.
+
+It sleeps until somebody says something. If a peer has failed that this rank waits for, or would wait for, the thread
+makes the backend give up; the thread that waited then asks why, and raises `PeerError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any, Final, final
+
+import attrs
+
+from flatparam_comm.relay.board import Board
+from flatparam_comm.relay.calls import GroupCalls
+from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.star import Ended, Said, Star
+
+__all__ = ["Relay"]
+
+#: Seconds from an exception until it is told: if the program catches it and goes on, nobody has to know.
+_SETTLE: Final = 0.2
+#: Seconds from the news of an exception of a process that lives until nobody waits for it: it may go on.
+_MERCY: Final = 0.8
+#: The most that the first collective waits for rank 0 to be reached.
+_CONNECT: Final = 1.0
+#: The most that a process which ends waits for its failure to be told.
+_FLUSH: Final = 2.0
+#: Seconds of sleep while nothing happens.
+_SLEEP: Final = 5.0
+
+
+@final
+class Relay:
+    """The relay of this process; `run` is its thread. `calls` are those of the groups that take part, by name."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        """Prepare rank `rank` of the world; `store` is for the relay alone."""
+        self.rank = rank
+        self.calls: dict[str, GroupCalls] = {}
+        self.pid = os.getpid()
+        self.board: Board | None = None
+        # Not every system has memory for it; without it, divergence is not noticed here.
+        with contextlib.suppress(OSError, AttributeError):
+            self.board = Board()
+        self._star = Star(rank, store)
+        self._pids: dict[int, int | None] = {}
+        self._known: dict[int, FailureReport] = {}
+        self._since: dict[int, float] = {}
+        self._own: FailureReport | None = None
+        self._own_error: BaseException | None = None
+        self._due = 0.0
+        self._said: FailureReport | None = None
+        self._changed = threading.Condition()
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self.run, name="flatparam relay", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen; returns when rank 0 can hear this one, or after a moment.
+
+        The first collective would wait for rank 0 anyway, mostly. A process that ends before it was heard of is not
+        missed.
+        """
+        self._thread.start()
+        deadline = time.monotonic() + _CONNECT
+        with self._changed:
+            while self.rank != 0 and not self._star.is_connected and time.monotonic() < deadline:
+                self._changed.wait(0.05)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread listens."""
+        return self._thread.is_alive()
+
+    # What the other threads call
+
+    def tell(self, failure: FailureReport) -> None:
+        """Let the other ranks know of a failure of this one: at once, unless the program may catch it and go on."""
+        own = self._own
+        if own is not None and (own.is_final or (own.is_consequence and not failure.is_final)):
+            # Every call after the first on a broken group raises the same.
+            return
+        issued = failure.issued or {calls.name: calls.issued for calls in [*self.calls.values()]}
+        with self._changed:
+            self._own = attrs.evolve(failure, issued=issued)
+            self._due = time.monotonic() + (_SETTLE if failure.may_go_on else 0.0)
+        self._star.wake()
+
+    def tell_error(self, error: BaseException | None, failure: FailureReport) -> None:
+        """Let the other ranks know of an exception: of each one once, and once more if it ends the process."""
+        is_known = error is not None and error is self._own_error
+        if is_known and not failure.is_final:
+            return
+        if is_known and self._own is not None:
+            # What the rank was doing was told when the exception was raised.
+            failure = attrs.evolve(self._own, is_final=True)
+        self._own_error = error
+        for calls in [*self.calls.values()]:
+            calls.note_own_failure()
+        self.tell(failure)
+
+    def tell_departure(self, message: str) -> None:
+        """Let the other ranks know that this one ends, unless they know that it has failed."""
+        if self._own is None or not self._own.is_final:
+            self.tell(FailureReport.departure(self.rank, message))
+
+    def give_up(self) -> None:
+        """If this rank has failed, make the backend give up what is under way: the process could not end."""
+        if self._own is not None and not self._own.is_departure:
+            for calls in [*self.calls.values()]:
+                calls.stop_waiting()
+
+    def flush(self) -> None:
+        """Return when everything is told, or after a moment."""
+        deadline = time.monotonic() + _FLUSH
+        with self._changed:
+            while self._said is not self._own and self.is_running and time.monotonic() < deadline:
+                self._changed.wait(0.05)
+
+    def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
+        """The failure of a peer that explains why a collective of the group has failed; None if none is known.
+
+        Args:
+            patience: the seconds to wait for one.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            found = self._best(calls)
+            if (found is not None and not found.is_vague) or not self.is_running:
+                return found
+            if time.monotonic() >= deadline:
+                return found
+            with self._changed:
+                self._changed.wait(0.05)
+
+    def final_failure(self, calls: GroupCalls) -> FailureReport | None:
+        """The failure of a member of the group that will issue no collective any more."""
+        members = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
+        return next((failure for failure in members if failure.is_final), None)
+
+    def join(self, calls: GroupCalls) -> None:
+        """Have a group take part."""
+        self.calls[calls.name] = calls
+        self._star.wake()
+
+    def end(self) -> None:
+        """Stop listening; returns after a moment at most."""
+        self.tell_departure("it has destroyed the process group")
+        self._is_ending.set()
+        self._star.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_FLUSH)
+
+    def forget(self) -> None:
+        """Become deaf and dumb in a forked process: the thread and the connections are the parent's."""
+        self.calls.clear()
+        self._is_ending.set()
+        # Another thread may have held it when the process was forked.
+        self._changed = threading.Condition()
+        self._close(self._star.drop)
+
+    # The thread
+
+    def run(self) -> None:
+        """Tell and listen until the end."""
+        try:
+            self._star.open()
+            self._star.say({"pid": self.pid, "failure": None})
+            while not self._is_ending.is_set():
+                for news in self._star.listen(self._patience()):
+                    self._note(news)
+                self._take_back()
+                self._say_own()
+                self._break_groups()
+                with self._changed:
+                    self._changed.notify_all()
+            self._say_own()
+        except Exception:
+            # A healthy run must not suffer from its relay. Without one, failures do not travel; nothing else changes.
+            pass
+        finally:
+            self._close(self._star.close)
+
+    def _close(self, close_star: Any) -> None:
+        with self._changed, contextlib.suppress(OSError):
+            close_star()
+            for calls in [*self.calls.values()]:
+                calls.leave_board()
+            if self.board is not None:
+                self.board.close()
+            self.board = None
+            self._changed.notify_all()
+
+    def _patience(self) -> float:
+        """The seconds until it is time to say something, or to give up a peer that has not gone on."""
+        now = time.monotonic()
+        own = self._own
+        moments = [self._due] if own is not self._said else []
+        moments += [now + _SETTLE] if own is not None and own.may_go_on else []
+        moments += [since + _MERCY for since in self._since.values() if since + _MERCY > now]
+        return min([_SLEEP, *(max(0.0, moment - now) + 0.005 for moment in moments)])
+
+    def _take_back(self) -> None:
+        """Forget an exception of this rank that the program has caught: it has issued a collective since."""
+        own = self._own
+        if own is None or not own.may_go_on:
+            return
+        if any(calls.issued > own.issued.get(calls.name, 0) for calls in [*self.calls.values()]):
+            with self._changed:
+                if self._own is own:
+                    self._own = self._own_error = None
+
+    def _say_own(self) -> None:
+        own = self._own
+        is_due = own is None or time.monotonic() >= self._due or self._is_ending.is_set()
+        if own is self._said or not is_due:
+            return
+        told = None if own is None else own.to_words()
+        self._star.say({"pid": self.pid, "failure": told})
+        with self._changed:
+            self._said = own
+
+    def _note(self, news: Said | Ended) -> None:
+        rank = news.rank
+        if isinstance(news, Said):
+            self._pids[rank] = news.words["pid"]
+            told = news.words["failure"]
+            failure = None if told is None else FailureReport.from_words(told)
+        else:
+            known = self._known.get(rank)
+            if known is not None and known.is_final:
+                return
+            failure = self._death_of(rank, news.reason)
+            if self.rank == 0:
+                self._star.say_for(rank, {"pid": self._pids.get(rank), "failure": failure.to_words()})
+        if failure is None:
+            self._known.pop(rank, None)
+            self._since.pop(rank, None)
+            return
+        self._known[rank] = failure
+        self._since[rank] = time.monotonic()
+        for calls in [*self.calls.values()]:
+            calls.take_care()
+
+    def _death_of(self, rank: int, reason: str) -> FailureReport:
+        known = self._known.get(rank)
+        if known is not None:
+            # Its last words say more than its end.
+            return attrs.evolve(known, is_final=True)
+        process = f"process {self._pids.get(rank, 'unknown')}"
+        text = f"{process} has ended without a word ({reason}): killed, crashed, or ended by os._exit()"
+        return FailureReport.death(rank, text)
+
+    def _break_groups(self) -> None:
+        now = time.monotonic()
+        for calls in [*self.calls.values()]:
+            if calls.is_gone:
+                self.calls.pop(calls.name, None)
+                calls.leave_board()
+                continue
+            for rank, failure in [*self._known.items()]:
+                if calls.broken_by is not None or rank not in calls.members:
+                    continue
+                speaks = failure.is_consequence or failure.is_final
+                is_late = now >= self._since[rank] + (0.0 if speaks else _MERCY)
+                if failure.diverged == calls.name or (is_late and calls.waits_in_vain_for(failure)):
+                    calls.break_by(failure)
+
+    def _best(self, calls: GroupCalls) -> FailureReport | None:
+        """The failure that says most about why a collective of the group has failed."""
+        found = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
+        found.sort(key=lambda failure: (failure.is_vague, failure.is_departure, failure.is_consequence))
+        return found[0] if found else None

@@ -1,0 +1,228 @@
+"""The relay of failures between processes: what each rank is told when another one fails, and what a healthy run pays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatparam_comm import (
+    CollectiveError,
+    PeerError,
+    ProcessGroupCollectives,
+    RankDied,
+    RankError,
+    set_relay,
+    tell_failure,
+    telling,
+)
+from flatparam_comm.testing import PATIENCE, run_processes
+
+pytestmark = pytest.mark.processes
+
+
+class Bug(Exception):
+    """An exception of the user's program."""
+
+
+def _steps(comm: ProcessGroupCollectives, last: int = 3) -> None:
+    for step in range(last):
+        value = torch.ones(1000)
+        comm.all_reduce(value, label=f"step {step}").wait()
+        assert value.eq(comm.size).all()
+
+
+def _wait_for_it(comm: ProcessGroupCollectives, directory: str) -> None:
+    """Wait for a rank that never comes, and write down what is raised."""
+    with pytest.raises(PeerError) as raised:
+        comm.all_reduce(torch.ones(1000), label="the next step").wait()
+    with pytest.raises(PeerError) as again:
+        comm.all_reduce(torch.ones(1000), label="one more")
+    error = raised.value
+    text = f"{error.rank}|{error.waiting_rank}|{error}|{again.value}"
+    Path(directory, f"rank-{comm.rank}").write_text(text)
+
+
+def _fails(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
+    _steps(comm)
+    if comm.rank != 1:
+        _wait_for_it(comm, directory)
+        return
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise Bug("a bug of the user's")
+    if how == "exits":
+        os._exit(3)
+    with pytest.raises(Bug), telling("the loss"):
+        raise Bug("caught, and nothing follows")
+    # The process lives on and issues nothing, as a notebook does.
+    while len(list(Path(directory).glob("rank-*"))) < comm.size - 1:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["killed", "raises", "exits", "lives"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_that_waits_is_told(tmp_path: Path, size: int, how: str) -> None:
+    """A rank that is killed, raises, exits or catches its exception and stays away is named by all, with the cause."""
+    try:
+        run_processes(size, _fails, str(tmp_path), how)
+    except RankDied:
+        assert how in ("killed", "exits")
+    except RankError as error:
+        assert how == "raises"
+        assert "failed with Bug: a bug of the user's" in str(error)
+    else:
+        assert how == "lives"
+    for rank in {*range(size)} - {1}:
+        culprit, waiting, told, again = (tmp_path / f"rank-{rank}").read_text().split("|")
+        assert (culprit, waiting) == ("1", str(rank))
+        cause = {
+            "killed": "rank 1 failed first with the end of its process: process ",
+            "exits": "rank 1 failed first with the end of its process: process ",
+            "raises": "rank 1 failed first with Bug: a bug of the user's",
+            "lives": "rank 1 failed first in the loss with Bug: caught, and nothing follows",
+        }[how]
+        assert told.startswith(f"rank {rank}: all_reduce 'the next step': {cause}")
+        assert again.startswith(
+            f"rank {rank}: all_reduce 'one more': the process group is broken, since {cause}"
+        )
+
+
+def _catches(comm: ProcessGroupCollectives, alike: bool) -> None:
+    for attempt in range(20):
+        _steps(comm)
+        if alike or comm.rank == 1:
+            with pytest.raises(Bug), telling("an attempt"):
+                raise Bug(f"attempt {attempt}")
+            if attempt % 5 == 0:
+                # Longer than the relay waits before it tells.
+                time.sleep(0.2)
+    _steps(comm)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_exception_that_the_program_catches_stops_nobody(alike: bool) -> None:
+    """If a rank, or every rank alike, catches its exception and issues its next collective, training goes on."""
+    run_processes(2, _catches, alike)
+
+
+def _relays() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "flatparam relay"]
+
+
+def _switched_off(comm: ProcessGroupCollectives, how: str) -> int:
+    if how == "variable":
+        os.environ["FLATPARAM_RELAY"] = "0"
+    else:
+        set_relay(False)
+    _steps(comm)
+    return len(_relays())
+
+
+@pytest.mark.parametrize("how", ["variable", "call"])
+def test_it_can_be_switched_off(how: str) -> None:
+    """With FLATPARAM_RELAY=0, or after set_relay(False), there is no thread, and collectives work as ever."""
+    assert run_processes(2, _switched_off, how) == [0, 0]
+
+
+def _end_group() -> None:
+    """Leave the default group; on a busy machine its relay takes a little longer."""
+    dist.destroy_process_group()
+    until = time.monotonic() + PATIENCE
+    while _relays() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _again_and_again(comm: ProcessGroupCollectives, directory: str) -> tuple[int, int, int]:
+    _steps(comm)
+    _end_group()
+    server = dist.FileStore(str(Path(directory, "store")), comm.size)
+    counts = []
+    for turn in range(50):
+        store = dist.PrefixStore(f"turn {turn}", server)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        _steps(ProcessGroupCollectives(), 1)
+        assert len(_relays()) == 1
+        _end_group()
+        del store
+        counts.append(len(os.listdir("/proc/self/fd")))
+    # Every rank has left the last group.
+    server.add("left", 1)
+    while server.add("left", 0) < comm.size:
+        time.sleep(0.01)
+    keys = [key for key in server.list_keys() if "relay" in key]
+    return len(_relays()), max(counts[5:]) - counts[5], len(keys)
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch cannot list the keys of a store")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="the system does not tell the open descriptors"
+)
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """A process that joins and leaves 50 process groups has no thread, descriptor or key more than after the first."""
+    assert run_processes(2, _again_and_again, str(tmp_path)) == [(0, 0, 0)] * 2
+
+
+def _forks(comm: ProcessGroupCollectives) -> int:
+    _steps(comm)
+    child = os.fork()
+    if child == 0:
+        tell_failure(Bug("in a child"), is_final=True)
+        set_relay(False)
+        os._exit(len(_relays()))
+    _, status = os.waitpid(child, 0)
+    for _ in range(3):
+        _steps(comm)
+        time.sleep(0.3)
+    _steps(comm)
+    assert len(_relays()) == 1
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_process_tells_nothing() -> None:
+    """A failure in a process that a rank has forked is none of the rank's, whose own relay goes on."""
+    assert run_processes(2, _forks) == [0, 0]
+
+
+def _loses_its_store(comm: ProcessGroupCollectives, directory: str) -> None:
+    dist.destroy_process_group()
+    port = Path(directory, "port")
+    if comm.rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, wait_for_workers=False)
+        Path(directory, "written").write_text(str(server.port))
+        Path(directory, "written").rename(port)
+    while not port.exists():
+        time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    group = ProcessGroupCollectives()
+    _steps(group)
+    # The processes know each other.
+    time.sleep(1)
+    group.barrier()
+    if comm.rank == 0:
+        del server
+    time.sleep(1)
+    _steps(group)
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as raised:
+        group.all_reduce(torch.ones(1000), label="the next step").wait()
+    Path(directory, "told").write_text(f"{type(raised.value).__name__}: {raised.value}")
+
+
+def test_a_store_that_goes_away_harms_nobody(tmp_path: Path) -> None:
+    """Without its store the relay still sees a process of this host end, and a healthy step goes on."""
+    with pytest.raises(RankDied, match="rank 0 of 2 was killed by SIGKILL"):
+        run_processes(2, _loses_its_store, str(tmp_path))
+    told = (tmp_path / "told").read_text()
+    assert told.startswith(
+        "PeerError: rank 1: all_reduce 'the next step': rank 0 failed first with the end of"
+    )
