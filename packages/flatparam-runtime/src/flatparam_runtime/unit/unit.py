@@ -62,6 +62,7 @@ class Unit:
     """The state of `summon_full_params` for this unit."""
     _gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
+    _is_held: bool = False
 
     @reducer.default
     def _over_its_ranks(self) -> Reducer:
@@ -141,6 +142,11 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether the shards have changed in place since they were gathered."""
         return self.gathered != self.stamp()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a caller gathered the full parameters outside of passes: the next pass uses them as they are."""
+        return self._is_held and self._gather is not None
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
@@ -249,6 +255,18 @@ class Unit:
         if not fit and self.residency is not Residency.SHARDED and not self.is_needed:
             self.reshard()
 
+    def hold(self) -> None:
+        """Issue the gather for a caller outside of passes, so that the next pass does not gather again.
+
+        Full parameters that have become stale, or have a different dtype than a forward call would give them, go first.
+        """
+        full_precision = self.computes_in_full_precision
+        self.shed(full_precision=full_precision)
+        if self.is_stale and not self.is_needed:
+            self.reshard()
+        self.begin_unshard(full_precision=full_precision)
+        self._is_held = True
+
     def reshard(self) -> None:
         """Free the full parameters, if there are any, even if their gather is still in flight.
 
@@ -258,6 +276,7 @@ class Unit:
             return
         self._gather.drop()
         self._gather = None
+        self._is_held = False
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
 
@@ -322,6 +341,10 @@ class Unit:
     def change_prefetch(self, **changes: Any) -> None:
         """Change fields of `plan.prefetch`, from the next pass on."""
         self.plan = attrs.evolve(self.plan, prefetch=attrs.evolve(self.plan.prefetch, **changes))
+
+    def change_freeing(self, **changes: Any) -> None:
+        """Change fields of `plan` that say when the full parameters are in memory, from the next pass on."""
+        self.plan = attrs.evolve(self.plan, **changes)
 
     def cast_buffers(self) -> None:
         """Give the buffers the dtype that the plan says, for a forward call that begins now."""
