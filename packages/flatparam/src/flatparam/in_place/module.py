@@ -183,7 +183,7 @@ class FSDPModule(_Base):
         """
         reducing.set_divide_factor((self._unit,), factor)
 
-    @deprecated("Use `set_gradient_divide_factor` instead")
+    @deprecated("Use `set_gradient_divide_factor` instead", category=FutureWarning)
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`, as torch's method of this name does."""
         self.set_gradient_divide_factor(factor)
