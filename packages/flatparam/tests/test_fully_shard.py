@@ -496,3 +496,33 @@ def test_saved_files_are_of_full_tensors() -> None:
         assert_same_state(torch.load(file), seeded(Reduced).state_dict())
 
     on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_scaler_skips_a_step_on_all_ranks(fused: bool) -> None:
+    """An infinite gradient on one rank has every rank skip the step, even a rank that holds no part of a parameter."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = seeded(Reduced)
+        fully_shard(model.block)
+        fully_shard(model)
+        optimizer = torch.optim.SGD([model.block[0].weight], lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before, scales = model.state_dict(), []
+        for is_infinite in (True, False):
+            scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+            mine = model.block[0].weight.grad
+            if is_infinite and ranks.rank == 0:
+                mine.view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(
+                (
+                    scaler.get_scale(),
+                    torch.equal(model.state_dict()["block.0.weight"], before["block.0.weight"]),
+                )
+            )
+        return scales
+
+    assert on_ranks(4, rank) == [[(2.0, True), (2.0, False)]] * 4

@@ -12,6 +12,7 @@ from flatparam.in_place.arguments import resolve_in_place
 from flatparam.in_place.clipping import have_torch_clip
 from flatparam.in_place.module import FSDPModule, class_for
 from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatparam.in_place.scaling import have_torch_scalers_agree
 from flatparam.resolving.arguments import DeviceMesh, Ranks
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.placement import own_modules
@@ -130,6 +131,7 @@ def _shard(module: nn.Module, resolved: Resolved) -> None:
     module.__class__ = class_for(type(module))
     if unit.topology.shard.size > 1:
         have_torch_clip()
+        have_torch_scalers_agree()
         for handle in unit.handles:
             note_parameters(handle.exposure.parameters())
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatparam.compat.clipping import route_torchs_clipping
-from flatparam_core import FlatParamError, FlatParameter, handle_of, owner_of
-from flatparam_runtime import Collectives, Unit, clip_gradients_, holder_of
+from flatparam.in_place.spread import unit_that_spreads
+from flatparam_core import FlatParamError
+from flatparam_runtime import Collectives, clip_gradients_
 
 __all__ = ["clip_grad_norm_", "have_torch_clip"]
 
@@ -49,7 +49,7 @@ def clip_grad_norm_(
     device: torch.device | None = None
     seen: set[int] = set()
     for parameter in given:
-        gradient, unit = parameter.grad, _unit_of(parameter)
+        gradient, unit = parameter.grad, unit_that_spreads(parameter)
         into = whole if unit is None else sharded.setdefault(unit.topology.shard, [])
         if unit is not None and device is None:
             device = unit.device
@@ -73,19 +73,8 @@ def clip_grad_norm_(
     return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
 
 
-def _unit_of(parameter: Any) -> Unit | None:
-    """The unit that holds `parameter`, or the flat parameter itself, if it is spread over several ranks."""
-    if isinstance(parameter, FlatParameter):
-        handle = handle_of(parameter)
-    else:
-        owner = owner_of(parameter)
-        handle = None if owner is None else owner[0]
-    unit = None if handle is None else holder_of(handle)
-    return None if unit is None or unit.topology.shard.size == 1 else unit
-
-
 def _is_spread(parameter: object) -> bool:
-    return isinstance(parameter, Tensor) and _unit_of(parameter) is not None
+    return isinstance(parameter, Tensor) and unit_that_spreads(parameter) is not None
 
 
 def _refuse_norm(name: str) -> None:

@@ -28,9 +28,10 @@ __all__ = ["FSDPModule", "class_for", "register_fsdp_forward_method"]
 class FSDPModule(_Base):
     """A module that `fully_shard` has sharded; the class of each is derived from this one and from its own class.
 
-    The methods are those of torch's `FSDPModule`. The parameters are ordinary tensors: this rank's part of each, which
-    may be empty, of one dimension unless this rank has all of it. `parameters()` lists these, and an optimizer steps
-    them; the full parameters are in place while the module computes, and between `unshard()` and `reshard()`.
+    The methods are those of torch's `FSDPModule`. The parameters are ordinary tensors: this rank's part of each, with
+    its elements along the first dimension, and length 1 in the others; a part may be empty. `parameters()` lists the
+    parts, and an optimizer steps them. The full parameters are in place while the module computes, and between
+    `unshard()` and `reshard()`.
     """
 
     _sharded_class: ClassVar[type[nn.Module]]
