@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import flatparam
 from flatparam import (
@@ -150,6 +152,8 @@ def test_refused_modules() -> None:
             fully_shard(model)
         with pytest.raises(FlatParamError, match="is wrapped in FullyShardedDataParallel"):
             fully_shard(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))))
+        with pytest.raises(FlatParamError, match="'0' is sharded by fully_shard; use one of the two"):
+            FullyShardedDataParallel(nn.Sequential(model))
         with pytest.raises(TypeError, match=r"call fully_shard\(module\)"):
             FSDPModule()
 
@@ -188,6 +192,18 @@ def test_a_field_of_torchs_policy_that_is_unknown() -> None:
             fully_shard(nn.Linear(2, 2), mp_policy=newer(extra=3))
 
     on_ranks(2, rank)
+
+
+def test_torchs_arguments_are_there() -> None:
+    """Each argument of torch's `fully_shard` is one of ours, in this order, with torch's default or a policy of ours."""
+    theirs = inspect.signature(inspect.unwrap(torch_fully_shard)).parameters
+    ours = inspect.signature(fully_shard).parameters
+    assert list(theirs) == [name for name in ours if name in theirs]
+    for name, parameter in theirs.items():
+        assert ours[name].kind is parameter.kind
+        if "policy" not in name:
+            # Before torch 2.13 the default of `reshard_after_forward` was True.
+            assert ours[name].default in (parameter.default, None)
 
 
 def test_torchs_methods_are_there() -> None:
@@ -282,7 +298,7 @@ def test_unshard_and_reshard() -> None:
         told = []
 
         def too_early(*_: Any) -> None:
-            with pytest.raises(FlatParamError, match="its forward pass is running"):
+            with pytest.raises(FlatParamError, match="cannot be freed while a forward pass"):
                 model.block.reshard()
             told.append(True)
 

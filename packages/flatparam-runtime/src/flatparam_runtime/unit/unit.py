@@ -59,10 +59,9 @@ class Unit:
     links: Links = attrs.field(factory=Links)
     observers: Observers = attrs.field(factory=Observers)
     showing: Summoned = attrs.field(factory=Summoned)
-    """The state of `summon_full_params` for this unit."""
+    """The state of the full parameters outside of passes: of `summon_full_params`, and of gathers by a caller."""
     _gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
-    _is_held: bool = False
 
     @reducer.default
     def _over_its_ranks(self) -> Reducer:
@@ -146,7 +145,7 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether a caller gathered the full parameters outside of passes: the next pass uses them as they are."""
-        return self._is_held and self._gather is not None
+        return self.showing.are_held
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
@@ -265,7 +264,7 @@ class Unit:
         if self.is_stale and not self.is_needed:
             self.reshard()
         self.begin_unshard(full_precision=full_precision)
-        self._is_held = True
+        self.showing.hold(bool(self.handles))
 
     def reshard(self) -> None:
         """Free the full parameters, if there are any, even if their gather is still in flight.
@@ -276,7 +275,7 @@ class Unit:
             return
         self._gather.drop()
         self._gather = None
-        self._is_held = False
+        self.showing.hold(False)
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
 

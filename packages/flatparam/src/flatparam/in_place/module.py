@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["FSDPModule", "class_for", "register_fsdp_forward_method"]
+__all__ = ["FSDPModule", "class_for", "refuse_in_place", "register_fsdp_forward_method"]
 
 
 class FSDPModule(_Base):
@@ -70,10 +70,13 @@ class FSDPModule(_Base):
         """Free this module's full parameters, and show this rank's part of them; a backward pass gathers again.
 
         Raises:
-            FlatParamError: while the module computes with them.
+            FlatParamError: while a forward pass or `summon_full_params` uses them.
         """
         if self._unit.is_needed:
-            raise FlatParamError(f"{self._unit}: its forward pass is running, and needs the full parameters")
+            raise FlatParamError(
+                f"{self._unit}: its full parameters cannot be freed while a forward pass or summon_full_params() uses "
+                "them"
+            )
         self._unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -323,6 +326,20 @@ def class_for(original: type[nn.Module]) -> type[nn.Module]:
 def _empty(original: type[nn.Module]) -> nn.Module:
     """A sharded module without content, for a copy to fill."""
     return object.__new__(class_for(original))
+
+
+def refuse_in_place(module: nn.Module) -> None:
+    """Check that `module` and those inside are not sharded in place, for a wrapper that is to be put around it.
+
+    Raises:
+        FlatParamError: naming the module that is.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            raise FlatParamError(
+                f"FullyShardedDataParallel: {name or 'the module'!r} is sharded by fully_shard; use one of the two for "
+                "the whole model"
+            )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
