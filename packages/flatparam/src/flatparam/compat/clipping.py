@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 __all__ = ["note_parameters", "route_torchs_clipping"]
 
-_SPREAD: Final[weakref.WeakSet[nn.Parameter]] = weakref.WeakSet()
-"""The parameters whose gradients are parts."""
+_SPREAD: Final[weakref.WeakValueDictionary[int, nn.Parameter]] = weakref.WeakValueDictionary()
+"""The parameters whose gradients are parts, by identity: a set would compare tensors."""
 
 
 def note_parameters(parameters: Iterable[nn.Parameter]) -> None:
     """Remember `parameters`, whose gradients torch's function of the norm alone is to refuse."""
-    _SPREAD.update(parameters)
+    _SPREAD.update((id(parameter), parameter) for parameter in parameters)
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def _guard(cell: CellType, refuse: Callable[[str], None]) -> None:
     @functools.wraps(torchs)
     def guarded(tensors: Any, *arguments: Any, **named: Any) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        parts = {id(parameter.grad) for parameter in _SPREAD if parameter.grad is not None}
+        parts = {id(parameter.grad) for parameter in _SPREAD.values() if parameter.grad is not None}
         if any(id(tensor) in parts for tensor in given):
             refuse("get_total_norm")
         return torchs(given, *arguments, **named)
