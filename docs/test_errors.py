@@ -27,6 +27,7 @@ from flatparam import (
     StateDictType,
 )
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import fully_shard as our_fully_shard
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import (
     ByteLedger,
@@ -83,6 +84,39 @@ def wrapped_with_more() -> None:
     wrapped(module)
     module.extra = nn.Linear(2, 2)
     wrapped(module)
+
+
+# Sharding in place
+
+
+def norm_of_parts(ranks: Collectives) -> None:
+    model = our_fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def loaded_from_outside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    our_fully_shard(model[0], mesh=ALONE)
+    model.load_state_dict({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
+
+
+def emptied() -> None:
+    our_fully_shard(nn.Linear(2, 2), mesh=ALONE).to_empty(device="cpu")
+
+
+def in_place_on_meta() -> None:
+    with torch.device("meta"):
+        module = Scale()
+    our_fully_shard(module, mesh=ALONE)
+
+
+def in_place_twice() -> None:
+    our_fully_shard(our_fully_shard(nn.Linear(2, 2), mesh=ALONE), mesh=ALONE)
+
+
+def to_a_part(ranks: Collectives) -> None:
+    our_fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
 
 
 class Scale(nn.Module):
@@ -406,6 +440,24 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "called a model whose group is a stand-in with ranks": called_without_a_group,
         "replaced a parameter after wrapping": replaced,
         "replaced an original by one of a different shape": replaced_original,
+    },
+    "Sharding in place": {
+        "passed `shard_placement_fn` to `fully_shard`": lambda: our_fully_shard(
+            nn.Linear(2, 2), mesh=ALONE, shard_placement_fn=lambda parameter: None
+        ),
+        "passed `dp_mesh_dims` to `fully_shard`": lambda: our_fully_shard(
+            nn.Linear(2, 2), mesh=ALONE, dp_mesh_dims="shard"
+        ),
+        "resharded to a part of the ranks": lambda: run_threads(4, to_a_part),
+        "sharded a container in place": lambda: our_fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=ALONE),
+        "sharded a module in place twice": in_place_twice,
+        "sharded a module in place that holds a wrapper": lambda: our_fully_shard(
+            nn.Sequential(wrapped()), mesh=ALONE
+        ),
+        "sharded a module on the meta device in place that has no initialisation": in_place_on_meta,
+        "called `to_empty` of a module that is sharded in place": emptied,
+        "loaded a module in place through one around it": loaded_from_outside,
+        "asked torch for the norm of sharded gradients": lambda: run_threads(2, norm_of_parts),
     },
     "Training": {
         "called `state_dict()` inside a forward pass": saved_in_forward,

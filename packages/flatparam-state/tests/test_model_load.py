@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -306,3 +307,21 @@ def test_a_loading_that_ends_early_leaves_the_sharded_form(use_orig_params: bool
     for state in same_on_all(2, rank):
         assert list(state) == list(Buffers().state_dict())
         assert torch.equal(state["layer.weight"], CASES["buffers"].build().state_dict()["layer.weight"])
+
+
+def test_loading_by_a_function_of_the_callers() -> None:
+    """A model whose class has a `load_state_dict` of its own is loaded by the one that is passed."""
+
+    class Refusing(nn.Sequential):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("it is not called")
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard(Refusing(nn.Linear(3, 4), nn.Linear(4, 2)), ranks, use_orig_params=True)
+        state = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
+        wanted = {name: torch.ones_like(value) for name, value in state.items()}
+        load_model_state(model, wanted, load=functools.partial(nn.Module.load_state_dict, model))
+        return model_state_dict(model)
+
+    for state in same_on_all(2, rank):
+        assert all(value.eq(1).all() for value in state.values())

@@ -7,7 +7,7 @@ from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
-from flatparam_runtime.optimizers.clip import clip_grad_norm_
+from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
 from flatparam_runtime.optimizers.shape_rules import allow_shards
 from flatparam_runtime.optimizers.stepping import notice_optimizers, set_flat_steps, tensors_stepped
 from flatparam_runtime.passes.hooks import register_forward_method
@@ -75,6 +75,7 @@ __all__ = [
     "allow_shards",
     "clean_fqn",
     "clip_grad_norm_",
+    "clip_gradients_",
     "full_views",
     "gather_full",
     "gradient_divisors",

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     )
     from flatparam.compat.installing import Installation, install, uninstall
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+    from flatparam.in_place.applying import fully_shard
+    from flatparam.in_place.clipping import clip_grad_norm_
+    from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
+    from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
     from flatparam_state import Checkpointer, CheckpointError, Loaded
@@ -37,8 +42,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
-    "Checkpointer",
+    "CPUOffloadPolicy",
     "CheckpointError",
+    "Checkpointer",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -48,6 +55,8 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
@@ -56,8 +65,12 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "allow_shards",
+    "clip_grad_norm_",
+    "fully_shard",
     "install",
+    "register_fsdp_forward_method",
     "uninstall",
 ]
 
@@ -81,6 +94,11 @@ _HOMES = {
     ),
     "flatparam.compat.installing": ("Installation", "install", "uninstall"),
     "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
+    "flatparam.in_place.applying": ("fully_shard",),
+    "flatparam.in_place.clipping": ("clip_grad_norm_",),
+    "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
+    "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+    "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),
     "flatparam_runtime": ("allow_shards",),
     "flatparam_state": (

@@ -32,6 +32,7 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.compat.occasions import WHEN_WRAPPED
+from flatparam.in_place.module import refuse_in_place
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
 from flatparam.resolving.settings import Resolved
@@ -159,6 +160,7 @@ class FullyShardedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers,
             clean_names=clean_names,
         )
+        refuse_in_place(module)
         self._install(module, resolve_tree(type(self), module, asked, vars(self).pop("_offered", None)))
 
     def _install(self, module: nn.Module, tree: ResolvedTree) -> None:

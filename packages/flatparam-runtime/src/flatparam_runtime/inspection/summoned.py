@@ -32,12 +32,14 @@ class Wishes:
 @final
 @attrs.define(eq=False)
 class Summoned:
-    """The state of a unit's summoned full parameters."""
+    """The state of a unit's full parameters outside of passes: summoned, or gathered by a caller."""
 
     wishes: Wishes | None = None
     """The arguments of the outermost context; `None` outside of every context."""
     pins: int = 0
     """The number of contexts that keep the unit's own full parameters in memory, in full precision."""
+    are_held: bool = False
+    """Whether a caller gathered the full parameters outside of passes, for the next pass to use."""
     _stamp: int = 0
     """The stamp of the shards when they last equalled the summoned parameters."""
 
@@ -56,6 +58,10 @@ class Summoned:
     def unpin(self) -> None:
         """Count one context less."""
         self.pins -= 1
+
+    def hold(self, held: bool) -> None:
+        """Note that a caller has gathered the full parameters, or that they are freed."""
+        self.are_held = held
 
     def is_of(self, stamp: int) -> bool:
         """Whether shards with this stamp equal the shards that were summoned."""

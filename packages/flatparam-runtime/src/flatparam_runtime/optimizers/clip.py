@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatparam_comm import Collectives, ReduceOp, streams_of
 from flatparam_runtime.unit.registry import units_in
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "clip_gradients_"]
 
 
 def clip_grad_norm_(
@@ -48,7 +48,48 @@ def clip_grad_norm_(
             "is that of the other ranks, or zero",
             stacklevel=3,
         )
-    device = _device(module)
+    total = clip_gradients_(
+        sharded,
+        whole,
+        max_norm,
+        norm_type,
+        device=_device(module),
+        error_if_nonfinite=error_if_nonfinite,
+        foreach=foreach,
+    )
+    trained = (handle for unit in units_in(module) for handle in unit.trainable)
+    dtypes = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
+    dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
+    return total.to(dtype)
+
+
+def clip_gradients_(
+    sharded: Mapping[Collectives, Sequence[Tensor]],
+    whole: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients down to a total norm of at most `max_norm`; every rank calls it.
+
+    Args:
+        sharded: this rank's parts of gradients, by the group over which they are sharded; every rank passes the same
+            groups in the same order, also if it has no part.
+        whole: the other gradients; each counts once.
+        device: the device on which the norms of the ranks are added up, which the groups reach.
+        error_if_nonfinite: see `clip_grad_norm_`.
+        foreach: see `clip_grad_norm_`.
+
+    Returns:
+        The total norm before scaling, 0-d, in fp32, on `device`.
+
+    Raises:
+        RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
+    """
+    everything = [g for gradients in sharded.values() for g in gradients] + list(whole)
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():
         parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
@@ -59,10 +100,7 @@ def clip_grad_norm_(
             "for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
         )
     _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
-    trained = (handle for unit in units_in(module) for handle in unit.trainable)
-    dtypes = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
-    dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
-    return total.to(dtype)
+    return total
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:

@@ -176,14 +176,16 @@ class BackwardPass:
             self.entered.add(unit)
             if not unit.overlaps_reductions:
                 self.reductions.make_room()
-            unit.begin_unshard(full_precision=call.full_precision)
+            if unit.plan.unshards_in_backward:
+                unit.begin_unshard(full_precision=call.full_precision)
             self._note_entered(unit)
             for lender in unit.lenders:
                 # A lender in a different tree has its own pass.
                 if lender.belongs_to(self.fingerprint) and lender not in self.active:
                     self._hook_the_rest(lender, self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
-            unit.finish_unshard()
+            if unit.plan.unshards_in_backward:
+                unit.finish_unshard()
         state.inputs.update(token for token, node in call.inputs.items() if will_run(node))
         # If gradients are enabled, each gradient has a graph, which is watched too.
         if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
@@ -296,7 +298,7 @@ class BackwardPass:
             self._gather_ahead(next_backward(self.forward.ended, unit), plan.backward_depth)
 
     def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
-        ahead = (unit for unit in units if unit not in self.entered)
+        ahead = (unit for unit in units if unit not in self.entered and unit.plan.unshards_in_backward)
         for unit in itertools.islice(ahead, count):
             unit.begin_unshard(full_precision=unit.computes_in_full_precision)
 

@@ -127,6 +127,7 @@ def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
         waits = unit.device.type == "cpu"
         inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=not waits), inputs)
     casting = unit.plan.casting
+    call.restored = casting.output_dtype
     if (
         casting.dtype is None
         or call.full_precision
@@ -135,7 +136,7 @@ def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
         return inputs
     if casting.restores_outputs:
         floating = (tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point())
-        call.restored = next(floating, None)
+        call.restored = casting.output_dtype or next(floating, None)
     return _cast(inputs, casting.dtype)
 
 
@@ -215,7 +216,7 @@ def _keeps_full_parameters(
     # The outputs hide their tensors: no hook would gather the parameters again for their backward.
     if not watched and (unit.trainable or call.inputs):
         return True
-    return call.is_top or not unit.plan.free_after_forward
+    return (call.is_top and unit.plan.keeps_outermost) or not unit.plan.free_after_forward
 
 
 def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
@@ -231,7 +232,7 @@ def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
 
 def _drop_unused_prefetches(tree: UnitTree) -> None:
     for unit in tree.units:
-        if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE:
+        if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE and not unit.is_held:
             unit.reshard()
 
 

@@ -250,7 +250,7 @@ class UnitTree:
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
-            elif not self.keeps_unsharded or unit.is_stale:
+            elif unit.is_stale or not (self.keeps_unsharded or unit.is_held):
                 # Every rank must decide alike, and does: all run the same program, which steps or does not.
                 unit.reshard()
 

@@ -56,12 +56,16 @@ class Casting:
         at_root: whether the outermost unit of a pass casts.
         below_root: whether a unit with parameters casts, also inside another.
         restores_outputs: cast floating-point outputs back to the dtype that the inputs had.
+        without_parameters: whether a unit below the root casts even if it has no parameters of its own.
+        output_dtype: the dtype that floating-point outputs are cast to, in any call; `None` casts none.
     """
 
     dtype: torch.dtype | None = None
     at_root: bool = True
     below_root: bool = False
     restores_outputs: bool = False
+    without_parameters: bool = False
+    output_dtype: torch.dtype | None = None
 
     def applies(self, *, is_top: bool, manages: bool = True) -> bool:
         """Whether a call casts its inputs.
@@ -70,7 +74,7 @@ class Casting:
             is_top: the call is the outermost of its pass.
             manages: the unit has parameters.
         """
-        below_root = self.below_root and (manages or self.restores_outputs)
+        below_root = self.below_root and (manages or self.restores_outputs or self.without_parameters)
         return self.dtype is not None and (below_root or (self.at_root and is_top))
 
 
@@ -82,9 +86,13 @@ class UnitPlan:
     Attributes:
         topology: the ranks over which parameters are sharded, and those that hold copies.
         free_after_forward: free the full parameters between the forward and the backward pass.
+        keeps_outermost: do not free those of the unit whose forward call is the outermost, whatever
+            `free_after_forward` says: backward begins with that unit.
         keeps_last: do not free those of the unit that is expected to end last, as in the previous pass: backward needs
             them first, so they would be gathered twice in a row.
         free_after_unsynced_backward: free the full parameters after a backward pass inside `no_sync` too.
+        unshards_in_backward: gather the full parameters for the backward pass; otherwise nothing in that pass may read
+            them, as in an embedding.
         full_precision_in_eval: compute in the parameters' own dtype while the module is in `eval()`.
         storage_device: the device of the shards between steps; `None` is the device of the full parameters.
         notices_replacement: detect, at each gather, whether the user has given a parameter different data.
@@ -97,6 +105,7 @@ class UnitPlan:
     topology: Topology
     free_after_forward: bool = True
     free_after_unsynced_backward: bool = True
+    unshards_in_backward: bool = True
     prefetch: PrefetchPlan = PrefetchPlan()
     precision: Precision = attrs.field(factory=Precision)
     casting: Casting = Casting()
@@ -105,6 +114,7 @@ class UnitPlan:
     storage_device: torch.device | None = None
     notices_replacement: bool = True
     broadcast_buffers: bool = False
+    keeps_outermost: bool = True
     keeps_last: bool = False
     overlaps_reductions: bool | None = True
     use_orig_params: bool = False

@@ -59,7 +59,7 @@ class Unit:
     links: Links = attrs.field(factory=Links)
     observers: Observers = attrs.field(factory=Observers)
     showing: Summoned = attrs.field(factory=Summoned)
-    """The state of `summon_full_params` for this unit."""
+    """The state of the full parameters outside of passes: of `summon_full_params`, and of gathers by a caller."""
     _gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
 
@@ -141,6 +141,11 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether the shards have changed in place since they were gathered."""
         return self.gathered != self.stamp()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a caller gathered the full parameters outside of passes: the next pass uses them as they are."""
+        return self.showing.are_held
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
@@ -249,6 +254,18 @@ class Unit:
         if not fit and self.residency is not Residency.SHARDED and not self.is_needed:
             self.reshard()
 
+    def hold(self) -> None:
+        """Issue the gather for a caller outside of passes, so that the next pass does not gather again.
+
+        Full parameters that have become stale, or have a different dtype than a forward call would give them, go first.
+        """
+        full_precision = self.computes_in_full_precision
+        self.shed(full_precision=full_precision)
+        if self.is_stale and not self.is_needed:
+            self.reshard()
+        self.begin_unshard(full_precision=full_precision)
+        self.showing.hold(bool(self.handles))
+
     def reshard(self) -> None:
         """Free the full parameters, if there are any, even if their gather is still in flight.
 
@@ -258,6 +275,7 @@ class Unit:
             return
         self._gather.drop()
         self._gather = None
+        self.showing.hold(False)
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
 
@@ -322,6 +340,10 @@ class Unit:
     def change_prefetch(self, **changes: Any) -> None:
         """Change fields of `plan.prefetch`, from the next pass on."""
         self.plan = attrs.evolve(self.plan, prefetch=attrs.evolve(self.plan.prefetch, **changes))
+
+    def change_freeing(self, **changes: Any) -> None:
+        """Change fields of `plan` that say when the full parameters are in memory, from the next pass on."""
+        self.plan = attrs.evolve(self.plan, **changes)
 
     def cast_buffers(self) -> None:
         """Give the buffers the dtype that the plan says, for a forward call that begins now."""

@@ -206,11 +206,22 @@ _MOST_TOLD: Final = 20
 """How many misfits a rank tells the others of."""
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_model_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    load: Callable[..., Any] | None = None,
+    chunker: Chunker | None = None,
+) -> Any:
     """Load the state of the unsharded model, in any form, into a model that was sharded by hooks; every rank calls it.
 
     Of full tensors every rank passes all, and copies its own part; nothing is changed on any rank if something does
     not fit on one.
+
+    Args:
+        load: torch's own `load_state_dict` of the model, for a model whose class has a different one.
+        chunker: what takes torch's sharded tensors apart.
 
     Returns:
         What `torch.nn.Module.load_state_dict` returns: the missing and the unexpected keys.
@@ -219,7 +230,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
         RuntimeError: torch's, naming every key that does not fit.
     """
     places = list(places_in(model))
-    loading = ModelLoad.begin(places, set(model.modules()))
+    loading = ModelLoad.begin(places, set(model.modules()), chunker)
     torchs_errors: list[list[str]] = []
 
     def begin(*arguments: Any) -> None:
@@ -243,7 +254,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     loading.watch(model, begin)
     registered = model.register_load_state_dict_post_hook(end)  # type: ignore[no-untyped-call]
     try:
-        return model.load_state_dict(state, strict=strict)
+        return (load or model.load_state_dict)(state, strict=strict)
     finally:
         registered.remove()
         loading.close()

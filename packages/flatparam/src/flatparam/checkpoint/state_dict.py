@@ -1,7 +1,7 @@
 """The functions of `torch.distributed.checkpoint.state_dict`, for models that are sharded with flatparam.
 
-Names, arguments and results are those of torch. For a model that holds none of flatparam's wrappers, these functions
-call torch's own.
+Names, arguments and results are those of torch. For a model that flatparam does not shard, neither by wrappers nor in
+place, these functions call torch's own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from torch import nn
 
 from flatparam.api import FullStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictType
 from flatparam.checkpoint.flattening import flattened, unflattened
+from flatparam.in_place import state as in_place
 from flatparam.state.settings import settings_shown
 from flatparam.state.streaming import streamed
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import clean_fqn
+from flatparam_runtime import units_in
 from flatparam_state import (
     FormKind,
     StateForm,
     held_parameters,
     load_optimizer_state,
+    model_state_dict,
     optimizer_state_dict,
     places_in,
 )
@@ -71,11 +74,15 @@ def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
     """Return the model's state under clean names, sharded by default; every rank calls it."""
-    if not wrappers_in(model):
+    if not units_in(model):
         return _torchs("get_model_state_dict")(model, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     options = _checked(options)
-    with _form_of(model, options):
-        state: dict[str, Any] = model.state_dict()
+    state: dict[str, Any]
+    if wrappers_in(model):
+        with _form_of(model, options):
+            state = model.state_dict()
+    else:
+        state = model_state_dict(model, form=_form(model, options))
     if _is_elsewhere(model, options):
         return {}
     state = {clean_fqn(key): value for key, value in state.items()}
@@ -97,11 +104,11 @@ def get_optimizer_state_dict(
     Of an optimizer that has not made a step yet it is what the first step will start from. The optimizer is left as it
     is; torch steps it, with zeros for gradients, and so the run that goes on from there counts a step too many.
     """
-    if not wrappers_in(model):
+    if not units_in(model):
         ask = _torchs("get_optimizer_state_dict")
         return ask(model, optimizers, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     options = _checked(options)
-    form = _form(options)
+    form = _form(model, options)
     state: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _several(optimizers):
         found = optimizer_state_dict(model, optimizer, form=form, first_state=True)
@@ -137,10 +144,16 @@ def set_model_state_dict(
     Raises:
         RuntimeError: if keys or shapes do not fit; the error names every key.
     """
-    if not wrappers_in(model):
+    if not units_in(model):
         return _torchs("set_model_state_dict")(model, model_state_dict, options=_for_torch(options))
     options = _checked(options)
     state = _with_prefixes(model, model_state_dict)
+    if not wrappers_in(model):
+        if not (state or options.broadcast_from_rank0):
+            return nn.modules.module._IncompatibleKeys([], [])
+        return in_place.load_state(
+            model, state, strict=options.strict, rank0_only=options.broadcast_from_rank0
+        )
     if options.broadcast_from_rank0:
         state = streamed(model, state)
     elif not state:
@@ -161,7 +174,7 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: if a parameter has no state and the options are strict.
     """
-    if not wrappers_in(model):
+    if not units_in(model):
         set_state = _torchs("set_optimizer_state_dict")
         set_state(model, optimizers, optim_state_dict=optim_state_dict, options=_for_torch(options))
         return
@@ -208,7 +221,9 @@ def _checked(given: Any) -> StateDictOptions:
     return options
 
 
-def _form(options: StateDictOptions) -> StateForm:
+def _form(model: nn.Module, options: StateDictOptions) -> StateForm:
+    if not options.full_state_dict and not wrappers_in(model):
+        return in_place.sharded_form(model, offload_to_cpu=options.cpu_offload)
     if not options.full_state_dict:
         return StateForm(FormKind.SHARDED, offload_to_cpu=options.cpu_offload)
     return StateForm(offload_to_cpu=options.cpu_offload, rank0_only=options.cpu_offload)

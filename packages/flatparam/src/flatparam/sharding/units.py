@@ -18,7 +18,7 @@ from flatparam.sharding.extensions import flatten_extended, needs_extensions
 from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, notice_optimizers, shard_module, unit_of
 
-__all__ = ["shard_tree"]
+__all__ = ["shard_resolved", "shard_tree"]
 
 
 def shard_tree(
@@ -38,16 +38,18 @@ def shard_tree(
 
 def _unit_for(module: nn.Module, resolved: Resolved) -> Unit:
     """The unit of `module`, which is made one, unless it was wrapped before."""
-    notice_optimizers()
     unit = unit_of(module)
     if unit is None:
-        return _shard(module, resolved)
+        return shard_resolved(module, resolved)
+    notice_optimizers()
     _check_holds_all(module, unit, resolved)
     _warn_of_other_plan(unit, resolved)
     return unit
 
 
-def _shard(module: nn.Module, resolved: Resolved) -> Unit:
+def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
+    """Make `module`, which is no unit yet, one as its settings were resolved."""
+    notice_optimizers()
     modules = placement.own_modules(module, resolved.ignored)
     tensors = list(placement.own_tensors(modules, resolved.ignored))
     if needs_extensions(tensors):

@@ -1,0 +1,418 @@
+"""Programs for torch's FSDP2 train to the same bits with flatparam's `fully_shard`, in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm.testing import run_processes
+
+from . import both
+from .both import Failed, Side, adamw, full, loss_of, seeded, state_of, trained
+
+pytestmark = pytest.mark.processes
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Demand the same structure, and equal bits."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor), where
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert torch.equal(found, expected), f"{where}: {(found - expected).abs().max().item():.3g}"
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_same(mine, theirs, f"{where}[{number}]")
+    else:
+        assert found == expected, where
+
+
+def example(side: Side) -> Any:
+    model = side.shard(seeded())
+    optimizer = adamw(model)
+    return trained(side, model, optimizer), state_of(model)
+
+
+def keeping(side: Side) -> Any:
+    found = []
+    for value in (True, False, 2):
+        model = side.shard(seeded(), reshard_after_forward=value)
+        found.append((trained(side, model, adamw(model)), state_of(model)))
+    return found
+
+
+def of_one_unit(side: Side) -> Any:
+    model = side.fully_shard(seeded(), mesh=both.mesh(2))
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def without_root(side: Side) -> Any:
+    # The rest of the model is whole on each rank, so each rank has the same data.
+    alike = Side(side.name, 0)
+    model = seeded()
+    for layer in model.layers:
+        side.fully_shard(layer)
+    return trained(alike, model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)), state_of(
+        model
+    )
+
+
+def of_a_list(side: Side) -> Any:
+    model = seeded()
+    side.fully_shard(model.embedding)
+    for layer in model.layers:
+        side.fully_shard(layer)
+    side.fully_shard([model.norm, model.head], reshard_after_forward=False)
+    side.fully_shard(model)
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def tied(side: Side) -> Any:
+    model = side.shard(seeded(tied=True))
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def frozen(side: Side) -> Any:
+    model = seeded()
+    model.embedding.requires_grad_(False)
+    for layer in model.layers:
+        layer.up.requires_grad_(False)
+    model = side.shard(model)
+    losses = trained(side, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    without = sorted(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return losses, without, state_of(model)
+
+
+def ignored(side: Side) -> Any:
+    model = seeded()
+    left_out = {model.embedding.weight}
+    model = side.shard(model, ignored_params=left_out)
+    shape = tuple(model.embedding.weight.shape)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p not in left_out], lr=0.01)
+    return trained(side, model, optimizer), shape, state_of(model)
+
+
+def accumulating(side: Side) -> Any:
+    model = side.shard(seeded())
+    optimizer, losses = adamw(model), []
+    for step in range(both.STEPS):
+        for part in range(3):
+            is_last = part == 2
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last)
+            loss = loss_of(model, side.rank, 10 * step + part)
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def accumulating_reduced(side: Side) -> Any:
+    model = side.shard(seeded())
+    optimizer, losses = adamw(model), []
+    for step in range(both.STEPS):
+        for part in range(3):
+            loss = loss_of(model, side.rank, 10 * step + part)
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def divided(side: Side) -> Any:
+    model = side.shard(seeded())
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(8.0)
+            if side.name == "torch":
+                # Gloo has no sum that multiplies, which torch asks for otherwise.
+                module.set_force_sum_reduction_for_comms(True)
+    return trained(side, model, torch.optim.SGD(model.parameters(), lr=0.1)), state_of(model)
+
+
+def prefetching(side: Side) -> Any:
+    model = side.shard(seeded())
+    layers = list(model.layers)
+    model.set_modules_to_forward_prefetch(layers[:1])
+    for before, layer, after in zip([None, *layers], layers, [*layers[1:], None], strict=False):
+        layer.set_modules_to_forward_prefetch([after] if after is not None else [])
+        layer.set_modules_to_backward_prefetch([before] if before is not None else [])
+    optimizer, losses = adamw(model), []
+    for step in range(both.STEPS):
+        model.unshard(async_op=True)
+        loss = loss_of(model, side.rank, step)
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def not_unsharded_in_backward(side: Side) -> Any:
+    model = seeded()
+    side.fully_shard(model.embedding, reshard_after_forward=True)
+    model.embedding.set_unshard_in_backward(False)
+    model = side.shard(model)
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def offloaded(side: Side) -> Any:
+    model = side.shard(seeded(), offload_policy=side.CPUOffloadPolicy(pin_memory=False))
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def resharding(side: Side) -> Any:
+    model = side.shard(seeded())
+    optimizer, found = adamw(model), []
+    for step in range(both.STEPS):
+        loss = loss_of(model, side.rank, step)
+        found.append(tuple(model.head.weight.shape))
+        model.reshard()
+        loss.backward()
+        found.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.set_reshard_after_forward(False)
+    loss_of(model, side.rank, 9)
+    found.append(tuple(model.layers[0].up.weight.shape))
+    for layer in (*model.layers, model):
+        layer.reshard()
+    handle = model.layers[1].unshard(async_op=True)
+    handle.wait()
+    found.append(model.layers[1].down.weight.detach().clone())
+    model.layers[1].reshard()
+    return found, state_of(model)
+
+
+def evaluating(side: Side) -> Any:
+    model = side.shard(seeded())
+    optimizer, found = adamw(model), []
+    for step in range(both.STEPS):
+        found += trained(side, model, optimizer, steps=1, first=step)
+        model.eval()
+        with torch.no_grad():
+            found.append(loss_of(model, side.rank, 50 + step))
+        model.train()
+    return found, state_of(model)
+
+
+def some_unused(side: Side) -> Any:
+    model = seeded()
+    model.layers[0].extra = nn.Linear(3, 3)
+    model = side.shard(model)
+    loss_of(model, side.rank, 0).backward()
+    return {
+        name: None if parameter.grad is None else True
+        for name, parameter in model.named_parameters()
+        if "extra" in name
+    }
+
+
+def mixed(side: Side) -> Any:
+    found = []
+    for policy in (
+        side.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        side.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        side.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    ):
+        model = side.shard(seeded(), mp_policy=policy)
+        losses = trained(side, model, adamw(model))
+        dtypes = [parameter.dtype for parameter in model.parameters()]
+        found.append((losses, dtypes, model(both.batch(side.rank, 0)[0]).dtype, state_of(model)))
+    return found
+
+
+def mixed_by_module(side: Side) -> Any:
+    """The root has no parameters and casts; an inner module returns fp32; a block casts no inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    low = side.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    side.fully_shard(model[0], mp_policy=low)
+    side.fully_shard(
+        model[1][0], mp_policy=side.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    )
+    # This one has no parameters left.
+    side.fully_shard(model[1], mp_policy=side.MixedPrecisionPolicy(param_dtype=torch.float32))
+    side.fully_shard(
+        model[2], mp_policy=side.MixedPrecisionPolicy(output_dtype=torch.float16, cast_forward_inputs=False)
+    )
+    side.fully_shard(model, mp_policy=low)
+    seen = []
+    for module in (model[0], model[1], model[1][0], model[2]):
+        module.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(side.rank), dtype=torch.float64)
+    try:
+        model(x).float().square().sum().backward()
+    except RuntimeError as error:
+        seen.append(str(error))
+    return seen
+
+
+def mixed_accumulating(side: Side) -> Any:
+    policy = side.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = side.shard(seeded(), mp_policy=policy)
+    optimizer, losses = adamw(model), []
+    for step in range(both.STEPS):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            loss = loss_of(model, side.rank, 10 * step + part)
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def clipped(side: Side) -> Any:
+    """With torch's function, as in torch's example; and by a norm of another order."""
+    model = side.shard(seeded())
+    found = trained(side, model, adamw(model), clip=0.1)
+    loss_of(model, side.rank, 0).backward()
+    found.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))))
+    some = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    found.append(full(torch.nn.utils.clip_grad_norm_(some, 0.01, norm_type=1.0)))
+    return found, state_of(model)
+
+
+def saved_with_torchs_function(side: Side) -> Any:
+    """The sharded state dict has torch's form: the type, the placements, and this rank's chunk."""
+    model = side.shard(seeded())
+    return {
+        name: (type(value), str(value.placements), value.to_local().detach().clone(), tuple(value.shape))
+        for name, value in model.state_dict().items()
+    }
+
+
+def checkpointed(side: Side) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = seeded()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer)
+    model = side.shard(model)
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def other_method(side: Side) -> Any:
+    class WithMethod(nn.Linear):
+        def encode(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
+
+    torch.manual_seed(0)
+    model = side.fully_shard(WithMethod(4, 4))
+    side.register_fsdp_forward_method(model, "encode")
+    plain = nn.Linear(2, 2)
+    side.register_fsdp_forward_method(plain, "forward")
+    model.encode(torch.ones(2, 4) + side.rank).sum().backward()
+    return (
+        [full(parameter.grad) for parameter in model.parameters()]
+        if side.name == "torch"
+        else gradients(model)
+    )
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """The full gradients of a model of ours."""
+    from flatparam_runtime import summon_full_params
+
+    with summon_full_params(model, with_grads=True):
+        return [parameter.grad.detach().clone() for parameter in model.parameters()]
+
+
+PROGRAMS = [
+    example,
+    keeping,
+    of_one_unit,
+    without_root,
+    of_a_list,
+    tied,
+    frozen,
+    ignored,
+    accumulating,
+    accumulating_reduced,
+    divided,
+    prefetching,
+    not_unsharded_in_backward,
+    offloaded,
+    resharding,
+    evaluating,
+    some_unused,
+    mixed,
+    saved_with_torchs_function,
+    mixed_by_module,
+    mixed_accumulating,
+    checkpointed,
+    other_method,
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, tuple[Any, Any]]]:
+    """What each program returns on each of two ranks, with torch's library and with ours."""
+    return run_processes(2, both.run_both, PROGRAMS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_same_bits(program: Callable[[Side], Any], results: list[dict[str, tuple[Any, Any]]]) -> None:
+    """In fp32 and bf16 on two CPU ranks, every loss, shape and dtype and the final state are FSDP2's, bit for bit."""
+    for rank, of_rank in enumerate(results):
+        theirs, ours = of_rank[program.__name__]
+        for found in (theirs, ours):
+            assert not isinstance(found, Failed), found.traceback
+        assert_same(ours, theirs, f"rank {rank}")
+
+
+def test_clipping_differs_in_rounding_only() -> None:
+    """Clipping by torch's function gives FSDP2's norm of all ranks, but for the order of the sum of squares.
+
+    FSDP2 adds up the squares of each parameter over the chunks of its first dimension; we those of a rank's flat shard.
+    """
+    for of_rank in run_processes(2, both.run_both, [clipped]):
+        theirs, ours = of_rank["clipped"]
+        for found in (theirs, ours):
+            assert not isinstance(found, Failed), found.traceback
+        for mine, expected in zip(ours[0], theirs[0], strict=True):
+            torch.testing.assert_close(mine, expected, rtol=2e-6, atol=0)
+        for name, expected in theirs[1].items():
+            torch.testing.assert_close(ours[1][name], expected, rtol=1e-4, atol=1e-6)
+
+
+def hybrid(side: Side) -> Any:
+    model = side.shard(seeded(), mesh=both.mesh(2, 2))
+    return trained(side, model, torch.optim.SGD(model.parameters(), lr=0.1)), state_of(model)
+
+
+def hybrid_accumulating(side: Side) -> Any:
+    model = side.shard(seeded(), mesh=both.mesh(2, 2))
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(both.STEPS):
+        for part in range(2):
+            model.set_requires_all_reduce(part == 1)
+            loss = loss_of(model, side.rank, 10 * step + part)
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def test_hybrid() -> None:
+    """A mesh of two dimensions shards inside groups and holds copies across them: four ranks, FSDP2's bits."""
+    programs = [hybrid, hybrid_accumulating]
+    for rank, of_rank in enumerate(run_processes(4, both.run_both, programs)):
+        for program in programs:
+            theirs, ours = of_rank[program.__name__]
+            for found in (theirs, ours):
+                assert not isinstance(found, Failed), found.traceback
+            assert_same(ours, theirs, f"{program.__name__}, rank {rank}")

@@ -1,0 +1,181 @@
+"""`fully_shard`: make a module a unit, and give it FSDP2's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+from torch import nn
+
+from flatparam.compat.clipping import note_parameters
+from flatparam.in_place.arguments import resolve_in_place
+from flatparam.in_place.clipping import have_torch_clip
+from flatparam.in_place.module import FSDPModule, class_for
+from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatparam.in_place.scaling import have_torch_scalers_agree
+from flatparam.resolving.arguments import DeviceMesh, Ranks
+from flatparam.resolving.settings import Resolved
+from flatparam.sharding.placement import own_modules
+from flatparam.sharding.units import shard_resolved
+from flatparam.wrapper.interior import wrappers_in
+from flatparam_core import FlatParamError
+from flatparam_runtime import unit_of
+
+__all__ = ["fully_shard"]
+
+_NO_MIXED_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | Ranks | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | Ranks | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> Sequence[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | Ranks | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = _NO_MIXED_PRECISION,
+    offload_policy: Any = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer states over ranks, in place, and return the module.
+
+    The function of this name in torch (FSDP2) has the same arguments. Call it for the blocks of a model first, and for
+    the model last: each call makes a unit of the parameters that no call inside has taken. The names of parameters stay
+    what they were. The class of the module becomes one that is derived from its own class and `FSDPModule`.
+
+    Parameters are ordinary tensors, not `DTensor`s: between passes, this rank's part of each.
+
+    Args:
+        module: the module. Of a list, each module becomes a unit by itself; torch gathers the units of a list together,
+            which are the same numbers.
+        mesh: the ranks to shard over: a mesh of one dimension; of two (replicate, shard) to shard inside groups and
+            hold copies across them. `None` is the default group, or the world of threads. What `process_group` of
+            `FullyShardedDataParallel` takes will do too.
+        reshard_after_forward: `True` frees the full parameters between forward and backward, and gathers them again;
+            `False` keeps them; `None` keeps those of the outermost module, and frees the others. The number of ranks of
+            the shard group means `True`, and 1 means `False`.
+        shard_placement_fn: must be `None`: a flat parameter has no dimension to choose.
+        mp_policy: the dtypes, as a `MixedPrecisionPolicy` of flatparam or of torch.
+        offload_policy: `CPUOffloadPolicy()`, of flatparam or of torch, keeps shards and gradients in CPU memory.
+        ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
+        dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
+
+    Returns:
+        What was passed: the module, or the list.
+
+    Raises:
+        ValueError, TypeError: for arguments that do not fit each other or the module, naming them; nothing is changed.
+    """
+    if shard_placement_fn is not None:
+        raise ValueError(
+            "shard_placement_fn: flatparam cuts the flat parameter of a unit, which has one dimension; leave it out"
+        )
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            "dp_mesh_dims: pass the dimensions to shard over as the mesh: mesh=mesh['shard'], or "
+            "mesh=mesh['replicate', 'shard']"
+        )
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    for each in modules:
+        _check_module(each)
+    ignored = None if ignored_params is None else list(ignored_params)
+    found = [
+        resolve_in_place(
+            each,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored,
+        )
+        for each in modules
+    ]
+    for each, resolved in zip(modules, found, strict=True):
+        _check_can_be_made(each, resolved)
+    for each, resolved in zip(modules, found, strict=True):
+        _shard(each, resolved)
+    return module
+
+
+def _shard(module: nn.Module, resolved: Resolved) -> None:
+    unit = shard_resolved(module, resolved)
+    module.__class__ = class_for(type(module))
+    if unit.topology.shard.size > 1:
+        have_torch_clip()
+        have_torch_scalers_agree()
+        for handle in unit.handles:
+            note_parameters(handle.exposure.parameters())
+
+
+def _check_module(module: Any) -> None:
+    """Check that `module` can become a unit that is sharded in place.
+
+    Raises:
+        TypeError: if it is no module.
+        ValueError: if it has no forward pass of its own.
+        FlatParamError: if it, or a module inside, is sharded in a different way.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: expected a module or a list of modules, found {module!r}")
+    name = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"fully_shard: a {name} has no forward pass; shard the modules in it, one by one")
+    if unit_of(module) is not None:
+        raise FlatParamError(f"fully_shard: this {name} is sharded already; call it once for a module")
+    if wrappers_in(module):
+        raise FlatParamError(
+            f"fully_shard: a module inside this {name} is wrapped in FullyShardedDataParallel; use one of the two for "
+            "the whole model"
+        )
+    for child_name, child in module.named_modules():
+        if any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(child).__mro__):
+            raise FlatParamError(
+                f"fully_shard: {child_name or name!r} is sharded by torch's FSDP already; take flatparam's fully_shard "
+                "for every module"
+            )
+
+
+def _check_can_be_made(module: nn.Module, resolved: Resolved) -> None:
+    """Check that what is on the meta device can be given values.
+
+    Raises:
+        ValueError: if a module there has no `reset_parameters()`.
+    """
+    for child in own_modules(module, resolved.ignored):
+        tensors = (*child.parameters(recurse=False), *child.buffers(recurse=False))
+        is_deferred = any(tensor.is_meta and tensor not in resolved.ignored for tensor in tensors)
+        if is_deferred and not callable(getattr(child, "reset_parameters", None)):
+            raise ValueError(
+                f"fully_shard: a {type(child).__name__} is on the meta device and has no reset_parameters(), so "
+                "nothing says what its values are; make it on a device, give its class the method, or use "
+                "FullyShardedDataParallel with param_init_fn"
+            )

@@ -1,0 +1,358 @@
+"""What `fully_shard` makes of a module: FSDP2's methods, on the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import nn
+from typing_extensions import Self, deprecated
+
+import flatparam_runtime as runtime
+from flatparam.in_place import state
+from flatparam.in_place.arguments import check_flag, freeing
+from flatparam.wrapper import parameters, prefetching, reducing, refusing
+from flatparam.wrapper.training_state import UnshardHandle
+from flatparam_core import FlatParamError
+
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
+
+__all__ = ["FSDPModule", "class_for", "refuse_in_place", "register_fsdp_forward_method"]
+
+
+class FSDPModule(_Base):
+    """A module that `fully_shard` has sharded; the class of each is derived from this one and from its own class.
+
+    The methods are those of torch's `FSDPModule`. The parameters are ordinary tensors: this rank's part of each, with
+    its elements along the first dimension, and length 1 in the others; a part may be empty. `parameters()` lists the
+    parts, and an optimizer steps them. The full parameters are in place while the module computes, and between
+    `unshard()` and `reshard()`.
+    """
+
+    _sharded_class: ClassVar[type[nn.Module]]
+    """The class that the module had before."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class that was sharded, which is not sharded itself: a slice of a `Sequential`, say."""
+        if "_sharded_class" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} cannot be made: call fully_shard(module), which returns the module"
+            )
+        return cls._sharded_class(*args, **kwargs)
+
+    # Full parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's full parameters, not those of sharded modules inside; every rank calls it.
+
+        The next forward pass uses them as they are, unless an optimizer or a load has changed the shards by then.
+
+        Args:
+            async_op: return at once, with a handle whose `wait()` has the module show the full parameters; a forward
+                pass waits by itself.
+
+        Returns:
+            The handle with `async_op`, and otherwise `None`.
+        """
+        self._unit.hold()
+        handle = UnshardHandle(self._unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's full parameters, and show this rank's part of them; a backward pass gathers again.
+
+        Raises:
+            FlatParamError: while a forward pass or `summon_full_params` uses them.
+        """
+        if self._unit.is_needed:
+            raise FlatParamError(
+                f"{self._unit}: its full parameters cannot be freed while a forward pass or summon_full_params() uses "
+                "them"
+            )
+        self._unit.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether full parameters are freed between forward and backward; see `fully_shard`.
+
+        Args:
+            reshard_after_forward: `True` also for the outermost module, which keeps them by default.
+            recurse: whether to choose for the sharded modules inside too.
+
+        Raises:
+            ValueError: for anything but a bool.
+        """
+        check_flag("reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.change_freeing(**freeing(reshard_after_forward, unit.topology))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether full parameters are freed after a backward pass that does not reduce gradients.
+
+        If they are kept, the next forward pass does not gather them. After a pass that reduces they are freed in any
+        case, because an optimizer's step makes them stale.
+
+        Raises:
+            ValueError: for anything but a bool.
+        """
+        check_flag("reshard_after_backward", reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.change_freeing(free_after_unsynced_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether this module's full parameters are gathered for the backward pass.
+
+        `False` is for modules whose backward pass reads none of their parameters, such as an embedding. Of any other
+        module, the backward pass would read memory that is freed.
+
+        Raises:
+            ValueError: for anything but a bool.
+        """
+        check_flag("unshard_in_backward", unshard_in_backward)
+        self._unit.change_freeing(unshards_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather the parameters of `modules` when this module's forward begins; none: those that a pass suggests.
+
+        Raises:
+            ValueError: if a module is not sharded.
+        """
+        prefetching.set_units_to_forward_prefetch(self._unit, list(modules) or None)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather the parameters of `modules` when this module's backward begins; none: those that a pass suggests.
+
+        Raises:
+            ValueError: if a module is not sharded.
+        """
+        prefetching.set_units_to_backward_prefetch(self._unit, list(modules) or None)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have all later work of the current stream, and so every later gather, wait for `event`.
+
+        Args:
+            event: a `torch.Event` (or `torch.cuda.Event`), recorded after an optimizer's step on a different stream.
+        """
+        event.wait()
+
+    # Gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward pass is the last of several; this changes nothing.
+
+        In torch, a pass that is not the last leaves reductions under way. Here each pass completes its reductions.
+
+        Raises:
+            ValueError: for anything but a bool.
+        """
+        check_flag("is_last_backward", is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward passes reduce gradients, or add them up on each rank for a later pass that does.
+
+        Args:
+            recurse: whether to choose for the sharded modules inside too.
+
+        Raises:
+            ValueError: for anything but a bool.
+        """
+        check_flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in self._units(recurse):
+            unit.synchronise(requires_gradient_sync)
+            unit.sum_copies(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
+
+        Gradients that were not summed over the copies wait, sharded, for a pass that does.
+
+        Raises:
+            ValueError: for anything but a bool.
+        """
+        check_flag("requires_all_reduce", requires_all_reduce)
+        reducing.set_requires_all_reduce(self._units(recurse), requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide the sum of the gradients of this module's own unit by `factor`; `None`: by the number of ranks.
+
+        Raises:
+            ValueError: for a factor that is not above zero.
+        """
+        reducing.set_divide_factor((self._unit,), factor)
+
+    @deprecated("Use `set_gradient_divide_factor` instead", category=FutureWarning)
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call `set_gradient_divide_factor`, as torch's method of this name does."""
+        self.set_gradient_divide_factor(factor)
+
+    # Parameters
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """List names and this rank's parts of parameters, also where the module shows full parameters at the moment.
+
+        Full parameters are listed while the module computes.
+        """
+        yield from parameters.listed(super().named_parameters(prefix, recurse, remove_duplicate))
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` on every module inside with its full parameters in place, and keep the changes.
+
+        Every rank calls this method and keeps its own part of its own changes, so seed all ranks alike.
+        """
+        if self._unit.summoned is not None:
+            return super().apply(fn)
+        with runtime.summon_full_params(self):
+            return super().apply(fn)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Refuse: the parameters have values.
+
+        Raises:
+            FlatParamError: always.
+        """
+        raise FlatParamError(
+            f"{type(self).__name__}.to_empty(): fully_shard has initialised what was on the meta device, by the "
+            "reset_parameters() of each module; leave out to_empty(), and load a state or call apply(fn) for "
+            "other values"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move or cast the shards as wholes; the parameters follow as views of them."""
+        with parameters.moving_shards(runtime.units_in(self), fn):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    # State
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """Return the state with sharded tensors: `DTensor`s, cut along dimension 0, as torch's; every rank calls it.
+
+        They are copies. In a world without process groups, such as one of threads, the tensors are full ones.
+        """
+        named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        return state.save_state(self, args, named, super().state_dict)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of any form, sharded or full; every rank calls it.
+
+        Args:
+            state_dict: every rank passes the whole of a full state, and copies its own part.
+            strict: whether missing and unexpected names are errors.
+            assign: see `torch.nn.Module.load_state_dict`; values of sharded parameters are copied in any case.
+
+        Raises:
+            RuntimeError: naming what does not fit on some rank, on every rank; nothing is changed.
+        """
+        load = partial(super().load_state_dict, assign=assign)
+        return state.load_state(self, state_dict, strict=strict, load=load)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        state.refuse_torchs_loading(self)
+        super()._load_from_state_dict(*arguments)
+
+    # Copies
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make a copy: the class is made anew from the one that was sharded."""
+        # A string is what a module without content of its own may return, and none does.
+        _, _, *content = cast("tuple[Any, ...]", super().__reduce_ex__(2))
+        return (_empty, (type(self)._sharded_class,), *content)
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        """Become a copy of a different module, or one from a file."""
+        super().__setstate__(content)  # type: ignore[no-untyped-call]
+        runtime.revive_units(self)
+
+    # What torch's own ways to spread a model over ranks ask for
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Refuse torch's functions for distributed state, which would save this rank's parts of optimizer states.
+
+        Raises:
+            FlatParamError: on every rank, naming the functions to call.
+        """
+        refusing.refuse_torchs_functions(self._unit)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Iterable[str]:
+        """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
+        return refusing.NoDDP(self._unit)
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return True
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, managed: bool) -> None:
+        """Refuse torch's FSDP1 and `fully_shard`, which set this on each module inside what they are given."""
+        refusing.refuse_another_fsdp(self._unit)
+
+    @property
+    def _unit(self) -> runtime.Unit:
+        unit = runtime.unit_of(self)
+        assert unit is not None, "fully_shard makes a module a unit before it changes the module's class"
+        return unit
+
+    def _units(self, recurse: bool) -> tuple[runtime.Unit, ...]:
+        return runtime.units_in(self) if recurse else (self._unit,)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""For each class, the one of its modules that are sharded in place."""
+
+
+def class_for(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
+    found = _CLASSES.get(original)
+    if found is None:
+        content = {"_sharded_class": original, "__module__": original.__module__, "__doc__": original.__doc__}
+        found = cast("type[nn.Module]", type(f"FSDP{original.__name__}", (FSDPModule, original), content))
+        _CLASSES[original] = found
+    return found
+
+
+def _empty(original: type[nn.Module]) -> nn.Module:
+    """A sharded module without content, for a copy to fill."""
+    return object.__new__(class_for(original))
+
+
+def refuse_in_place(module: nn.Module) -> None:
+    """Check that `module` and those inside are not sharded in place, for a wrapper that is to be put around it.
+
+    Raises:
+        FlatParamError: naming the module that is.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            raise FlatParamError(
+                f"FullyShardedDataParallel: {name or 'the module'!r} is sharded by fully_shard; use one of the two for "
+                "the whole model"
+            )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather full parameters for calls of the method `method_name` of `module`, as for calls of `forward`.
+
+    Args:
+        module: a module that `fully_shard` was called for; for any other module this does nothing, as in torch.
+
+    Raises:
+        ValueError: if the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    runtime.register_forward_method(module, method_name)
