@@ -76,18 +76,24 @@ def test_trainer(form: str, dtype: tuple[str, ...], tmp_path: Path) -> None:
         assert losses == trainer(tmp_path / "theirs", form, *dtype, run=())
 
 
-def test_lora(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_lora(form: str, tmp_path: Path) -> None:
     """Only the adapter is saved, and the resumed run is the one that went on; with torch's FSDP1 nothing is saved of it."""
-    losses = trainer(tmp_path, FORMS[0], "--lora")
-    assert trainer(tmp_path, FORMS[0], "--lora", "--resume") == losses
+    losses = trainer(tmp_path, form, "--lora")
+    assert trainer(tmp_path, form, "--lora", "--resume") == losses
     assert {name.rpartition("lora_")[2] for name in saved_names(tmp_path)} == {"A.weight", "B.weight"}
-    assert losses == trainer(tmp_path / "theirs", FORMS[0], "--lora", run=())
-    assert saved_names(tmp_path / "theirs") == []
+    if form == FORMS[0]:
+        # It cannot save full states on the CPU.
+        assert losses == trainer(tmp_path / "theirs", form, "--lora", run=())
+        assert saved_names(tmp_path / "theirs") == []
 
 
 def saved_names(folder: Path) -> list[str]:
     """The names of what is in the checkpoint of the model."""
+    import torch
     import torch.distributed.checkpoint as dcp
 
-    reader = dcp.FileSystemReader(folder / "first" / "checkpoint-2" / "pytorch_model_fsdp_0")
-    return list(reader.read_metadata().state_dict_metadata)
+    saved = folder / "first" / "checkpoint-2"
+    if (saved / "pytorch_model_fsdp.bin").exists():
+        return list(torch.load(saved / "pytorch_model_fsdp.bin"))
+    return list(dcp.FileSystemReader(saved / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata)

@@ -48,6 +48,16 @@ def test_fabric(form: str, option: str, tmp_path: Path) -> None:
         assert fabric(tmp_path / "theirs", form, option, "--resume") == after(2, losses)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_fabric_on_other_ranks(form: str, ranks: int, tmp_path: Path) -> None:
+    """What two ranks saved is resumed on one and on three, with the state of AdamW; the first rank has the same batch."""
+    losses = fabric(tmp_path, form)
+    resumed = fabric(tmp_path, form, "--resume", f"--ranks={ranks}")
+    assert sorted(resumed) == [(rank, step) for rank in range(ranks) for step in (2, 3)]
+    assert resumed[0, 2][0] == pytest.approx(losses[0, 2][0], rel=1e-6)
+
+
 @pytest.mark.parametrize("option", ["--plain", "--accumulate", "--bf16", "--checkpointing", "--clip"])
 @pytest.mark.parametrize("form", FORMS)
 def test_trainer(form: str, option: str, tmp_path: Path) -> None:

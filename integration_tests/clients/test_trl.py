@@ -55,6 +55,17 @@ def test_trainers(kind: str, form: str, option: str, tmp_path: Path) -> None:
         assert trained(tmp_path / "theirs", form, kind, option, "--resume", run=()) != theirs
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_lora(kind: str, form: str, tmp_path: Path) -> None:
+    """With an adapter of PEFT the losses are those with torch's FSDP1, and after a resume those of the run that went on."""
+    losses = trained(tmp_path, form, kind, "--lora")
+    assert trained(tmp_path, form, kind, "--lora", "--resume") == losses
+    if form == FORMS[0]:
+        # It cannot save full states on the CPU.
+        assert_same_run(losses, trained(tmp_path / "theirs", form, kind, "--lora", run=()))
+
+
 def test_clipping(tmp_path: Path) -> None:
     """Clipped gradients are those with torch's FSDP1 but for the last bits, and a resumed run is the one that went on."""
     losses = trained(tmp_path, FORMS[0], "sft", "--clip")

@@ -1,6 +1,7 @@
 """A training loop with Lightning Fabric, as its users write it: `fabric_loop.py FOLDER FORM`, `--resume` after two steps.
 
-FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate` and `--flat` (`use_orig_params=False`).
+FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate`, `--flat` (`use_orig_params=False`), and
+`--ranks=3`.
 """
 
 import sys
@@ -20,7 +21,8 @@ def main() -> None:
         options["activation_checkpointing_policy"] = {torch.nn.Linear}
     strategy = FabricStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type=form, **options)
     precision: Any = "bf16-mixed" if "--bf16" in sys.argv else "32-true"
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
+    ranks = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--ranks=")), 2)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy, precision=precision)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     module: Any = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))

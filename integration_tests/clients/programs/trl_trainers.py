@@ -103,6 +103,8 @@ def main() -> None:
             numbers = " ".join(repr(entry[name]) for name in ("loss", "grad_norm") if name in entry)
             print(f"loss {rank} {step} {numbers}\n", end="", flush=True)
     print(f"class {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
+    if "ref_model" in others:
+        print(f"class {type(trainer.ref_model).__module__}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
