@@ -339,8 +339,8 @@ def models(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def clients(session: nox.Session) -> None:
-    """Programs of accelerate, transformers and PEFT, unchanged, in their own environment; not in `tests` (`-- -x`)."""
-    fill(session, "accelerate", "transformers", "peft")
+    """Programs of accelerate, transformers, PEFT, TRL and Lightning, in an environment of their own; not in `tests`."""
+    fill(session, "accelerate", "transformers", "peft", "trl", "lightning")
     quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     session.run("python", "-m", "pytest", "integration_tests/clients", *session.posargs, env=quiet)
 

@@ -12,19 +12,25 @@ from torch import nn
 
 import flatparam
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import SingleCollectives
+from flatparam_comm import SingleCollectives, run_threads
 
 pytestmark = pytest.mark.usefixtures("leftovers_do_not_count")
 
 
 def get_peft_model_state_dict(model: nn.Module, adapter_name: str = "default") -> dict[str, Any]:
-    """As PEFT's: the entries that lie beneath modules of the adapter."""
+    """As PEFT's: the entries that lie beneath modules of the adapter, without the adapter's own name."""
     adapters = tuple(f"{name}." for name, _ in model.named_modules() if name.endswith("lora"))
-    return {name: value for name, value in model.state_dict().items() if name.startswith(adapters)}
+    state = model.state_dict().items()
+    return {name.replace(".mine", ""): value for name, value in state if name.startswith(adapters)}
 
 
 def set_peft_model_state_dict(model: nn.Module, state: dict[str, Any], **_: Any) -> Any:
-    """As PEFT's: names without a prefix that the model's parameters have are taken for another model's."""
+    """As PEFT's: the model's state has the names with the adapter's own; the others are left as they are.
+
+    Names without a prefix that the model's parameters have are taken for another model's.
+    """
+    own = {name.replace(".mine", ""): name for name in model.state_dict()}
+    state = {own.get(name, name): value for name, value in state.items()}
     prefix = "model."
     if not any(name.startswith(prefix) for name, _ in model.named_parameters()):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
@@ -40,10 +46,11 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.lora = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.base = nn.Linear(3, 3)
+        self.lora = nn.ModuleDict({"mine": nn.Linear(3, 3, bias=False)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.lora(x)  # type: ignore[no-any-return]
+        return self.base(x) + self.lora["mine"](x)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -58,12 +65,12 @@ def peft(monkeypatch: pytest.MonkeyPatch) -> Any:
     return modules["peft"]
 
 
-def wrapped() -> Any:
+def wrapped(world: Any = None) -> Any:
     model = nn.Sequential()
     model.add_module("model", nn.Sequential(Layer(), Layer()))
     return flatparam.FullyShardedDataParallel(
         model,
-        process_group=SingleCollectives(),
+        process_group=SingleCollectives() if world is None else world,
         auto_wrap_policy=ModuleWrapPolicy({Layer}),
         use_orig_params=True,
     )
@@ -80,10 +87,39 @@ def test_an_adapter_is_saved_and_loaded(peft: Any) -> None:
         assert result.unexpected_keys == []
         after = other.state_dict()
         for name, value in after.items():
-            assert torch.equal(value, state.get(name, before[name])), name
+            assert torch.equal(value, state.get(name.replace(".mine", ""), before[name])), name
         # Afterwards the names have their wrappers again.
         assert any("_fsdp_wrapped_module" in name for name, _ in model.named_modules())
         assert "named_modules" not in vars(model)
+
+
+def test_a_full_state_is_loaded_on_all_ranks(peft: Any) -> None:
+    """With `rank0_only` the first rank alone has a full state; the adapter is loaded on the other rank, too.
+
+    Each rank passes the state, or the first one alone.
+    """
+
+    def load(world: Any) -> list[list[Any]]:
+        torch.manual_seed(0)
+        model = wrapped(world)
+        kind = flatparam.StateDictType.FULL_STATE_DICT
+        only = flatparam.FullStateDictConfig(rank0_only=True)
+        results = []
+        for everywhere in (True, False):
+            given = {
+                f"model.{place}.lora.weight": torch.full((3, 3), place + 5.0 + everywhere)
+                for place in range(2)
+            }
+            with flatparam.FullyShardedDataParallel.state_dict_type(model, kind, only):
+                peft.set_peft_model_state_dict(model, given if everywhere or world.rank == 0 else {})
+                # The form is as it was.
+                assert (model.state_dict() == {}) == (world.rank > 0)
+            state = model.state_dict()
+            results.append([state[f"model.{place}.lora.mine.weight"].unique().tolist() for place in range(2)])
+        return results
+
+    with flatparam.install():
+        assert run_threads(2, load) == [[[[6.0], [7.0]], [[5.0], [6.0]]]] * 2
 
 
 def test_without_wrappers_and_without_install(peft: Any) -> None:
@@ -101,6 +137,6 @@ def test_an_error_leaves_the_names_alone(peft: Any) -> None:
     """If PEFT's function fails, the model is as it was."""
     with flatparam.install():
         model = wrapped()
-        with pytest.raises(TypeError):
+        with pytest.raises(AttributeError):
             peft.set_peft_model_state_dict(model, None)
         assert "named_modules" not in vars(model)

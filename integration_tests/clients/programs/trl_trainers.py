@@ -1,0 +1,111 @@
+"""Training with TRL, as its users write it: `trl_trainers.py FOLDER FORM KIND`, and `--resume` after two steps.
+
+KIND is `sft`, `dpo` or `reward`. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it
+clips gradients.
+"""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+WORDS = [f"w{number}" for number in range(28)]
+TRAINERS: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, SFTConfig, LlamaForCausalLM),
+    "dpo": (DPOTrainer, DPOConfig, LlamaForCausalLM),
+    "reward": (RewardTrainer, RewardConfig, LlamaForSequenceClassification),
+}
+
+
+def tokenizer_of_words() -> PreTrainedTokenizerFast:
+    """One token for each word."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def texts(start: int) -> list[str]:
+    """Sixteen texts of eight words."""
+    return [" ".join(WORDS[(start + row * 5 + place * 3) % 28] for place in range(8)) for row in range(16)]
+
+
+def main() -> None:
+    folder, form, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    resumes = "--resume" in sys.argv
+    trainer_of, arguments_of, model_of = TRAINERS[kind]
+    transformers.set_seed(0)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    labels = {"num_labels": 1} if kind == "reward" else {}
+    model = model_of(LlamaConfig(vocab_size=32, max_position_embeddings=64, **shape, **tokens, **labels))
+    data = (
+        {"text": texts(0)}
+        if kind == "sft"
+        else {"prompt": texts(0), "chosen": texts(1), "rejected": texts(2)}
+    )
+    arguments = arguments_of(
+        output_dir=str(folder / ("second" if resumes else "first")),
+        per_device_train_batch_size=2,
+        max_steps=4,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.1 if "--clip" in sys.argv else 0.0,
+        use_cpu=True,
+        bf16="--bf16" in sys.argv,
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 1,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": form,
+            "use_orig_params": True,
+            "sync_module_states": False,
+            "cpu_ram_efficient_loading": False,
+        },
+    )
+    others: dict[str, Any] = {}
+    if "--lora" in sys.argv:
+        from peft import LoraConfig
+
+        others["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    elif kind == "dpo":
+        others["ref_model"] = copy.deepcopy(model)
+    trainer = trainer_of(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer_of_words(),
+        **others,
+    )
+    trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2") if resumes else None)
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            rank, step = trainer.args.process_index, int(entry["step"]) - 1
+            numbers = " ".join(repr(entry[name]) for name in ("loss", "grad_norm") if name in entry)
+            print(f"loss {rank} {step} {numbers}\n", end="", flush=True)
+    print(f"class {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
+    if "ref_model" in others:
+        print(f"class {type(trainer.ref_model).__module__}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Programs of Lightning, unchanged, with `python -m flatparam run` in front; `nox -s clients` runs them.
+
+Lightning starts the second rank itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from integration_tests.clients.running import OURS, PROGRAMS, Losses, after, losses_in, output_of
+
+if importlib.util.find_spec("lightning") is None:
+    pytest.skip(
+        "Lightning is not here; `nox -s clients` has it in an environment of its own", allow_module_level=True
+    )
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(1800)]
+
+FORMS = ("sharded", "full")
+
+
+def fabric(*arguments: object, run: tuple[str, ...] = OURS) -> Losses:
+    """What the loop with Fabric prints: the losses of each step, and the norm of the gradients that it clips."""
+    return losses_in(output_of(*run, PROGRAMS / "fabric_loop.py", *arguments), run)
+
+
+def trainer(*arguments: object, run: tuple[str, ...] = OURS) -> Losses:
+    """What the Trainer prints: the loss of each batch."""
+    return losses_in(output_of(*run, PROGRAMS / "lightning_trainer.py", *arguments), run)
+
+
+@pytest.mark.parametrize("option", ["--plain", "--accumulate", "--bf16", "--checkpointing", "--flat"])
+@pytest.mark.parametrize("form", FORMS)
+def test_fabric(form: str, option: str, tmp_path: Path) -> None:
+    """Losses and norms with AdamW are those with torch's FSDP1, and after a resume those of the run that went on.
+
+    A run that was saved with torch's FSDP1 goes on here as it did there.
+    """
+    losses = fabric(tmp_path, form, option)
+    assert sorted(losses) == [(rank, step) for rank in range(2) for step in range(4)]
+    assert fabric(tmp_path, form, option, "--resume") == after(2, losses)
+    if form == FORMS[0]:
+        # It cannot save full states on the CPU.
+        assert fabric(tmp_path / "theirs", form, option, run=()) == losses
+        assert fabric(tmp_path / "theirs", form, option, "--resume") == after(2, losses)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_fabric_on_other_ranks(form: str, ranks: int, tmp_path: Path) -> None:
+    """What two ranks saved is resumed on one and on three, with the state of AdamW; the first rank has the same batch."""
+    losses = fabric(tmp_path, form)
+    resumed = fabric(tmp_path, form, "--resume", f"--ranks={ranks}")
+    assert sorted(resumed) == [(rank, step) for rank in range(ranks) for step in (2, 3)]
+    assert resumed[0, 2][0] == pytest.approx(losses[0, 2][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("option", ["--plain", "--accumulate", "--bf16", "--checkpointing", "--clip"])
+@pytest.mark.parametrize("form", FORMS)
+def test_trainer(form: str, option: str, tmp_path: Path) -> None:
+    """The losses with AdamW are those with torch's FSDP1, and after a resume those of the run that went on.
+
+    A run that was saved with torch's FSDP1 goes on here as it did there.
+    """
+    batches = 8 if option == "--accumulate" else 4
+    losses = trainer(tmp_path, form, option)
+    assert sorted(losses) == [(rank, batch) for rank in range(2) for batch in range(batches)]
+    assert trainer(tmp_path, form, option, "--resume") == after(batches // 2, losses)
+    if form == FORMS[0]:
+        # It cannot save full states on the CPU.
+        assert trainer(tmp_path / "theirs", form, option, run=()) == losses
+        assert trainer(tmp_path / "theirs", form, option, "--resume") == after(batches // 2, losses)
