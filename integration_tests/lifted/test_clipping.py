@@ -144,19 +144,21 @@ def test_l36_every_unit_over_its_own_group(norm_type: float, foreach: bool | Non
     assert all(torch.equal(norm, norms[0]) for norm in norms)
 
 
-def test_l36_a_norm_that_is_not_finite() -> None:
-    """error_if_nonfinite raises on every rank, also where one rank alone has the infinity, and changes nothing."""
+@pytest.mark.parametrize("original", [False, True])
+def test_l36_a_norm_that_is_not_finite(original: bool) -> None:
+    """error_if_nonfinite raises on every rank, names the rank and the parameter, and changes nothing."""
 
     def rank(group: Collectives) -> bool:
-        model = FSDP(blocks())
+        model = FSDP(blocks(), use_orig_params=original)
         square_loss(model, 0, group.rank).backward()
-        (parameter,) = model.parameters()
+        last = [parameter for parameter in model.parameters() if parameter.numel()][-1]
         if group.rank == 1:
-            parameter.grad[0] = math.inf
-        before = parameter.grad.clone()
-        with pytest.raises(RuntimeError, match=r"norm of order 2.0 of the gradients is inf"):
+            last.grad[-1] = math.inf
+        before = last.grad.clone()
+        told = r"norm of order 2.0 of the gradients is inf.* \(rank 1 has such a gradient of '[\w.]+bias'\); look for"
+        with pytest.raises(RuntimeError, match=told):
             model.clip_grad_norm_(1.0, error_if_nonfinite=True)
-        return torch.equal(parameter.grad, before)
+        return torch.equal(last.grad, before)
 
     assert run_threads(2, rank) == [True, True]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,17 @@ import torch.distributed as dist
 
 from flatparam_comm import (
     CollectiveError,
+    CommError,
     PeerError,
     ProcessGroupCollectives,
     RankDied,
     RankError,
     set_relay,
+    shared_memory,
     tell_failure,
     telling,
 )
-from flatparam_comm.testing import PATIENCE, run_processes
+from flatparam_comm.testing import BRIEFLY, PATIENCE, run_processes
 
 pytestmark = pytest.mark.processes
 
@@ -226,3 +229,46 @@ def test_a_store_that_goes_away_harms_nobody(tmp_path: Path) -> None:
     assert told.startswith(
         "PeerError: rank 1: all_reduce 'the next step': rank 0 failed first with the end of"
     )
+
+
+def _is_stopped(comm: ProcessGroupCollectives, directory: str) -> None:
+    group = ProcessGroupCollectives(dist.new_group(timeout=timedelta(seconds=BRIEFLY)))
+    _steps(group)
+    pids = comm.exchange(os.getpid())
+    if comm.rank == 1:
+        # The other rank wakes this one.
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    try:
+        with pytest.raises(CollectiveError) as raised:
+            group.all_reduce(torch.ones(1000), label="the next step").wait()
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    told = f"not there: rank 1 (process {pids[1]}, which is stopped), whose last collective was all_reduce 'step 2'"
+    assert told in str(raised.value), raised.value
+
+
+def test_a_rank_that_is_stopped_is_named_at_the_timeout(tmp_path: Path) -> None:
+    """A rank that a signal or a debugger stops is waited for until the timeout, whose error names it and its state."""
+    run_processes(2, _is_stopped, str(tmp_path))
+
+
+def _uses_it_in_a_child(comm: ProcessGroupCollectives, through: str) -> int:
+    collectives = shared_memory(comm) if through == "shared memory" else comm
+    collectives.barrier()
+    child = os.fork()
+    if child == 0:
+        try:
+            collectives.all_reduce(torch.ones(10), label="in a worker").wait()
+        except CommError as error:
+            os._exit(0 if "found one forked from it" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    collectives.all_reduce(torch.ones(10)).wait()
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.parametrize("through", ["gloo", "shared memory"])
+def test_a_forked_process_is_refused(through: str) -> None:
+    """A collective in a forked process is an error at once, and its parent's collectives go on."""
+    assert run_processes(2, _uses_it_in_a_child, through) == [0, 0]

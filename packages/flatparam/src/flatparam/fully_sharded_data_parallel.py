@@ -222,6 +222,8 @@ class FullyShardedDataParallel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             inner = self.__dict__.get("_modules", {}).get(FSDP_WRAPPED_MODULE)
+            if inner is not None and name == "join_hook":
+                return partial(refusing.refuse_join, self._unit)
             if inner is None or not hasattr(inner, name):
                 raise
             return getattr(inner, name)

@@ -23,7 +23,7 @@ import torch
 
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import describe_call
-from flatparam_comm.relay.host import host_identity
+from flatparam_comm.relay.host import host_identity, is_stopped
 
 __all__ = ["Board", "Offer", "Page", "Position", "code_of"]
 
@@ -36,6 +36,8 @@ _REMEMBERED: Final = 128
 _WORDS: Final = 1 + 2 * _REMEMBERED
 #: The bytes of a page that hold the last collective, as text.
 _TEXT: Final = slice(_WORDS * 8, _WORDS * 8 + 256)
+#: The late ranks that a message describes.
+_TOLD: Final = 4
 _OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "barrier", "subgroup")
 _DTYPES: Final = (
     None,
@@ -86,7 +88,7 @@ def code_of(op: str, dtype: torch.dtype | None, detail: int) -> int:
 class Board:
     """The memory of this process, and those of the others that were found."""
 
-    __slots__ = ("_peers", "_words", "fd")
+    __slots__ = ("_peers", "_pids", "_words", "fd")
 
     def __init__(self) -> None:
         """Make this process's memory; raises OSError or AttributeError if the system has no such memory."""
@@ -94,6 +96,7 @@ class Board:
         os.truncate(self.fd, _PAGES * _PAGE_NBYTES)
         self._words = _map(self.fd, writable=True)
         self._peers: dict[int, memoryview] = {}
+        self._pids: dict[int, int] = {}
 
     @property
     def offer(self) -> Offer:
@@ -108,6 +111,7 @@ class Board:
             theirs = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._peers[rank] = _map(theirs, writable=False)
+                self._pids[rank] = offer.pid
             finally:
                 os.close(theirs)
 
@@ -119,6 +123,11 @@ class Board:
                 words[0] = key
                 return Page(self, key, words)
         return None
+
+    def describe(self, rank: int) -> str:
+        """The process of `rank`, and whether it is stopped."""
+        pid = self._pids[rank]
+        return f"process {pid}, which is stopped" if is_stopped(pid) else f"process {pid}"
 
     def find(self, rank: int, key: int) -> memoryview | None:
         """The page with this key of `rank`, as far as it is known by now."""
@@ -149,10 +158,24 @@ class Page:
         found = [(rank, self._board.find(rank, self._key)) for rank in ranks]
         self._found = [(rank, words) for rank, words in found if words is not None]
 
+    def late(self, number: int) -> list[int]:
+        """The ranks of this host that have not issued collective `number` of the group; numbered within the world."""
+        return [rank for rank, words in self._found if max(words[1 : 1 + 2 * _REMEMBERED : 2]) >> 31 < number]
+
     def last_of(self, rank: int) -> str:
         """The last collective of `rank` of the world; empty if nobody knows."""
         theirs = dict(self._found).get(rank)
         return "" if theirs is None else bytes(theirs.cast("B")[_TEXT]).rstrip(b"\0").decode(errors="replace")
+
+    def describe_late(self, number: int) -> str:
+        """Which ranks have not issued collective `number`, and what they issued last; empty if there are none."""
+        late = self.late(number)
+        told = "; ".join(
+            f"rank {rank} ({self._board.describe(rank)}), whose last collective was {self.last_of(rank) or 'none'}"
+            for rank in late[:_TOLD]
+        )
+        more = f"; and {len(late) - _TOLD} more" if len(late) > _TOLD else ""
+        return f"not there: {told}{more}" if late else ""
 
     def enter(self, number: int, site: Site, code: int, numel: int) -> tuple[int, Position] | None:
         """Write down collective `number` of the group; returns a rank that issued a different one, and which."""

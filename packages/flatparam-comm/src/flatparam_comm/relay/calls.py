@@ -63,6 +63,7 @@ class GroupCalls:
         "_goes_through_gloo",
         "_group",
         "_has_met",
+        "_is_forked",
         "_page",
         "_relay",
         "_takes_care",
@@ -95,6 +96,7 @@ class GroupCalls:
         self._page: Page | None = None
         self._goes_through_gloo = goes_through_gloo
         self._has_met = not goes_through_gloo
+        self._is_forked = False
         self.issued = 0
         self.broken_by: FailureReport | None = None
         self.failed_at: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
@@ -128,6 +130,7 @@ class GroupCalls:
 
     def _look_around(self, site: Site) -> None:
         relay = self._relay
+        self._check_process(site)
         if self.is_gone:
             # The engine says so.
             return
@@ -178,6 +181,18 @@ class GroupCalls:
         self.tell_divergence(text)
         return MismatchError(site.rank, site.op, site.label, text)
 
+    def forbid(self) -> None:
+        """Refuse each further collective, since this process was forked from the one that has the connections."""
+        self._is_forked = self._takes_care = True
+
+    def _check_process(self, site: Site) -> None:
+        if self._is_forked:
+            text = (
+                "expected the process in which the ranks were connected, found one forked from it; call collectives "
+                "only in the process that is the rank: a DataLoader's workers, say, must not call a sharded model"
+            )
+            raise CollectiveError(site.rank, site.op, site.label, text)
+
     def leave_board(self) -> None:
         """Compare no longer, and let go of the memory."""
         self._board = self._page = None
@@ -218,10 +233,9 @@ class GroupCalls:
         Args:
             waited: the backend was waiting for the peers, so that the error may be their doing.
         """
-        text = (
-            f"the process group failed with {type(error).__name__}: {error}; "
-            "look for the first error among the other ranks, or for a rank that did not make this call"
-        )
+        late = "" if self._page is None or not waited else self._page.describe_late(self.issued)
+        advice = "look for the first error among the other ranks, or for a rank that did not make this call"
+        text = f"the process group failed with {type(error).__name__}: {error}; {late or advice}"
         plain = CollectiveError(site.rank, site.op, site.label, text)
         relay = self._relay
         # A CommError is this package's own, ValueError and TypeError are about arguments, NotImplementedError is about

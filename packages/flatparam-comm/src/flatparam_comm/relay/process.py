@@ -228,6 +228,9 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
+    for by_transport in [*_NOW.calls.values()]:
+        for calls in by_transport.values():
+            calls.forbid()
     relay = _NOW.relay
     if relay is not None:
         _NOW.abandoned.append(relay)

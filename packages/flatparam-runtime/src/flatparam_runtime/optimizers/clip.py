@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, ReduceOp, streams_of
+from flatparam_comm import Collectives, ReduceOp, owner_of, streams_of
 from flatparam_runtime.unit.registry import units_in
+from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["clip_grad_norm_", "clip_gradients_"]
+
+#: The gradients of a rank, and the ranks, that the error of a norm names.
+_TOLD: Final = 3
 
 
 def clip_grad_norm_(
@@ -56,6 +61,7 @@ def clip_grad_norm_(
         device=_device(module),
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
+        blame=functools.partial(_blame, module),
     )
     trained = (handle for unit in units_in(module) for handle in unit.trainable)
     dtypes = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
@@ -72,6 +78,7 @@ def clip_gradients_(
     device: torch.device,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    blame: Callable[[], str] | None = None,
 ) -> Tensor:
     """Scale gradients down to a total norm of at most `max_norm`; every rank calls it.
 
@@ -82,6 +89,7 @@ def clip_gradients_(
         device: the device on which the norms of the ranks are added up, which the groups reach.
         error_if_nonfinite: see `clip_grad_norm_`.
         foreach: see `clip_grad_norm_`.
+        blame: says which gradients are not finite, for the error; every rank calls it then.
 
     Returns:
         The total norm before scaling, 0-d, in fp32, on `device`.
@@ -95,12 +103,45 @@ def clip_gradients_(
         parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
     total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
+        found = "" if blame is None else blame()
         raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; look "
-            "for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped{found}"
+            "; look for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
         )
     _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
     return total
+
+
+def _blame(module: nn.Module) -> str:
+    """The first gradients of each rank that are not finite; every rank calls it."""
+    units = units_in(module)
+    found = [name for unit in units for name in _not_finite(unit)]
+    everyone = (
+        units[0].topology.exchange(found[:_TOLD], label="gradients that are not finite") if units else [found]
+    )
+    told = [
+        f"rank {rank} has such a gradient of {', '.join(names)}"
+        for rank, names in enumerate(everyone)
+        if names
+    ]
+    return f" ({'; '.join(told[:_TOLD])})" if told else ""
+
+
+def _not_finite(unit: Unit) -> Iterator[str]:
+    """The names of the unit's parameters of which this rank has a gradient that is not finite."""
+    prefix = "" if unit.name == "(root)" else f"{unit.name}."
+    for handle in unit.handles:
+        for parameter in handle.exposure.parameters():
+            if parameter.grad is None or bool(torch.isfinite(parameter.grad).all()):
+                continue
+            owner = owner_of(parameter)
+            if owner is not None:
+                yield repr(prefix + handle.layout.fqns[owner[1]])
+                continue
+            for fragment in handle.layout.fragments(unit.topology.shard.rank):
+                part = parameter.grad[fragment.in_shard.start : fragment.in_shard.stop]
+                if not bool(torch.isfinite(part).all()):
+                    yield repr(prefix + handle.layout.fqns[fragment.index])
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:

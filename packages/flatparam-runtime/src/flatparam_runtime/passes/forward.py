@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatparam_comm import FlatParamHandle, Residency, Threshold, tell_failure
+from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
+from flatparam_runtime.agreement.divergence import rank_of
 from flatparam_runtime.autograd import in_backward, profiled, untraced
 from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
@@ -65,8 +66,9 @@ def _enter(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
         call.is_recomputation = True
         unit.held.begin_call(call)
         return tree, call
-    # A pass was interrupted, and no hook was called.
     if unit.calls and _was_interrupted(unit, module):
+        _refuse_another_thread(tree)
+        # No hook was called when the pass was interrupted.
         tree.recover()
     if tree.forward is None and not inside_backward:
         tree.begin_forward()
@@ -91,6 +93,15 @@ def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
     known = collections.Counter(call.module for call in unit.calls)
     known[module] += 1
     return any(running_calls(called) < count for called, count in known.items())
+
+
+def _refuse_another_thread(tree: UnitTree) -> None:
+    for unit in tree.units:
+        if any(call.runs_elsewhere for call in unit.calls):
+            raise FlatParamError(
+                f"rank {rank_of(unit.topology)}: unit {unit.name!r} is in the forward pass of another thread; the "
+                "units of a model run one pass at a time: call it in one thread, or with a lock around the whole pass"
+            )
 
 
 @profiled("_pre_forward_prefetch")

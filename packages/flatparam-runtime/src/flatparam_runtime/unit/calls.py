@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
@@ -29,6 +30,7 @@ class ForwardCall:
         restored: the dtype that floating-point outputs are cast back to; `None` if they are not.
         stamp: the stamp of the unit's parameters with which the call computes.
         inputs: for each input tensor with a gradient, the graph node that will compute it, and its token.
+        thread: the thread that makes the call.
     """
 
     outer_error: BaseException | None
@@ -39,6 +41,12 @@ class ForwardCall:
     stamp: int = 0
     full_precision: bool = False
     restored: torch.dtype | None = None
+    thread: int = attrs.field(factory=threading.get_ident)
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread is inside this call now."""
+        return self.thread != threading.get_ident() and running_calls(self.module, self.thread) > 0
 
 
 def call_as_forward(
@@ -64,10 +72,10 @@ _CALLERS = (nn.Module._call_impl.__code__, call_as_forward.__code__)
 """The code of the functions that call a module, which is their first argument; their frames tell of calls."""
 
 
-def running_calls(module: nn.Module) -> int:
-    """The number of calls of `module` on this thread's stack."""
+def running_calls(module: nn.Module, thread: int | None = None) -> int:
+    """The number of calls of `module` on the stack of this thread, or of `thread`."""
     count = 0
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe() if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code in _CALLERS and frame.f_locals.get(frame.f_code.co_varnames[0]) is module:
             count += 1

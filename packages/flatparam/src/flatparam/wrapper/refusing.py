@@ -11,7 +11,7 @@ from flatparam.wrapper.ranks import ranks_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Unit
 
-__all__ = ["NoDDP", "refuse_another_fsdp", "refuse_second_root", "refuse_torchs_functions"]
+__all__ = ["NoDDP", "refuse_another_fsdp", "refuse_join", "refuse_second_root", "refuse_torchs_functions"]
 
 _BEFORE = (
     "give it the module that is not wrapped, or call flatparam.install() before anything else, so that the class which "
@@ -37,6 +37,19 @@ class NoDDP:
             "would add up gradients that are reduced already. If a library did that, such as Accelerator.prepare, "
             f"{_BEFORE}"
         )
+
+
+def refuse_join(unit: Unit, **kwargs: object) -> NoReturn:
+    """Refuse `torch.distributed.algorithms.Join`, which asks each model for a hook.
+
+    Raises:
+        FlatParamError: on every rank.
+    """
+    raise FlatParamError(
+        f"rank {ranks_of(unit).rank}: Join was given a sharded model, but a rank without inputs still has to gather "
+        "and reduce with the others, in a whole forward and backward pass; give all ranks equally many batches "
+        "(DistributedSampler, drop_last=True), or have a rank without inputs run its last batch with a loss times zero"
+    )
 
 
 def refuse_another_fsdp(unit: Unit) -> NoReturn:
