@@ -173,6 +173,24 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert run_processes(2, _again_and_again, str(tmp_path)) == [(0, 0, 0)] * 2
 
 
+def _is_kept(comm: ProcessGroupCollectives, directory: str) -> None:
+    kept = dist.group.WORLD if comm.rank == 0 else None
+    _steps(comm)
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(directory, "store")), comm.size)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    again = ProcessGroupCollectives()
+    for _ in range(3):
+        again.all_reduce(torch.ones(7, dtype=torch.float64), label="something else").wait()
+    assert len(_relays()) == 1
+    del kept
+
+
+def test_a_group_that_something_keeps_after_its_end(tmp_path: Path) -> None:
+    """If a traceback, say, keeps a destroyed default group on one rank, the next one begins anew on all ranks."""
+    run_processes(2, _is_kept, str(tmp_path))
+
+
 def _forks(comm: ProcessGroupCollectives) -> int:
     _steps(comm)
     child = os.fork()

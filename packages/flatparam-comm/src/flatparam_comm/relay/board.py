@@ -120,6 +120,8 @@ class Board:
         key = crc32(name.encode()) + 1
         for words in _pages(self._words):
             if words[0] in (0, key):
+                # A group of the same name may have been before it.
+                words[:_WORDS] = memoryview(bytes(8 * _WORDS)).cast("q")
                 words[0] = key
                 return Page(self, key, words)
         return None

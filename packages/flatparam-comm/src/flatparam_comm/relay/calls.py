@@ -181,6 +181,11 @@ class GroupCalls:
         self.tell_divergence(text)
         return MismatchError(site.rank, site.op, site.label, text)
 
+    @property
+    def failures(self) -> int:
+        """How often this rank has failed since its last collective."""
+        return self.failed_at.count(self.issued)
+
     def forbid(self) -> None:
         """Refuse each further collective, since this process was forked from the one that has the connections."""
         self._is_forked = self._takes_care = True
@@ -213,7 +218,8 @@ class GroupCalls:
         if failure.is_death:
             return self.issued > 0
         count = failure.issued.get(self.name, 0)
-        return self.issued > count and (failure.is_final or count not in self.failed_at)
+        is_alike = self.failed_at.count(count) >= max(1, failure.failures.get(self.name, 1))
+        return self.issued > count and (failure.is_final or not is_alike)
 
     def break_by(self, failure: FailureReport) -> None:
         """Make every wait and every later call on the group raise."""

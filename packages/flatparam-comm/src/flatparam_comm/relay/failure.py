@@ -41,6 +41,8 @@ class FailureReport:
     traceback: str = ""
     issued: Mapping[str, int] = attrs.field(factory=dict)
     """The number of collectives that `rank` had issued on each of its groups, by the group's name."""
+    failures: Mapping[str, int] = attrs.field(factory=dict)
+    """How often `rank` has failed after that many collectives, by the group's name."""
     is_final: bool = False
     """Whether the process of `rank` ends, so that it will issue no collective any more."""
     diverged: str = ""

@@ -51,6 +51,8 @@ class _OfThisProcess:
     """The relay of this process, and what it needs to know that is not for its thread."""
 
     relay: Relay | None = None
+    world: weakref.ReferenceType[ProcessGroup] | None = None
+    """The default process group that the relay belongs to."""
     calls: weakref.WeakKeyDictionary[ProcessGroup, dict[str, GroupCalls]] = attrs.field(
         factory=weakref.WeakKeyDictionary
     )
@@ -108,13 +110,16 @@ def _relay_for(group: ProcessGroup) -> Relay | None:
     if world is None:
         return None
     if _NOW.relay is not None and _NOW.relay.is_running:
-        return _NOW.relay
+        if _NOW.world is not None and _NOW.world() is world:
+            return _NOW.relay
+        # Something, such as a traceback, keeps a default group alive that was destroyed.
+        _end()
     store = c10d.store_of(world, "flatparam relay", _STORE_TIMEOUT)
     if store is None:
         return None
     relay = Relay(world.rank(), store)
     relay.start()
-    _NOW.relay = relay
+    _NOW.relay, _NOW.world = relay, weakref.ref(world)
     _NOW.finalizer = weakref.finalize(world, _end)
     _NOW.finalizer.atexit = False
     _watch_exits()

@@ -83,9 +83,15 @@ class Relay:
         if own is not None and (own.is_final or (own.is_consequence and not failure.is_final)):
             # Every call after the first on a broken group raises the same.
             return
-        issued = failure.issued or {calls.name: calls.issued for calls in [*self.calls.values()]}
+        if not failure.issued:
+            everything = [*self.calls.values()]
+            failure = attrs.evolve(
+                failure,
+                issued={calls.name: calls.issued for calls in everything},
+                failures={calls.name: calls.failures for calls in everything},
+            )
         with self._changed:
-            self._own = attrs.evolve(failure, issued=issued)
+            self._own = failure
             self._due = time.monotonic() + (_SETTLE if failure.may_go_on else 0.0)
         self._star.wake()
 
@@ -103,9 +109,12 @@ class Relay:
         self.tell(failure)
 
     def tell_departure(self, message: str) -> None:
-        """Let the other ranks know that this one ends, unless they know that it has failed."""
-        if self._own is None or not self._own.is_final:
+        """Let the other ranks know that this one ends; if it has failed, that is why."""
+        own = self._own
+        if own is None:
             self.tell(FailureReport.departure(self.rank, message))
+        elif not own.is_final:
+            self.tell(attrs.evolve(own, is_final=True))
 
     def give_up(self) -> None:
         """If this rank has failed, make the backend give up what is under way: the process could not end."""
