@@ -146,6 +146,13 @@ def programs(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Every fault on one of two ranks, over gloo and shared memory, beside torch's FSDP1 (`-- --libraries gloo`)."""
+    install_all_layers(session)
+    python(session, "-m", "integration_tests.faults.scoreboard", *session.posargs)
+
+
+@nox.session
 def overlap(session: nox.Session) -> None:
     """What is hidden behind computing, on the simulated device: a table, and pictures (`-- --ratios 0.5 1 2`)."""
     install_all_layers(session)
