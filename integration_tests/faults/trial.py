@@ -42,7 +42,7 @@ def run_trial(library: str, fault: str, use_orig_params: bool) -> Outcome:
                 2, _rank, directory, library, fault, use_orig_params, timeout=_LONGEST, pg_timeout=LIMIT
             )
         except RankDied as error:
-            died = error.signal
+            died = error.signal or f"exit code {error.exitcode}"
         except RankError:
             pass
         except WorldTimeout as error:
@@ -54,7 +54,7 @@ def run_trial(library: str, fault: str, use_orig_params: bool) -> Outcome:
     expected = {"is killed": "SIGKILL", "is terminated": "SIGTERM"}.get(fault, "")
     wanted = 2 if fault in DIVERGENCES else 1
     if died not in ("", expected):
-        return Outcome("death", seconds, (f"killed by {died}", *told))
+        return Outcome("death", seconds, (f"ended by {died}", *told))
     if waited or seconds >= 0.9 * LIMIT:
         return Outcome("waited", max(seconds, LIMIT), told)
     if len(survivors) < wanted:

@@ -217,6 +217,8 @@ class SharedMemoryCollectives:
         """Take the next number and its slot, put this rank's part there, and post the number."""
         if self._failure is not None:
             raise self._again(site)
+        # It may have to wait for a peer to be done with an earlier collective in the slot.
+        self._calls.issued = self._sequence + 1
         use = self._ring[(self._sequence + 1) % SLOTS]
         if use.pending is not None:
             self.finish(use.pending)
@@ -233,7 +235,7 @@ class SharedMemoryCollectives:
             source = target
         if not _KEEPS_ORDER:
             self._order_memory()
-        posted[at + 1] = self._sequence = use.number = self._calls.issued = self._sequence + 1
+        posted[at + 1] = self._sequence = use.number = self._sequence + 1
         self._thread = threading.get_ident()
         use.pending = pending = SharedPending(self, use, site, move, code, target, source)
         if use.all_posted(code):
