@@ -194,6 +194,29 @@ def test_moved_while_summoned(use_orig_params: bool) -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("writeback", [True, False])
+def test_moved_from_a_gpu_while_summoned(use_orig_params: bool, writeback: bool) -> None:
+    """To the host and back inside `summon_full_params`, as engines of RL trainers do; shards and values stay."""
+
+    def rank(world: Collectives) -> None:
+        fsdp, device = of_torch("", "FullyShardedDataParallel"), torch.device("cuda", 0)
+        model = wrapped(use_orig_params=use_orig_params, device_id=device)
+        before = state_of(model)
+        with fsdp.summon_full_params(model, writeback=writeback):
+            model.module.to("cpu")
+            moved = dict(model.named_parameters())
+            assert all(torch.equal(moved[name], value.cpu()) for name, value in before.items())
+            if not writeback:
+                model.module.to(device)
+        assert_same(state_of(model), before)
+        assert {p.device for p in model.parameters()} == {device}
+        model(batch().to(device)).sum().backward()
+
+    on_ranks(2, rank)
+
+
 # Weight synchronisation and surgery
 
 
