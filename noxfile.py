@@ -352,11 +352,19 @@ def clients(session: nox.Session) -> None:
     """
     fill(session, "accelerate", "transformers", "peft", "trl", "lightning")
     wheels = str(ROOT / "build" / "client-wheels")
+    download = (
+        "pip",
+        "download",
+        *locked_to(session, {}),
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        wheels,
+    )
     for name in ("verl", "rlinf", "mosaicml", "fairseq2", "llama-cookbook"):
-        locked = locked_to(session, {})
-        download = ("pip", "download", *locked, "--no-deps", "--only-binary", ":all:", "--dest", wheels, name)
         # The tests of what the index does not have are skipped.
-        session.run("python", "-m", *download, success_codes=[0, 1])
+        session.run("python", "-m", *download, name, success_codes=[0, 1])
     quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet["FLATPARAM_CLIENT_WHEELS"] = wheels
     session.run("python", "-m", "pytest", "integration_tests/clients", *session.posargs, env=quiet)
