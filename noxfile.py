@@ -346,9 +346,27 @@ def models(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def clients(session: nox.Session) -> None:
-    """Programs of accelerate, transformers, PEFT, TRL and Lightning, in an environment of their own; not in `tests`."""
+    """Programs of accelerate, transformers, PEFT, TRL and Lightning, in an environment of their own; not in `tests`.
+
+    Of trainers that would need ray or a GPU, the wheels are downloaded, and only their functions for FSDP1 are run.
+    """
     fill(session, "accelerate", "transformers", "peft", "trl", "lightning")
+    wheels = str(ROOT / "build" / "client-wheels")
+    download = (
+        "pip",
+        "download",
+        *locked_to(session, {}),
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        wheels,
+    )
+    for name in ("verl", "rlinf", "mosaicml", "fairseq2", "llama-cookbook"):
+        # The tests of what the index does not have are skipped.
+        session.run("python", "-m", *download, name, success_codes=[0, 1])
     quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    quiet["FLATPARAM_CLIENT_WHEELS"] = wheels
     session.run("python", "-m", "pytest", "integration_tests/clients", *session.posargs, env=quiet)
 
 

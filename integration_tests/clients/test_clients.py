@@ -32,9 +32,9 @@ def accelerate(
     return losses_in(output, run)
 
 
-def trainer(*arguments: object, run: tuple[str, ...] = OURS) -> Losses:
+def trainer(*arguments: object, run: tuple[str, ...] = OURS, ranks: int = 2) -> Losses:
     """What the `Trainer` prints, with torchrun."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     output = output_of(*launch, *run, PROGRAMS / "on_cpu.py", PROGRAMS / "trainer.py", *arguments)
     return losses_in(output, run)
 
@@ -74,6 +74,17 @@ def test_trainer(form: str, dtype: tuple[str, ...], tmp_path: Path) -> None:
     assert trainer(tmp_path, form, *dtype, "--resume") == losses
     if form == FORMS[0]:
         assert losses == trainer(tmp_path / "theirs", form, *dtype, run=())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_trainer_on_other_ranks(form: str, ranks: int, tmp_path: Path) -> None:
+    """What two ranks saved is resumed on one and on three, with the state of AdamW, on the same batches of twelve."""
+    losses = trainer(tmp_path, form, "--batch=6")
+    resumed = trainer(tmp_path, form, f"--batch={12 // ranks}", "--resume", ranks=ranks)
+    assert sorted(resumed) == [(rank, step) for rank in range(ranks) for step in range(4)]
+    for (_, step), values in resumed.items():
+        assert values == pytest.approx(losses[0, step], rel=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

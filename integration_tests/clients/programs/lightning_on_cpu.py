@@ -6,10 +6,13 @@ which a CPU has none of; torch's FSDP1 demands one, and takes the device itself.
 
 from __future__ import annotations
 
+import runpy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.fabric import strategies
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 
@@ -46,3 +49,10 @@ class TrainerStrategy(OnCpu, TrainerFSDP):
 
     def _setup_model(self, model: Any) -> Any:
         return self.wrapped(super()._setup_model, model)
+
+
+if __name__ == "__main__":
+    # `lightning_on_cpu.py program.py ...` runs a program that names Lightning's own classes.
+    strategies.FSDPStrategy = FabricStrategy  # type: ignore[misc]
+    sys.argv[:] = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,6 +1,6 @@
 """Training with transformers' `Trainer`, as its users write it: `trainer.py FOLDER FORM`, and `--resume` after two steps.
 
-With `--lora` it trains an adapter of PEFT, and with `--bf16` in bfloat16.
+With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--batch=6` it has six sequences on each rank.
 """
 
 import sys
@@ -13,10 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sixteen sequences."""
+    """Four batches of two ranks."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __len__(self) -> int:
-        return 16
+        return self.number
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
@@ -26,6 +29,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     folder, form = Path(sys.argv[1]), sys.argv[2]
     resumes = "--resume" in sys.argv
+    batch = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--batch=")), 2)
     transformers.set_seed(0)
     none: dict[str, Any] = {
         "resid_pdrop": 0,
@@ -37,7 +41,7 @@ def main() -> None:
     config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, **none)
     arguments = TrainingArguments(
         output_dir=str(folder / ("second" if resumes else "first")),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=batch,
         max_steps=4,
         save_steps=2,
         logging_steps=1,
@@ -63,7 +67,7 @@ def main() -> None:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0))
-    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
+    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(48 if batch > 2 else 16))
     trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2") if resumes else None)
     for entry in trainer.state.log_history:
         if "loss" in entry:

@@ -197,3 +197,36 @@ def test_gradients_that_only_one_rank_holds() -> None:
     for found in run(2, look):
         check_same(found, expected)
         assert [name for name, value in found.items() if value is not None] == ["stem.weight", "stem.bias"]
+
+
+@pytest.mark.parametrize("asked", COMBINATIONS, ids=told)
+def test_parameters_that_are_replaced(asked: dict[str, bool], ranks: int, use_orig_params: bool) -> None:
+    """Casts put in the places of parameters are used inside, and gone at the end; with `writeback` they are refused."""
+
+    def replace(collectives: Collectives) -> None:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        twin = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        here = collectives.rank == 0 or not asked["rank0_only"]
+
+        def cast() -> None:
+            with summon_full_params(module, **asked):
+                for owner in list(module.modules()) if here else []:
+                    for name, parameter in list(owner.named_parameters(recurse=False)):
+                        setattr(owner, name, nn.Parameter(parameter.detach().double()))
+                if here and not asked["rank0_only"]:
+                    # What is shown is what is used.
+                    assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
+
+        if asked["writeback"]:
+            with pytest.raises(FlatParamError, match="replaced by another object"):
+                cast()
+            return
+        cast()
+        for each in (module, twin):
+            loss(each, collectives.rank).backward()
+        check_same(full_parameters(module), full_parameters(twin))
+        check_same(full_gradients(module), full_gradients(twin))
+
+    if asked["writeback"] and asked["rank0_only"] and ranks > 1:
+        pytest.skip("the first rank raises, and the others wait for it")
+    run(ranks, replace)

@@ -93,6 +93,21 @@ def test_an_adapter_is_saved_and_loaded(peft: Any) -> None:
         assert "named_modules" not in vars(model)
 
 
+def test_wrappers_that_are_only_inside(peft: Any) -> None:
+    """Of the module in the outermost wrapper, full parameters or not, the adapter's state is whole, too."""
+
+    def ask(world: Any) -> None:
+        model = wrapped(world)
+        names = {"model.0.lora.weight", "model.1.lora.weight"}
+        assert set(peft.get_peft_model_state_dict(model.module)) == names
+        with flatparam.FullyShardedDataParallel.summon_full_params(model):
+            assert set(peft.get_peft_model_state_dict(model.module)) == names
+        assert "named_modules" not in vars(model.module)
+
+    with flatparam.install():
+        run_threads(2, ask)
+
+
 def test_a_full_state_is_loaded_on_all_ranks(peft: Any) -> None:
     """With `rank0_only` the first rank alone has a full state; the adapter is loaded on the other rank, too.
 

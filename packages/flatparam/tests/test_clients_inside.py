@@ -149,12 +149,13 @@ def test_given_shards_of_other_memory(use_orig_params: bool) -> None:
 
 
 def test_layered_summoning() -> None:
-    """Summoning unit by unit, each no root any more afterwards, and training after that is as without."""
+    """Summoning unit by unit, each declared a root before and none afterwards, and training after that is as without."""
 
     def rank(world: Collectives) -> None:
         fsdp = of_torch("", "FullyShardedDataParallel")
         model, twin = wrapped(), wrapped()
         for submodule in fsdp.fsdp_modules(model)[1:]:
+            submodule._is_root = True
             with fsdp.summon_full_params(submodule, writeback=False):
                 assert all(value.dim() <= 2 for value in submodule.state_dict().values())
             submodule._is_root = False
@@ -163,9 +164,55 @@ def test_layered_summoning() -> None:
         assert (model._is_root, model[0]._is_root) == (True, False)
         for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad)
+        # FSDP1 would find the root anew; here every pass does.
         model[0]._is_root = None
-        with pytest.raises(FlatParamError, match=r"inside another wrapper.*_is_root cannot be made True"):
-            model[0]._is_root = True
+        assert (model._is_root, model[0]._is_root) == (True, False)
+
+    on_ranks(2, rank)
+
+
+def test_moved_while_summoned(use_orig_params: bool) -> None:
+    """Inside `summon_full_params` the full parameters move, or are cast, until it ends; with `writeback` values are kept."""
+
+    def rank(world: Collectives) -> None:
+        fsdp = of_torch("", "FullyShardedDataParallel")
+        model = wrapped(use_orig_params=use_orig_params)
+        before = state_of(model)
+        with fsdp.summon_full_params(model, writeback=False):
+            model.module.to("cpu")
+            model.module.to(torch.float64)
+            assert {p.dtype for p in model.module.parameters()} == {torch.float64}
+            assert model.module(batch().double()).dtype == torch.float64
+        assert_same(state_of(model), before)
+        with fsdp.summon_full_params(model, writeback=True), torch.no_grad():
+            model.module.to(torch.float64)
+            for param in model.module.parameters():
+                param.mul_(2)
+        assert_same(state_of(model), {name: value * 2 for name, value in before.items()})
+        model(batch()).sum().backward()
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("writeback", [True, False])
+def test_moved_from_a_gpu_while_summoned(use_orig_params: bool, writeback: bool) -> None:
+    """To the host and back inside `summon_full_params`, as engines of RL trainers do; shards and values stay."""
+
+    def rank(world: Collectives) -> None:
+        fsdp, device = of_torch("", "FullyShardedDataParallel"), torch.device("cuda", 0)
+        model = wrapped(use_orig_params=use_orig_params, device_id=device)
+        before = state_of(model)
+        with fsdp.summon_full_params(model, writeback=writeback):
+            model.module.to("cpu")
+            moved = dict(model.named_parameters())
+            assert all(torch.equal(moved[name], value.cpu()) for name, value in before.items())
+            if not writeback:
+                model.module.to(device)
+        assert_same(state_of(model), before)
+        assert {p.device for p in model.parameters()} == {device}
+        model(batch().to(device)).sum().backward()
 
     on_ranks(2, rank)
 
@@ -283,6 +330,42 @@ def test_unsharding_by_hand(use_orig_params: bool) -> None:
         )
         of_torch("_runtime_utils", "_reshard")(model[0], handle, True)
         model(batch()).sum().backward()
+
+    on_ranks(2, rank)
+
+
+def test_a_part_that_is_shown_by_hand() -> None:
+    """At rest a program may show each parameter's part of the shard itself: nothing is left to do; all else is refused."""
+
+    def rank(world: Collectives) -> None:
+        model = wrapped(use_orig_params=False)
+        for handle in model._all_handles:
+            flat_param = handle.flat_param
+            for part, (name, module, _) in zip(
+                flat_param._shard_param_infos, flat_param._param_infos, strict=True
+            ):
+                shown = torch.empty(0)
+                if part.in_shard:
+                    shown = flat_param[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+                handle._setattr_tensor(module, name, shown)
+                with pytest.raises(FlatParamError, match=f"'{name}' cannot be given another tensor"):
+                    handle._setattr_tensor(module, name, torch.ones(3))
+        model(batch()).sum().backward()
+
+    on_ranks(2, rank)
+
+
+def test_handles_are_told_apart_by_identity() -> None:
+    """Who collects handles by `id`, module by module, has each of them once, and has all."""
+
+    def rank(world: Collectives) -> None:
+        model = wrapped()
+        found: dict[int, Any] = {}
+        for module in model.modules():
+            for handle in [getattr(module, "_handle", None), *getattr(module, "_all_handles", [])]:
+                if handle is not None:
+                    found.setdefault(id(handle), handle)
+        assert list(found.values()) == model._all_handles
 
     on_ranks(2, rank)
 

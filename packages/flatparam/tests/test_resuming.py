@@ -143,6 +143,15 @@ def uninterrupted(
     return run.train(saved, STEPS), run.weights
 
 
+def passed_on(ranks: Collectives, folder: Path, kind: str, originals: bool, saved: int) -> tuple[Any, Any]:
+    """Resume, take a step and save again."""
+    run = Run(kind, originals)
+    run.load(folder / f"{kind}-{originals}-{saved}")
+    losses = run.train(saved, saved + 1)
+    run.save(folder / f"{kind}-{originals}-{saved + 1}")
+    return losses, run.weights
+
+
 def resumed(ranks: Collectives, folder: Path, kind: str, originals: bool, saved: int) -> tuple[Any, Any]:
     run = Run(kind, originals)
     run.load(folder / f"{kind}-{originals}-{saved}")
@@ -185,6 +194,18 @@ def test_on_other_ranks(tmp_path: Path) -> None:
         after = run_processes(ranks, each, tmp_path, [(resumed, *case) for case in cases])[0]
         for found, expected in zip(after, before, strict=True):
             assert found[0] == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_from_two_ranks_to_one_and_to_three(tmp_path: Path) -> None:
+    """What two ranks saved, one rank resumes and saves a step later, and three ranks end: with the same losses, up to rounding."""
+    kinds = [("AdamW", True), ("momentum", False)]
+    before = run_processes(2, each, tmp_path, [(uninterrupted, *kind, 2) for kind in kinds])[0]
+    then = run_processes(1, each, tmp_path, [(passed_on, *kind, 2) for kind in kinds])[0]
+    last = run_processes(3, each, tmp_path, [(resumed, *kind, 3) for kind in kinds])[0]
+    for expected, one, three in zip(before, then, last, strict=True):
+        assert [*one[0], *three[0]] == pytest.approx(expected[0], rel=1e-5)
+        for name, value in expected[1].items():
+            torch.testing.assert_close(three[1][name], value)
 
 
 def test_what_is_missing_of_a_stepped_parameter_is_told(tmp_path: Path) -> None:

@@ -424,8 +424,11 @@ class FullyShardedDataParallel(nn.Module):
         yield from parameters.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or cast the shards as wholes; the original parameters follow as views of them."""
-        with parameters.moving_shards(runtime.units_in(self), fn):
+        """Move or cast the shards as wholes; the original parameters follow as views of them.
+
+        Inside `summon_full_params` the full parameters move instead, and only until it ends.
+        """
+        with parameters.moving_shards(parameters.not_summoned(runtime.units_in(self)), fn):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # State
@@ -586,8 +589,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @_is_root.setter
     def _is_root(self, is_root: bool | None) -> None:
-        """Take back what FSDP1 remembers; here the next pass finds the root anew in any case."""
-        refusing.refuse_second_root(self._unit, self._is_root, is_root)
+        """Do nothing. FSDP1 remembers the root; here each pass finds it, so to read it tells what is."""
 
     @property
     def _inter_node_pg(self) -> Any:

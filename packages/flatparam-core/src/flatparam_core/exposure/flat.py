@@ -166,6 +166,10 @@ class FlatExposure:
         for (module, name), view in zip(places, self._sites.at_attributes(self._views), strict=True):
             module.__dict__[name] = view
 
+    def put_back(self) -> None:
+        """See `Exposure.put_back`."""
+        self._sites.put_back()
+
     @property
     def lists_shard(self) -> bool:
         """See `Exposure.lists_shard`."""

@@ -165,6 +165,10 @@ class OriginalExposure:
         """See `Exposure.show_shard`."""
         self._sites.put(self._originals)
 
+    def put_back(self) -> None:
+        """See `Exposure.put_back`."""
+        self._sites.put_back()
+
     @property
     def lists_shard(self) -> bool:
         """See `Exposure.lists_shard`."""

@@ -85,6 +85,10 @@ class Exposure(Protocol):
         """Put the sharded form back under the parameters' names."""
         ...
 
+    def put_back(self) -> None:
+        """Have the module show again what `show` was given last, where somebody has replaced a parameter since."""
+        ...
+
     @property
     def lists_shard(self) -> bool:
         """Whether `module.parameters()` lists the shard beside the full parameters that are shown."""

@@ -119,6 +119,13 @@ class Sites:
         self.shown = list(values)
         return zip(modules, row.names, strict=True)
 
+    def put_back(self) -> None:
+        """Register again what was registered last, where somebody has put something else since."""
+        for infos, value in zip(self.infos, self.shown, strict=True):
+            for info in infos:
+                if info.module._parameters.get(info.param_name) is not value:
+                    _register(info, value)
+
     def _first_replaced(self) -> FlatParamError:
         flat = [info for infos in self.infos for info in infos]
         both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)

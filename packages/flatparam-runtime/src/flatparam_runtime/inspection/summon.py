@@ -40,7 +40,8 @@ def summon_full_params(
 
     Args:
         recurse: also the units below `module`, not only its own.
-        writeback: copy changes to the shards; each rank keeps its own part of its own changes, or with `rank0_only`
+        writeback: copy changes to the shards, and refuse parameters that were replaced by others; without it all of
+            this is dropped at the end. Each rank keeps its own part of its own changes, or with `rank0_only`
             its part of rank 0's.
         rank0_only: only the first rank of each group that shares a shard (of all ranks, if nothing is sharded) gets
             full parameters; the others see their shards.
@@ -109,7 +110,9 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
             showing.are_written(unit.stamp())
         else:
             for handle in unit.handles:
-                # Data that the user gave a parameter is dropped with the rest.
+                # Parameters that the user put in the place of ours, and data given to ours, are dropped with the rest.
+                if not wishes.writeback:
+                    handle.exposure.put_back()
                 handle.form.reclaim()
         unit.reshard()
 
@@ -122,7 +125,12 @@ def _copied(unit: Unit, wishes: Wishes) -> Iterator[None]:
         copies = [_Copy.make(unit, handle, wishes) for handle in unit.handles]
         here = not wishes.rank0_only or unit.plan.topology.group.rank == 0
         with shown(unit, [copy.parameters for copy in copies]) if here else contextlib.nullcontext():
-            yield
+            try:
+                yield
+            finally:
+                if here and not wishes.writeback:
+                    for handle in unit.handles:
+                        handle.exposure.put_back()
         if wishes.writeback:
             for copy in copies:
                 copy.write_back()

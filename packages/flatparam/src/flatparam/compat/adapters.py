@@ -51,14 +51,16 @@ def _for_wrapped(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _as_unwrapped(model: Any, *, loads: bool) -> Iterator[None]:
-    """Inside, the names of the modules and parameters of `model`, if we wrap it, are those of the unwrapped model.
+    """Inside, the names of the modules and parameters of `model` are those of the unwrapped model.
+
+    If there is no wrapper of ours, around the model or inside, nothing is changed.
 
     Args:
         loads: whether its state is asked for because of the names; every rank has them then.
     """
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 
-    if not isinstance(model, FullyShardedDataParallel):
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         yield
         return
     own: dict[str, Any] = {

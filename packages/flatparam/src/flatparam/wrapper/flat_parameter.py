@@ -14,7 +14,7 @@ from torch import nn
 
 from flatparam_core import FlatParameter, FlatParamHandle, handle_of
 
-__all__ = ["OfModule", "OfShard", "SharedOfModule", "add_names"]
+__all__ = ["OfModule", "OfShard", "SharedOfModule", "add_names", "same_memory"]
 
 
 class OfModule(NamedTuple):
@@ -53,19 +53,20 @@ def local_shard(flat_param: FlatParameter) -> torch.Tensor:
     """The flat parameter's memory as a tensor that stays the same object as long as the memory is the same."""
     kept: torch.Tensor | None = vars(flat_param).get(_VIEW)
     own = flat_param.detach()
-    if kept is None or not _same(kept, own):
+    if kept is None or not same_memory(kept, own):
         kept = vars(flat_param)[_VIEW] = own
     return kept
 
 
 def set_local_shard(flat_param: FlatParameter, shard: torch.Tensor) -> None:
     """Have the flat parameter use the memory of `shard`."""
-    if not _same(shard, flat_param):
+    if not same_memory(shard, flat_param):
         flat_param.data = shard
     vars(flat_param)[_VIEW] = shard.detach()
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory, seen in the same way."""
     facts = [(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
     return facts[0] == facts[1]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, final
+from weakref import WeakValueDictionary
 
 import attrs
 import torch
 from torch import nn
 
+from flatparam.wrapper.flat_parameter import same_memory
 from flatparam.wrapper.parameters import moving_shards
 from flatparam.wrapper.ranks import process_group, ranks_of
 from flatparam.wrapper.training_state import HandleTrainingState
@@ -191,18 +193,45 @@ class HandleView(metaclass=_Sealed):
         self._use_unsharded_flat_param(self._held.buffer.tensor)
 
     def _setattr_tensor(self, module: nn.Module, param_name: str, tensor: torch.Tensor) -> None:
-        """Do nothing if the module shows `tensor` under this name; it cannot be had to show another one.
+        """Do nothing if `tensor` is what the module shows under this name, or the shard's part of that parameter.
+
+        The module cannot be had to show another one.
 
         Raises:
             FlatParamError: naming what to call instead.
         """
-        if module._parameters.get(param_name) is not tensor:
+        if module._parameters.get(param_name) is not tensor and not self._is_part(module, param_name, tensor):
             raise FlatParamError(
                 f"{self._held}: {param_name!r} cannot be given another tensor behind the unit's back; change its "
                 "values inside FullyShardedDataParallel.summon_full_params(model)"
             )
 
+    def _is_part(self, module: nn.Module, param_name: str, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is this rank's part of that parameter: the same memory, or no elements if it has no part."""
+        for infos, fragment in zip(
+            self._held.param_infos, self._held.layout.fragments(self._held.rank), strict=True
+        ):
+            if any(info.module is module and info.param_name == param_name for info in infos):
+                part = fragment.in_shard
+                return (
+                    same_memory(tensor, self.flat_param[part.start : part.stop])
+                    if part
+                    else not tensor.numel()
+                )
+        return False
+
+
+_views: WeakValueDictionary[int, HandleView] = WeakValueDictionary()
+"""By the identity of our handle, which a view keeps alive."""
+
+
+def _view_of(unit: Unit, handle: FlatParamHandle) -> HandleView:
+    view = _views.get(id(handle))
+    if view is None or view._unit is not unit:
+        view = _views[id(handle)] = HandleView(unit, handle)
+    return view
+
 
 def handle_views(units: Iterable[Unit]) -> list[HandleView]:
-    """FSDP1's handles of the flat parameters of `units`, in order."""
-    return [HandleView(unit, handle) for unit in units for handle in unit.handles]
+    """FSDP1's handles of the flat parameters of `units`, in order; one object for each, as long as anybody has it."""
+    return [_view_of(unit, handle) for unit in units for handle in unit.handles]

@@ -13,7 +13,7 @@ from flatparam.wrapper.interior import Interior
 from flatparam_core import clean_fqn, owner_of
 from flatparam_runtime import Phase, Unit, holder_of, refuse_in_a_pass, shown
 
-__all__ = ["listed", "moving_shards", "named"]
+__all__ = ["listed", "moving_shards", "named", "not_summoned"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,11 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
         return parameter
     held = handle.exposure.parameters()
     return held[index] if held[0] is not handle.flat_param else None
+
+
+def not_summoned(units: Iterable[Unit]) -> list[Unit]:
+    """Those whose full parameters are not shown by `summon_full_params`."""
+    return [unit for unit in units if unit.summoned is None]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from flatparam.wrapper.ranks import ranks_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Unit
 
-__all__ = ["NoDDP", "refuse_another_fsdp", "refuse_join", "refuse_second_root", "refuse_torchs_functions"]
+__all__ = ["NoDDP", "refuse_another_fsdp", "refuse_join", "refuse_torchs_functions"]
 
 _BEFORE = (
     "give it the module that is not wrapped, or call flatparam.install() before anything else, so that the class which "
@@ -62,19 +62,6 @@ def refuse_another_fsdp(unit: Unit) -> NoReturn:
         f"rank {ranks_of(unit).rank}: torch's FSDP1 or fully_shard was given a model that flatparam shards already. "
         f"If a library did that, {_BEFORE}"
     )
-
-
-def refuse_second_root(unit: Unit, is_root: bool, wanted: bool | None) -> None:
-    """Refuse to make a wrapper inside another one a root.
-
-    Raises:
-        FlatParamError: on every rank.
-    """
-    if wanted and not is_root:
-        raise FlatParamError(
-            f"rank {ranks_of(unit).rank}: unit {unit.name!r} is inside another wrapper, whose pass it takes part in, "
-            "so _is_root cannot be made True; take the module out of the model first"
-        )
 
 
 def refuse_torchs_functions(unit: Unit) -> NoReturn:
