@@ -26,6 +26,7 @@ from typing import final
 import attrs
 
 from flatparam_comm.errors import CollectiveError, describe_call
+from flatparam_comm.rank_texts import said_by_ranks
 from flatparam_comm.threads.rng import GeneratorStates
 
 __all__ = ["Baton", "ErrorFactory", "Waiting"]
@@ -195,7 +196,7 @@ class Baton:
             return min(paused, key=lambda turn: turn.wakes_at)
         blocked = next((turn for turn in order if turn.state is _State.BLOCKED), None)
         if blocked is not None:
-            doing = "; ".join(f"rank {turn.rank} {self.doing(turn.rank)}" for turn in self._turns)
+            doing = said_by_ranks([(turn.rank, self.doing(turn.rank)) for turn in self._turns])
             self.fail(self._on_stuck(doing))
         return blocked
 

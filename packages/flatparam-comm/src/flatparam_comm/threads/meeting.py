@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from flatparam_comm.errors import describe_call
+from flatparam_comm.rank_texts import said_by_ranks, told_ranks
 from flatparam_comm.threads.transfer import Cargo
 
 __all__ = ["MeetingCall", "Meeting", "MeetingGroup", "Post"]
@@ -68,17 +69,17 @@ class Meeting:
     def missing(self) -> str:
         """A text of the ranks that have not called yet, by their numbers in the world."""
         absent = [rank for rank, post in zip(self.members, self.posts, strict=True) if post is None]
-        return f"call {self.number} of the group of ranks {list(self.members)}; not called by {absent}"
+        return f"call {self.number} of the group of ranks {told_ranks(self.members)}; not called by {told_ranks(absent)}"
 
     def describe(self) -> str:
         """A text of each rank's call."""
-        said = (
-            f"rank {rank} called {post.call.describe()}"
-            if post is not None
-            else f"rank {rank} has not called yet"
+        said = [
+            (rank, "has not called yet" if post is None else f"called {post.call.describe()}")
             for rank, post in zip(self.members, self.posts, strict=True)
+        ]
+        return (
+            f"in call {self.number} of the group of ranks {told_ranks(self.members)}: {said_by_ranks(said)}"
         )
-        return f"in call {self.number} of the group of ranks {list(self.members)}: {'; '.join(said)}"
 
 
 @attrs.define(eq=False)

@@ -19,6 +19,7 @@ import torch
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.decorators.faults import Fault, FaultyCollectives, Kill
 from flatparam_comm.errors import CollectiveError, MismatchError, PeerError, RankError, WorldTimeout
+from flatparam_comm.rank_texts import said_by_ranks
 from flatparam_comm.threads.current import set_current_collectives
 from flatparam_comm.threads.engine import ThreadWorld
 from flatparam_comm.threads.rng import GeneratorStates, accelerator_in_use
@@ -147,7 +148,7 @@ def _oversee(world: ThreadWorld, threads: Sequence[threading.Thread], timeout: f
         # This is mostly KeyboardInterrupt, which is raised in the main thread only.
         _stop(world, threads, f"the world was stopped by {type(error).__name__}")
         raise
-    where = "; ".join(_whereabouts(world, rank, thread) for rank, thread in enumerate(threads))
+    where = said_by_ranks([(rank, _whereabouts(world, rank, thread)) for rank, thread in enumerate(threads)])
     _stop(world, threads, f"the world was stopped after {timeout} s")
     raise WorldTimeout(f"run_threads: not done after {timeout} s: {where}")
 
@@ -173,9 +174,9 @@ def _whereabouts(world: ThreadWorld, rank: int, thread: threading.Thread) -> str
     doing = world.baton.doing(rank)
     frame = sys._current_frames().get(thread.ident or 0)
     if doing != "is running" or frame is None:
-        return f"rank {rank} {doing}"
+        return doing
     last = traceback.extract_stack(frame)[-1]
-    return f"rank {rank} is running {last.filename}:{last.lineno} in {last.name}"
+    return f"is running {last.filename}:{last.lineno} in {last.name}"
 
 
 def _raise_failure(world: ThreadWorld, outcomes: Sequence[_Outcome]) -> None:

@@ -1,0 +1,42 @@
+"""Sets of ranks in messages, which people read at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+__all__ = ["said_by_ranks", "told_ranks"]
+
+#: Ranks in a row that are written as a range, and ranks that say the same which become one entry.
+_MANY: Final = 5
+#: What becomes of the verb if several ranks do it.
+_PLURALS: Final = (("waits ", "wait "), ("has ", "have "), ("is ", "are "))
+
+
+def told_ranks(ranks: Iterable[int]) -> str:
+    """The ranks, in order: `[0, 1]`, or with ranges `[0-54, 56-63]`."""
+    rows: list[list[int]] = []
+    for rank in sorted(ranks):
+        if rows and rank == rows[-1][-1] + 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    parts = [[f"{row[0]}-{row[-1]}"] if len(row) >= _MANY else map(str, row) for row in rows]
+    return f"[{', '.join(part for row in parts for part in row)}]"
+
+
+def said_by_ranks(said: Sequence[tuple[int, str]]) -> str:
+    """What each rank does, as `rank 0 waits for ...; rank 1 has finished`; many that do the same are one entry."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in said:
+        by_text.setdefault(text, []).append(rank)
+    entries: list[tuple[int, str]] = []
+    for text, ranks in by_text.items():
+        if len(ranks) >= _MANY:
+            plural = next(
+                (text.replace(one, many, 1) for one, many in _PLURALS if text.startswith(one)), text
+            )
+            entries.append((ranks[0], f"ranks {told_ranks(ranks)[1:-1]} {plural}"))
+        else:
+            entries += [(rank, f"rank {rank} {text}") for rank in ranks]
+    return "; ".join(text for _, text in sorted(entries))
