@@ -25,6 +25,7 @@ from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
+from flatparam_comm.rank_texts import said_by_ranks, told_ranks
 from flatparam_comm.ranks_only import RanksOnly
 from flatparam_comm.relay.process import set_relay, tell_failure, telling
 from flatparam_comm.resolving import resolve_topology, with_shared_memory
@@ -149,6 +150,7 @@ __all__ = [
     "process_group_of",
     "resolve_topology",
     "run_threads",
+    "said_by_ranks",
     "scaled",
     "sent_nbytes",
     "set_relay",
@@ -156,5 +158,6 @@ __all__ = [
     "takes_parts",
     "tell_failure",
     "telling",
+    "told_ranks",
     "with_shared_memory",
 ]

@@ -10,7 +10,13 @@ __all__ = ["said_by_ranks", "told_ranks"]
 #: Ranks in a row that are written as a range, and ranks that say the same which become one entry.
 _MANY: Final = 5
 #: What becomes of the verb if several ranks do it.
-_PLURALS: Final = (("waits ", "wait "), ("has ", "have "), ("is ", "are "))
+_PLURALS: Final = (
+    ("waits ", "wait "),
+    ("has ", "have "),
+    ("is ", "are "),
+    ("was ", "were "),
+    ("trains ", "train "),
+)
 
 
 def told_ranks(ranks: Iterable[int]) -> str:

@@ -69,7 +69,8 @@ class Meeting:
     def missing(self) -> str:
         """A text of the ranks that have not called yet, by their numbers in the world."""
         absent = [rank for rank, post in zip(self.members, self.posts, strict=True) if post is None]
-        return f"call {self.number} of the group of ranks {told_ranks(self.members)}; not called by {told_ranks(absent)}"
+        group = f"call {self.number} of the group of ranks {told_ranks(self.members)}"
+        return f"{group}; not called by {told_ranks(absent)}"
 
     def describe(self) -> str:
         """A text of each rank's call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatparam_comm import FlatParamError, Topology
+from flatparam_comm import FlatParamError, Topology, said_by_ranks
 from flatparam_runtime.agreement.fingerprint import Deed
 from flatparam_runtime.unit.unit import Unit
 
@@ -38,9 +38,11 @@ def agree_on_deed(topology: Topology, deed: Deed) -> None:
 
 
 def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
-    told = "; ".join(
-        f"rank {r} was at {'the end of its pass' if deed is None else f'the {deed}'}"
-        for r, deed in enumerate(everyone)
+    told = said_by_ranks(
+        [
+            (r, f"was at {'the end of its pass' if deed is None else f'the {deed}'}")
+            for r, deed in enumerate(everyone)
+        ]
     )
     if any(deed is not None and deed.kind == "step" for deed in everyone):
         return (
@@ -61,8 +63,8 @@ def check_training(units: Sequence[Unit]) -> None:
     for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
         for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
             if len(set(flags)) > 1:
-                told = "; ".join(
-                    f"rank {r} {'trains' if on else 'has frozen'} it" for r, on in enumerate(flags)
+                told = said_by_ranks(
+                    [(r, "trains it" if on else "has frozen it") for r, on in enumerate(flags)]
                 )
                 raise DivergenceError(
                     f"rank {rank_of(unit.topology)}: parameter {fqn!r} of unit {unit.name!r} is not trained on all "

@@ -9,6 +9,7 @@ from typing import final
 
 import attrs
 
+from flatparam_comm import said_by_ranks
 from flatparam_runtime.agreement.divergence import DivergenceError, rank_of
 from flatparam_runtime.unit.unit import Unit
 
@@ -92,7 +93,7 @@ def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:
     place = next(
         i for i in range(max(map(len, everyone)) + 1) if len({_at(facts, i) for facts in everyone}) > 1
     )
-    told = "; ".join(f"rank {r} has {_told(_at(facts, place))}" for r, facts in enumerate(everyone))
+    told = said_by_ranks([(r, f"has {_told(_at(facts, place))}") for r, facts in enumerate(everyone)])
     return (
         f"rank {rank}: the ranks have different models: {told}; build, wrap and configure the model in the same way on "
         "every rank"
