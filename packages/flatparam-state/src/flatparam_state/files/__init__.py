@@ -14,7 +14,14 @@ from flatparam_state.files.errors import (
     CheckpointError,
 )
 from flatparam_state.files.limited_json import (
+    check_cost,
     parse_json,
+)
+from flatparam_state.files.limits import (
+    MAX_DIMS,
+    MAX_INTEGER_BITS,
+    allowed_nbytes,
+    is_short_integer,
 )
 from flatparam_state.files.safetensors import (
     DTYPES,
@@ -43,16 +50,21 @@ __all__ = [
     "CHUNK_NBYTES",
     "CheckpointError",
     "DTYPES",
+    "MAX_DIMS",
+    "MAX_INTEGER_BITS",
     "SafetensorsHeader",
     "Source",
     "Staging",
     "StoredTensor",
     "TensorFileWriter",
     "TensorInfo",
+    "allowed_nbytes",
     "buffer_of",
     "bytes_view",
+    "check_cost",
     "chunk_spans",
     "free_nbytes",
+    "is_short_integer",
     "join_path",
     "open_regular",
     "parse_json",

@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
-from flatparam_state.files import CheckpointError, open_regular
+from flatparam_state.files import CheckpointError, open_regular, parse_json
 
 try:
     import fcntl
@@ -102,7 +102,7 @@ class DirectoryLock:
 def _owner(descriptor: int) -> dict[str, Any]:
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
-        found = json.loads(os.read(descriptor, 4096))
+        found = parse_json(os.read(descriptor, 4096))
     except ValueError:
         # Nobody has written, or somebody is just writing.
         return {}
