@@ -2,6 +2,7 @@
 
 from flatparam_state.files.byte_file import (
     ByteFile,
+    unreadable,
 )
 from flatparam_state.files.disk import (
     free_nbytes,
@@ -12,6 +13,7 @@ from flatparam_state.files.disk import (
 )
 from flatparam_state.files.errors import (
     CheckpointError,
+    UnreadableError,
 )
 from flatparam_state.files.limited_json import (
     check_cost,
@@ -58,6 +60,7 @@ __all__ = [
     "StoredTensor",
     "TensorFileWriter",
     "TensorInfo",
+    "UnreadableError",
     "allowed_nbytes",
     "buffer_of",
     "bytes_view",
@@ -73,5 +76,6 @@ __all__ = [
     "split_path",
     "sync_directory",
     "tensor_of",
+    "unreadable",
     "write_durably",
 ]
