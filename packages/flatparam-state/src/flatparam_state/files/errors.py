@@ -39,7 +39,7 @@ class CheckpointError(FlatParamError):
 
 
 class UnreadableError(CheckpointError):
-    """The system could not read a file, such as for want of a permission, or of its disk: that says nothing about it."""
+    """The system could not read a file, for want of a permission or of its disk: the file may be sound."""
 
 
 def _rebuild(message: str, rank: int | None, path: str | None, fqn: str | None, hint: str) -> CheckpointError:

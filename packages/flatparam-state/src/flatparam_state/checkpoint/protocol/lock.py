@@ -47,6 +47,28 @@ class DirectoryLock:
         """Whether this object holds it."""
         return self._descriptor >= 0
 
+    @staticmethod
+    def is_taken(root: Path) -> bool:
+        """Whether a process that is alive writes to `root`, as far as can be told without being in its way for long."""
+        try:
+            descriptor = open_regular(root / _NAME, follows_links=False)
+        except (CheckpointError, OSError):
+            return False
+        # Whoever releases it empties the file.
+        is_owned = os.fstat(descriptor).st_size > 0
+        try:
+            if fcntl is None:
+                return is_owned
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            # The file system has no locks.
+            return is_owned
+        finally:
+            os.close(descriptor)
+
     def acquire(self) -> None:
         """Lock the directory; this does nothing if the object holds the lock already.
 
