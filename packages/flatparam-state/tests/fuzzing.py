@@ -80,6 +80,8 @@ def mutated_tree(tree: Any, choose: random.Random) -> Any:
     tree = copy.deepcopy(tree)
     for _ in range(choose.randint(1, 3)):
         places = list(_places(tree))
+        if not places:
+            break
         where, key = choose.choice(places)
         other, name = choose.choice(places)
         if choose.randrange(3):

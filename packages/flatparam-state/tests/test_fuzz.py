@@ -1,9 +1,13 @@
 """Every reader against changed files, for a short while; `nox -s fuzz` does so for as long as one likes."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.formats import open_source
 
 from .checkpoint.small import end_of, fork
 from .fuzzing import MAKE, Fuzzer, limit_memory
@@ -24,3 +28,26 @@ def test_changed_files(name: str, tmp_path: Path) -> None:
         assert taken < CASES * 0.6
 
     assert end_of(fork(work)) == 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "match"),
+    [
+        ("x" * 300, "should name a directory"),
+        ("a\0b", "should name a directory"),
+        ("", "should name a directory"),
+    ],
+)
+def test_names_that_no_file_has(tag: str, match: str, tmp_path: Path) -> None:
+    """A name that the system takes for none is a CheckpointError; one that is too long was an OSError."""
+    fuzzer = Fuzzer(tmp_path, 1)
+    (fuzzer.paths["deepspeed"] / "latest").write_text(tag)
+    with pytest.raises(CheckpointError, match=match):
+        open_source(fuzzer.paths["deepspeed"], format="deepspeed")
+    index = fuzzer.paths["shards"] / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"0.weight": tag}}))
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot be opened: File name too long|is no name of a file|is no file beside it",
+    ):
+        open_source(fuzzer.paths["shards"])

@@ -256,8 +256,10 @@ def test_a_failure_that_an_exception_hides(tmp_path: Path) -> None:
             checkpointer.save(1)
             raise ZeroDivisionError
 
-    with warnings.catch_warnings(record=True) as told, pytest.raises(ZeroDivisionError):
-        leave()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            leave()
     assert [str(each.message) for each in told] == ["a checkpoint was not saved: cosmic ray"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -43,9 +44,12 @@ class ByteFile:
         self.path = Path(path)
         try:
             self._descriptor = open_regular(path, follows_links=follows_links)
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} is no name of a file: {error}") from error
         except OSError as error:
             # A link that leads nowhere may lead to a disk that is not mounted.
-            if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.islink(path):
+            is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+            if is_absent and not os.path.islink(path):
                 raise CheckpointError(
                     f"{path}: cannot be opened: {error.strerror}", path=path, hint="restore the file"
                 ) from error
