@@ -153,6 +153,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
+    install_all_layers(session)
+    python(session, "-m", "packages.flatparam-state.tests.fuzzing", *session.posargs)
+
+
+@nox.session
 def overlap(session: nox.Session) -> None:
     """What is hidden behind computing, on the simulated device: a table, and pictures (`-- --ratios 0.5 1 2`)."""
     install_all_layers(session)

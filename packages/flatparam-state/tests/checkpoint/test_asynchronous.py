@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from flatparam_state.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from flatparam_state.checkpoint.save.contribution import Contribution
 
 from ..accounting import AllocatedBytes
 from .runs import Setup, assert_equal_state, full_state, resumed
@@ -202,3 +204,113 @@ def test_a_failing_program_ends(tmp_path: Path) -> None:
         ).returncode
         == 7
     )
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close", "load"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_memory_to_stage_on_one_rank(
+    rank: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `save` returns on every rank, the next call raises on every rank and says which one, and the next save works."""
+    staged, armed = Contribution.staged, threading.local()
+
+    def fail(self: Contribution) -> Contribution:
+        if getattr(armed, "now", False):
+            armed.now = False
+            raise MemoryError
+        return staged(self)
+
+    monkeypatch.setattr(Contribution, "staged", fail)
+
+    def run(world: Collectives) -> str:
+        model, optimizer = SETUP.build(world)
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, asynchronous=True)
+        checkpointer.save(1)
+        checkpointer.wait()
+        armed.now = world.rank == rank
+        assert checkpointer.save(2) == tmp_path / "step-00000002"
+        action = {"save": lambda: checkpointer.save(3), "load": checkpointer.load}
+        with pytest.raises(CheckpointError) as caught:
+            action.get(call, getattr(checkpointer, call))()
+        assert caught.value.rank == rank
+        world.barrier()
+        assert checkpointer.steps() == [1]
+        world.barrier()
+        checkpointer.save(2)
+        checkpointer.close()
+        return str(caught.value)
+
+    assert run_threads(2, run) == [f"rank {rank}: MemoryError"] * 2
+    assert verify_checkpoint(tmp_path).step == 2
+
+
+def test_a_failure_that_an_exception_hides(tmp_path: Path) -> None:
+    """If the program leaves with an exception, a save under way that fails is warned about."""
+
+    def fail(moment: Moment) -> None:
+        if moment is Moment.FILE_OPENED:
+            raise RuntimeError("cosmic ray")
+
+    def leave() -> None:
+        with SmallRun(tmp_path, asynchronous=True, on_moment=fail).checkpointer as checkpointer:
+            checkpointer.save(1)
+            raise ZeroDivisionError
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            leave()
+    assert [str(each.message) for each in told] == ["a checkpoint was not saved: cosmic ray"]
+
+
+SURVIVOR = """
+import shutil, sys, time
+from pathlib import Path
+from flatparam_comm import ForwardingCollectives, SingleCollectives
+from flatparam_state.checkpoint import Checkpointer
+from flatparam_state.checkpoint.save import Ticket
+
+root, rank, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+temporary = root / ("step-00000001.tmp-" + "0" * 32)
+
+
+class OneOfTwo(ForwardingCollectives):
+    rank, size = rank, 2
+
+    def exchange(self, value, *, label=""):
+        if rank == 1 and label == "begin to save":
+            return [(None, (Ticket(1, "0" * 32, None, temporary), *value[1][1:])), value]
+        return [value, value]
+
+    def barrier(self, *, label=""):
+        pass
+
+    def _decorate(self, inner):
+        return self
+
+
+checkpointer = Checkpointer(root, ranks=OneOfTwo(SingleCollectives()), asynchronous=True)
+checkpointer.save(1, extra=1)
+if end == "committed":
+    while not (temporary / "rank-00001.done").exists():
+        time.sleep(0.01)
+    shutil.rmtree(temporary)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "end", "code", "said"),
+    [
+        (0, "its peer has died", 1, "rank 1 has not written its part"),
+        (1, "its peer has died", 1, "rank 0 has not committed it"),
+        (1, "committed", 0, ""),
+    ],
+)
+def test_the_survivor_of_a_save_does_not_exit_with_0(
+    rank: int, end: str, code: int, said: str, tmp_path: Path
+) -> None:
+    """A program that ends with a save under way, whose other rank is gone, says so and ends with an exit code of 1."""
+    command = [sys.executable, "-c", SURVIVOR, str(tmp_path), str(rank), end]
+    found = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)
+    assert (found.returncode, said in found.stderr) == (code, True), found.stderr
+    assert ("was not saved" in found.stderr) == bool(code)

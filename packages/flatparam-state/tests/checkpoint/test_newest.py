@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -190,3 +191,68 @@ def test_reading_beside_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     deleted_before(monkeypatch, reading, "_check_file", root / "step-00000015")
     found = verify_checkpoint(root)
     assert (found.step, found.problems) == (10, ())
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(
+    call: str, name: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A permission, or a mount that is away: the save of that step says what the system said, and nothing is renamed."""
+    root = tmp_path / "run"
+    saved(root, 10)
+    shutil.copy(root / "step-00000005" / "manifest.json", tmp_path / "kept")
+    run = SmallRun(root)
+    run.checkpointer.load(10)
+    run.step = 0
+    away = root / "step-00000005" / name
+    function = getattr(os, call)
+
+    def fail(first: Any, *arguments: Any) -> Any:
+        path = first if call == "open" else os.readlink(f"/proc/self/fd/{first}")
+        if str(path) == str(away):
+            raise OSError(error, os.strerror(error), str(path))
+        return function(first, *arguments)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: cannot be .*: {os.strerror(error)}; its contents may be"
+    ):
+        run.train(5)
+    monkeypatch.undo()
+    assert not list(root.glob("*.damaged-*"))
+    assert verify_checkpoint(root / "step-00000005").is_sound
+    assert SmallRun(root).resume() == 10
+
+
+def test_a_latest_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system cannot read the latest checkpoint, no older one is loaded in its place, and none is saved."""
+    root = tmp_path / "run"
+    saved(root, 10)
+    function = os.open
+
+    def fail(path: Any, *arguments: Any) -> int:
+        if str(path) == str(root / "step-00000010" / "manifest.json"):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return function(path, *arguments)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(CheckpointError, match="cannot be opened: Permission denied"):
+        SmallRun(root).resume()
+    with pytest.raises(CheckpointError, match="cannot be opened: Permission denied"):
+        SmallRun(root).train(15)
+    monkeypatch.undo()
+    assert SmallRun(root).checkpointer.steps() == [5, 10]
+
+
+def test_a_file_on_a_mount_that_is_away(tmp_path: Path) -> None:
+    """A file that is a link to nothing is not said to be damaged, as its target may come back."""
+    root = tmp_path / "run"
+    saved(root, 5)
+    file = root / "step-00000005" / "rank-00000.safetensors"
+    file.unlink()
+    file.symlink_to(tmp_path / "mount" / "file")
+    with pytest.raises(CheckpointError, match="its contents may be sound"):
+        SmallRun(root).train(5)
+    assert not list(root.glob("*.damaged-*"))

@@ -316,3 +316,26 @@ def test_arguments() -> None:
     with pytest.raises(CheckpointError, match="cannot be the name of an optimizer"):
         run = SmallRun(Path("x"))
         Checkpointer("x", run.model, {"state": run.optimizer}, ranks=ALONE)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_save_different_steps(asynchronous: bool, tmp_path: Path) -> None:
+    """Every rank raises the one error, which names both steps, and nothing is written; the next save succeeds."""
+
+    def run(world: Collectives) -> str:
+        model, optimizer = SETUP.build(world)
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, asynchronous=asynchronous)
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(5 + (world.rank == 2))
+        assert caught.value.rank == 2
+        world.barrier()
+        assert names(tmp_path) == []
+        world.barrier()
+        checkpointer.save(6)
+        checkpointer.close()
+        return str(caught.value)
+
+    said = run_threads(3, run)
+    assert len(set(said)) == 1
+    assert "the ranks save different steps: rank 0 saves step 5, and rank 2 saves step 6" in said[0]
+    assert verify_checkpoint(tmp_path).step == 6

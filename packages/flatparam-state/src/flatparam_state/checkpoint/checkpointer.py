@@ -156,7 +156,12 @@ class Checkpointer:
         return None if chosen is None else chosen.manifest.step
 
     def load(
-        self, step: int | None = None, *, strict: bool = True, convert_dtype: bool = False
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        convert_dtype: bool = False,
+        other_states: bool = False,
     ) -> Loaded | None:
         """Load the latest checkpoint, or that of `step`, into the model and the optimizer; every rank calls it.
 
@@ -167,6 +172,8 @@ class Checkpointer:
         Args:
             strict: refuse a checkpoint that has other names than the model.
             convert_dtype: convert parameters and buffers to the dtypes that they have in the model.
+            other_states: load the state of another optimizer, too: one that lacks what the optimizer needs, such as the
+                state of AdamW for SGD with momentum.
 
         Returns:
             Everything else that was saved; None if no step is named and there is no checkpoint yet.
@@ -183,4 +190,5 @@ class Checkpointer:
             step=step,
             strict=strict,
             convert_dtype=convert_dtype,
+            other_states=other_states,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Final, final
 import attrs
 
 from flatparam_runtime import Span
+from flatparam_state.checkpoint.manifest import MANIFEST
 from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import CheckpointError, UnreadableError, unreadable
 from flatparam_state.soundness import BytesRead, Check, examine
 
 __all__ = ["Verification", "checks_of_directory", "damage_of", "verify_checkpoint"]
@@ -70,12 +72,25 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Verification:
 
 
 def damage_of(path: Path) -> str:
-    """What is wrong with the checkpoint in the directory `path`, after reading every byte of it; "" if nothing is."""
+    """What is wrong with the checkpoint in the directory `path`, after reading its bytes up to there; "" if nothing is.
+
+    Raises:
+        UnreadableError: if the system could not read a file: nobody knows then whether it is damaged.
+    """
     try:
-        problems = verify_checkpoint(path).problems
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path / MANIFEST)
+        with open_checkpoint(path) as reader:
+            for check in checks_of_directory(reader):
+                for _ in check():
+                    pass
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return str(error)
-    return problems[0] if problems else ""
+    except OSError as error:
+        raise unreadable(error.filename or path, "read", error) from error
+    return ""
 
 
 def checks_of_directory(reader: CheckpointReader) -> Iterator[Check]:

@@ -2,6 +2,7 @@
 
 from flatparam_state.files.byte_file import (
     ByteFile,
+    unreadable,
 )
 from flatparam_state.files.disk import (
     free_nbytes,
@@ -12,9 +13,17 @@ from flatparam_state.files.disk import (
 )
 from flatparam_state.files.errors import (
     CheckpointError,
+    UnreadableError,
 )
 from flatparam_state.files.limited_json import (
+    check_cost,
     parse_json,
+)
+from flatparam_state.files.limits import (
+    MAX_DIMS,
+    MAX_INTEGER_BITS,
+    allowed_nbytes,
+    is_short_integer,
 )
 from flatparam_state.files.safetensors import (
     DTYPES,
@@ -43,16 +52,22 @@ __all__ = [
     "CHUNK_NBYTES",
     "CheckpointError",
     "DTYPES",
+    "MAX_DIMS",
+    "MAX_INTEGER_BITS",
     "SafetensorsHeader",
     "Source",
     "Staging",
     "StoredTensor",
     "TensorFileWriter",
     "TensorInfo",
+    "UnreadableError",
+    "allowed_nbytes",
     "buffer_of",
     "bytes_view",
+    "check_cost",
     "chunk_spans",
     "free_nbytes",
+    "is_short_integer",
     "join_path",
     "open_regular",
     "parse_json",
@@ -61,5 +76,6 @@ __all__ = [
     "split_path",
     "sync_directory",
     "tensor_of",
+    "unreadable",
     "write_durably",
 ]

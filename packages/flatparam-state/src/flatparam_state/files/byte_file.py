@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -10,9 +11,18 @@ from typing import final
 from typing_extensions import Self
 
 from flatparam_state.files.disk import open_regular
-from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.errors import CheckpointError, UnreadableError
 
-__all__ = ["ByteFile"]
+__all__ = ["ByteFile", "unreadable"]
+
+
+def unreadable(path: str | os.PathLike[str], done: str, error: OSError) -> UnreadableError:
+    """The error about a file that could not be `done` (opened, read), with what the system said."""
+    return UnreadableError(
+        f"{path}: cannot be {done}: {error.strerror or error}",
+        path=path,
+        hint="its contents may be sound: see whether its disk is mounted, and who may read it",
+    )
 
 
 @final
@@ -28,15 +38,22 @@ class ByteFile:
             follows_links: whether it may be a symbolic link to a regular file.
 
         Raises:
-            CheckpointError: if it cannot be opened, or is no regular file, saying why.
+            CheckpointError: if there is none, or it is no regular file.
+            UnreadableError: if it cannot be opened for another reason, saying why.
         """
         self.path = Path(path)
         try:
             self._descriptor = open_regular(path, follows_links=follows_links)
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} is no name of a file: {error}") from error
         except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be opened: {error.strerror}", path=path, hint="restore the file"
-            ) from error
+            # A link that leads nowhere may lead to a disk that is not mounted.
+            is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+            if is_absent and not os.path.islink(path):
+                raise CheckpointError(
+                    f"{path}: cannot be opened: {error.strerror}", path=path, hint="restore the file"
+                ) from error
+            raise unreadable(path, "opened", error) from error
         self.nbytes = os.fstat(self._descriptor).st_size
         self.nbytes_read = 0
 
@@ -58,7 +75,8 @@ class ByteFile:
         """The bytes `[offset, offset + nbytes)`.
 
         Raises:
-            CheckpointError: if the file ends before, or cannot be read.
+            CheckpointError: if the file ends before.
+            UnreadableError: if it cannot be read.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise CheckpointError(
@@ -73,10 +91,7 @@ class ByteFile:
             try:
                 count = os.preadv(self._descriptor, [view[done:]], offset + done)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self.path}: cannot be read at offset {offset + done:,}: {error.strerror}",
-                    path=self.path,
-                ) from error
+                raise unreadable(self.path, f"read at offset {offset + done:,}", error) from error
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: ended at {offset + done:,} while it was being read", path=self.path

@@ -7,7 +7,7 @@ from typing import Any
 
 from flatparam_runtime import FlatParamError
 
-__all__ = ["CheckpointError"]
+__all__ = ["CheckpointError", "UnreadableError"]
 
 
 class CheckpointError(FlatParamError):
@@ -36,6 +36,10 @@ class CheckpointError(FlatParamError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.message, self.rank, self.path, self.fqn, self.hint)
+
+
+class UnreadableError(CheckpointError):
+    """The system could not read a file, for want of a permission or of its disk: the file may be sound."""
 
 
 def _rebuild(message: str, rank: int | None, path: str | None, fqn: str | None, hint: str) -> CheckpointError:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from flatparam_runtime import Span
+from flatparam_state.files.limits import MAX_DIMS
 
 __all__ = ["CHUNK_NBYTES", "Source", "TensorInfo", "chunk_spans", "join_path", "split_path"]
 
+_SHOWN: Final = 100
 CHUNK_NBYTES: Final = 8 * 2**20
 """The most bytes that a source yields at once."""
 
@@ -26,10 +28,17 @@ def _as_shape(sizes: Iterable[int]) -> tuple[int, ...]:
 @final
 @attrs.frozen
 class TensorInfo:
-    """The shape and dtype of a tensor in a checkpoint."""
+    """The shape and dtype of a tensor in a checkpoint. A ValueError says if no tensor has such a shape."""
 
     shape: tuple[int, ...] = attrs.field(converter=_as_shape)
     dtype: torch.dtype
+
+    @shape.validator
+    def _check_shape(self, field: attrs.Attribute[tuple[int, ...]], shape: tuple[int, ...]) -> None:
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"expected a shape of at most {MAX_DIMS:,} dimensions, found {len(shape):,}")
+        if all(type(size) is int for size in shape) and math.prod(shape) >= 2**63:
+            raise ValueError(f"expected a shape of fewer than 2^63 elements, found {str(shape)[:_SHOWN]}")
 
     @property
     def numel(self) -> int:

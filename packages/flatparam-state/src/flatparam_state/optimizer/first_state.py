@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam_state.optimizer.held import Held, Holding
 
-__all__ = ["FirstState", "first_states"]
+__all__ = ["FirstState", "first_states", "names_of_first_state"]
 
 
 @final
@@ -46,6 +46,22 @@ def first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Hel
                 if values:
                     found[item] = values
     return found
+
+
+def names_of_first_state(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
+) -> frozenset[str]:
+    """The names of the states that an optimizer of torch will make for `parameter`; none for any other optimizer."""
+    inner = _innermost(optimizer)
+    if not type(inner).__module__.startswith("torch.optim."):
+        return frozenset()
+    small = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    try:
+        values = _initial(inner, settings, small) or _after_zeros(inner, settings, small)
+    except Exception:
+        # Some settings suit only the parameters that they are for.
+        return frozenset()
+    return frozenset(name for name, value in values.items() if value is not None)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from flatparam_state.optimizer.first_rank import arrived, streamed
 from flatparam_state.optimizer.groups import settings_of, with_settings
 from flatparam_state.optimizer.held import Held, Holding, held_parameters, numbered
 from flatparam_state.optimizer.inventory import agree_on_holdings
+from flatparam_state.optimizer.other_states import check_states
 from flatparam_state.optimizer.saved_states import SavedStates, State, has_cut_values
 from flatparam_state.places import Place, places_in
 
@@ -28,6 +29,7 @@ def load_optimizer_state(
     rank0_only: bool = False,
     is_named: bool = False,
     chunker: Chunker | None = None,
+    other_states: bool = True,
 ) -> dict[str, Any]:
     """Turn what `optimizer_state_dict` returned into what this rank's `optimizer.load_state_dict` takes.
 
@@ -41,6 +43,7 @@ def load_optimizer_state(
         is_named: the optimizer's state has names as keys, not numbers; what it has for parameters without a saved
             state stays.
         chunker: what takes torch's sharded tensors apart.
+        other_states: take the states of another optimizer, too, as torch does; see `check_states`.
 
     Raises:
         FlatParamError: if something does not fit, naming the parameter, the state and what to do. Nothing is
@@ -53,6 +56,8 @@ def load_optimizer_state(
     try:
         saved, saved_groups = _checked(state_dict)
         holding = Holding.of(model, optimizer)
+        if not other_states:
+            check_states(optimizer, holding, saved)
     except FlatParamError as error:
         if moves_between_ranks:
             agree_on_holdings(places, (), error=error)

@@ -47,15 +47,21 @@ class PreparedOptimizer:
 
 
 def prepare_optimizer(
-    reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, at: tuple[str, ...]
+    reader: CheckpointReader,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    at: tuple[str, ...],
+    *,
+    other_states: bool,
 ) -> PreparedOptimizer:
     """Read what this rank has of the optimizer's state that was saved under the keys `at`.
 
     Raises:
         CheckpointError: if there is none.
-        FlatParamError: if it does not fit.
+        FlatParamError: if it does not fit; if it is that of another optimizer, unless `other_states`.
     """
-    made = load_optimizer_state(model, optimizer, _saved_state(reader, model, at))
+    saved = _saved_state(reader, model, at)
+    made = load_optimizer_state(model, optimizer, saved, other_states=other_states)
     return PreparedOptimizer(optimizer, {**made, "param_groups": copy.deepcopy(made["param_groups"])})
 
 

@@ -81,6 +81,7 @@ def load_checkpoint(
     step: int | None,
     strict: bool,
     convert_dtype: bool,
+    other_states: bool,
 ) -> Loaded | None:
     """See `Checkpointer.load`."""
     for tries_left in reversed(range(_TRIES)):
@@ -88,7 +89,9 @@ def load_checkpoint(
         if place is None:
             return None
         try:
-            prepared = _prepare_everywhere(directory, ranks, place, model, optimizers, strict, convert_dtype)
+            prepared = _prepare_everywhere(
+                directory, ranks, place, model, optimizers, strict, convert_dtype, other_states
+            )
         except CheckpointError as error:
             # Rank 0 has chosen it; a different rank may not see the directory at all.
             is_there = (place[0] / MANIFEST).exists()
@@ -114,6 +117,7 @@ def _prepare_everywhere(
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     strict: bool,
     convert_dtype: bool,
+    other_states: bool,
 ) -> _Prepared:
     """Read and check what each rank needs, until all have said that it fits.
 
@@ -131,7 +135,7 @@ def _prepare_everywhere(
         for rank, file in enumerate(manifest.files):
             _check_presence(directory, path / file.name, file.nbytes, rank)
         with CheckpointReader(path, manifest) as reader:
-            return _prepare(reader, ranks, model, optimizers, strict, convert_dtype)
+            return _prepare(reader, ranks, model, optimizers, strict, convert_dtype, other_states)
 
     attempted = attempt(prepare, ranks.rank)
     agree(ranks, attempted, label="load a checkpoint")
@@ -165,12 +169,16 @@ def _prepare(
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
     strict: bool,
     convert_dtype: bool,
+    other_states: bool,
 ) -> _Prepared:
     prepared_model, prepared_optimizers = None, []
     if model is not None:
         bring_to_rest(model)
         prepared_model = prepare_model(reader, model, strict=strict, convert_dtype=convert_dtype)
-        prepared_optimizers = [prepare_optimizer(reader, model, each, at) for at, each in optimizers.items()]
+        prepared_optimizers = [
+            prepare_optimizer(reader, model, each, at, other_states=other_states)
+            for at, each in optimizers.items()
+        ]
     manifest = reader.manifest
     extra = reader.decode(manifest.values.get("extra"))
     mine = _rank_extra(reader, manifest, ranks.rank) if manifest.world_size == ranks.size else None

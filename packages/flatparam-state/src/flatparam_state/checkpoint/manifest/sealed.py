@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_state.files import ByteFile, CheckpointError, parse_json, write_durably
+from flatparam_state.files import ByteFile, CheckpointError, check_cost, parse_json, write_durably
 
 __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
 
@@ -16,8 +16,23 @@ _MAX_NBYTES: Final = 2**30
 
 
 def seal(content: Any) -> bytes:
-    """The bytes that stand for `content` (what JSON has; floats finite, keys strings) and for nothing else."""
+    """The bytes that stand for `content` (what JSON has; floats finite, keys strings) and for nothing else.
+
+    Raises:
+        CheckpointError: if it consists of so many values that no reader would take it.
+    """
     text = _canonical(content)
+    try:
+        check_cost(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the values of a checkpoint are too many: {error}",
+            hint="save long lists of numbers as tensors",
+        ) from error
+    return _sealed(text)
+
+
+def _sealed(text: bytes) -> bytes:
     digest = hashlib.sha256(text).hexdigest().encode()
     return b'{"sha256":"' + digest + b'","content":' + text + b"}\n"
 
@@ -37,7 +52,7 @@ def unseal(data: bytes) -> Any:
         raise ValueError("it does not have the form of a sealed file")
     content = tree["content"]
     try:
-        again = seal(content)
+        again = _sealed(_canonical(content))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if again != data:

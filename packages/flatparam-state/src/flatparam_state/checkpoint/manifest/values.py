@@ -16,11 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, dtype_named
-from flatparam_state.files import CheckpointError, bytes_view, join_path, tensor_of
+from flatparam_state.files import (
+    MAX_INTEGER_BITS,
+    CheckpointError,
+    bytes_view,
+    is_short_integer,
+    join_path,
+    tensor_of,
+)
 
 __all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
 
 _DEPTH: Final = 100
+_SHOWN: Final = 100
 _TENSORS: Final = (Tensor, nn.Parameter, nn.Buffer)
 _NUMPY_SCALARS: Final = frozenset(
     f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items()
@@ -72,7 +80,7 @@ class _Encoder:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return value if abs(value) < 2**63 else {"$int": hex(value)}
+            return value if abs(value) < 2**63 else self._long(value, at)
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if len(at) > _DEPTH:
@@ -96,6 +104,13 @@ class _Encoder:
         if kind is torch.device:
             return {"$device": str(value)}
         return self._numpy(value, at)
+
+    def _long(self, value: int, at: tuple[str, ...]) -> Any:
+        if not is_short_integer(value):
+            raise _refused(
+                at, f"an integer of {value.bit_length():,} bits, and {MAX_INTEGER_BITS:,} are the most"
+            )
+        return {"$int": hex(value)}
 
     def _mapping(self, value: Mapping[Any, Any], kind: type, at: tuple[str, ...]) -> Any:
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
@@ -233,9 +248,24 @@ class _Decoder:
         return numpy.dtype(name).type(value)
 
 
+def _sizes(sizes: list[Any]) -> list[int]:
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < 2**63:
+            raise ValueError(f"expected sizes from 0 to 2^63 - 1, found {str(size)[:_SHOWN]}")
+    return sizes
+
+
+def _long_integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_BITS // 4 + len("-0x"):
+        raise ValueError(
+            f"expected an integer of at most {MAX_INTEGER_BITS:,} bits, found {len(text):,} hexadecimal digits"
+        )
+    return int(text, 16)
+
+
 _MAKE_SEQUENCE: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "$tuple": tuple,
-    "$size": torch.Size,
+    "$size": lambda sizes: torch.Size(_sizes(sizes)),
     "$set": set,
     "$frozenset": frozenset,
 }
@@ -245,7 +275,7 @@ _MAKE_MAPPING: Final[dict[str, Callable[[Any], Any]]] = {
     "$counter": lambda pairs: Counter(dict(pairs)),
 }
 _MAKE_PLAIN: Final[dict[str, Callable[[str], Any]]] = {
-    "$int": lambda text: int(text, 16),
+    "$int": _long_integer,
     "$float": lambda text: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text],
     "$bytes": lambda text: base64.b64decode(text, validate=True),
     "$dtype": dtype_named,

@@ -44,7 +44,7 @@ class Failure:
                 text += f": this rank needs {need:,} bytes, and {free_nbytes(directory):,} are free"
                 hint = "free space, or keep fewer checkpoints; the checkpoints before are as they were"
             return cls(rank, text, None if path is None else str(path), hint=hint)
-        return cls(rank, f"{type(error).__name__}: {error}" if type(error).__name__ else str(error))
+        return cls(rank, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def error(self) -> CheckpointError:
         """The error that every rank raises."""

@@ -15,7 +15,13 @@ import attrs
 
 from flatparam_state.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
 from flatparam_state.checkpoint.protocol.moments import Moment, OnMoment, nothing
-from flatparam_state.files import ByteFile, CheckpointError, replace_durably, sync_directory
+from flatparam_state.files import (
+    ByteFile,
+    CheckpointError,
+    UnreadableError,
+    replace_durably,
+    sync_directory,
+)
 
 __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
 
@@ -114,6 +120,7 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointError: if the checkpoint of `step` is not there; if there are some, and none is sound.
+            UnreadableError: if the system cannot read `latest`, or the manifest of what it names.
         """
         if step is not None:
             if step not in self.steps():
@@ -127,6 +134,9 @@ class CheckpointDirectory:
             before = self._text_of_latest()
             try:
                 named = self._named()
+            except UnreadableError:
+                # It may be sound, and newer than what could be read.
+                raise
             except CheckpointError as error:
                 if self._text_of_latest() != before:
                     # A writer has gone on, and retired what was the latest.

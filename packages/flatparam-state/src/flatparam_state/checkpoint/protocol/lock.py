@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
-from flatparam_state.files import CheckpointError, open_regular
+from flatparam_state.files import CheckpointError, open_regular, parse_json
 
 try:
     import fcntl
@@ -46,6 +46,28 @@ class DirectoryLock:
     def is_held(self) -> bool:
         """Whether this object holds it."""
         return self._descriptor >= 0
+
+    @staticmethod
+    def is_taken(root: Path) -> bool:
+        """Whether a process that is alive writes to `root`, as far as can be told without being in its way for long."""
+        try:
+            descriptor = open_regular(root / _NAME, follows_links=False)
+        except (CheckpointError, OSError):
+            return False
+        # Whoever releases it empties the file.
+        is_owned = os.fstat(descriptor).st_size > 0
+        try:
+            if fcntl is None:
+                return is_owned
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            # The file system has no locks.
+            return is_owned
+        finally:
+            os.close(descriptor)
 
     def acquire(self) -> None:
         """Lock the directory; this does nothing if the object holds the lock already.
@@ -102,7 +124,7 @@ class DirectoryLock:
 def _owner(descriptor: int) -> dict[str, Any]:
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
-        found = json.loads(os.read(descriptor, 4096))
+        found = parse_json(os.read(descriptor, 4096))
     except ValueError:
         # Nobody has written, or somebody is just writing.
         return {}

@@ -17,7 +17,7 @@ from flatparam_state.checkpoint.save.merge import merge
 from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
 from flatparam_state.checkpoint.save.report import RankReport, report_path
 from flatparam_state.checkpoint.verify import damage_of
-from flatparam_state.files import CheckpointError, Staging, sync_directory
+from flatparam_state.files import CheckpointError, Staging, UnreadableError, sync_directory
 from flatparam_state.version import __version__
 
 __all__ = ["Committer", "write_part"]
@@ -75,7 +75,8 @@ class Committer:
         """Lock the directory, clear away what dead writers have left, and make the temporary directory.
 
         Raises:
-            CheckpointError: if somebody else writes there, or a sound checkpoint of `step` is there already.
+            CheckpointError: if somebody else writes there, or a checkpoint of `step` is there already that is sound, or
+                that cannot be read.
         """
         directory = self.directory
         directory.root.mkdir(parents=True, exist_ok=True)
@@ -119,6 +120,8 @@ class Committer:
         """Have `latest` name what the writer before has committed last, if it died before it could say so."""
         try:
             chosen = self.directory.choose()
+        except UnreadableError:
+            raise
         except CheckpointError:
             # Nothing there is sound, but the new checkpoint will be.
             chosen = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
@@ -11,7 +12,7 @@ from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
-from flatparam_state.checkpoint.save.readiness import Subject, check_optimizers, check_space
+from flatparam_state.checkpoint.save.readiness import Subject, check_optimizers, check_space, check_steps
 from flatparam_state.files import CheckpointError, Staging, free_nbytes
 
 __all__ = ["Saver"]
@@ -54,11 +55,12 @@ class Saver:
             CheckpointError: on every rank, if one has failed; see `settle` if the save goes on in the background.
         """
         self.settle()
+        check_steps(self._committer.directory.root, self._ranks.exchange(step, label="compare the steps"))
         contribution, ticket = self._begin(step, extra, rank_extra)
         if self._asynchronous:
-            self._background = BackgroundSave(
-                self._ranks, self._committer, ticket, contribution.staged(), self._write_part
-            )
+            # A rank without the memory for it says so at the next call, as do the others.
+            staged = attempt(contribution.staged, self._ranks.rank, directory=self._root)
+            self._background = BackgroundSave(self._ranks, self._committer, ticket, staged, self._write_part)
         else:
             self._write(ticket, contribution)
         return self._committer.directory.path_of(step)
@@ -129,10 +131,15 @@ class Saver:
             raise
 
     def cancel(self) -> None:
-        """Finish what can be finished without a word with the other ranks: they may be elsewhere."""
+        """Finish what can be finished without a word with the other ranks: they may be elsewhere.
+
+        A save that fails then is warned about: the exception that the program leaves with is what is raised.
+        """
         if self._background is not None:
-            self._background.cancel()
-            self._background = None
+            background, self._background = self._background, None
+            error = background.cancel()
+            if error is not None:
+                warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=3)
 
     def close(self) -> None:
         """Let others write to the directory."""

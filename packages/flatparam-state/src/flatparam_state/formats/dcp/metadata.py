@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import combinations, pairwise
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
 
 import attrs
 import torch
 
-from flatparam_state.files import ByteFile, TensorInfo
+from flatparam_state.files import MAX_DIMS, ByteFile, TensorInfo
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickles import AdmittedNames, InertObject, read_pickle
-from flatparam_state.formats.torch_save import dtype_names
+from flatparam_state.formats.torch_save import dtype_names, plain_dict
 from flatparam_state.forms import Box
 
 __all__ = ["METADATA_FILE", "Chunk", "DcpMetadata", "Item", "read_dcp_metadata"]
 
 METADATA_FILE: Final = ".metadata"
+_SHOWN: Final = 100
+_MOST_PAIRS: Final = 2_000_000
+"""The most pairs of chunks of one tensor that are compared; a grid of 120 by 120 chunks has so many."""
 _HOME: Final = "torch.distributed.checkpoint.metadata"
 _TENSOR: Final = f"{_HOME}.TensorStorageMetadata"
 _BYTES: Final = f"{_HOME}.BytesStorageMetadata"
@@ -31,7 +33,7 @@ def _path(*parts: str) -> str:
 _NAMES: Final = AdmittedNames(
     values=dtype_names(),
     functions={
-        "collections.OrderedDict": lambda items=(): dict(items),
+        "collections.OrderedDict": plain_dict,
         "torch.Size": lambda sizes=(): tuple(sizes),
         "torch.serialization._get_layout": str,
         "pathlib.PosixPath": _path,
@@ -126,6 +128,7 @@ def _facts(metadata: Mapping[str, Any], directory: Path) -> DcpMetadata:
             values[key] = places[key, None]
         else:
             tensors[key] = _tensor(key, _fields(entry, _TENSOR), places)
+    _check_apart(values.values())
     return DcpMetadata(tensors, values, _paths(metadata.get("planner_data")), _known(metadata, places))
 
 
@@ -161,10 +164,12 @@ def _item(stored: Any, directory: Path) -> Item:
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:
-    if not isinstance(sizes, (tuple, list)) or not all(
-        type(size) is int and 0 <= size < 2**62 for size in sizes
+    if (
+        not isinstance(sizes, (tuple, list))
+        or len(sizes) > MAX_DIMS
+        or not all(type(size) is int and 0 <= size < 2**62 for size in sizes)
     ):
-        raise ValueError(f"{sizes!r} are no sizes")
+        raise ValueError(f"{str(sizes)[:_SHOWN]} are no sizes")
     return tuple(sizes)
 
 
@@ -196,8 +201,34 @@ def _check_cover(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     whole = Box((0,) * len(shape), shape)
     if any(whole.overlap(box) != box for box in boxes) or sum(box.numel for box in boxes) != whole.numel:
         raise ValueError(f"the chunks of {key!r} do not make up a tensor of shape {shape}")
-    boxes = sorted(boxes, key=lambda box: box.offsets)
-    cut = {dim for box in boxes for dim, size in enumerate(box.sizes) if size != shape[dim]}
-    pairs = pairwise(boxes) if len(cut) <= 1 else combinations(boxes, 2)
-    if any(a.overlap(b).numel for a, b in pairs):
+    if any(a.overlap(b).numel for a, b in _neighbours(key, boxes)):
         raise ValueError(f"chunks of {key!r} overlap")
+
+
+def _neighbours(key: str, boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
+    """The pairs of boxes that have a row in common, in the dimension in which most boxes begin at different rows."""
+    dims = range(len(boxes[0].sizes) if boxes else 0)
+    if not dims:
+        return
+    dim = max(dims, key=lambda each: len({box.offsets[each] for box in boxes}))
+    left = _MOST_PAIRS
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda each: each.offsets[dim]):
+        start = box.offsets[dim]
+        open_boxes = [each for each in open_boxes if each.offsets[dim] + each.sizes[dim] > start]
+        left -= len(open_boxes)
+        if left < 0:
+            raise ValueError(
+                f"{key!r} has {len(boxes):,} chunks that lie beside each other, which are too many"
+            )
+        yield from ((each, box) for each in open_boxes)
+        open_boxes.append(box)
+
+
+def _check_apart(places: Iterable[Item]) -> None:
+    """Refuse values that share some of their bytes: a small file of many such values would be read again and again."""
+    last: Item | None = None
+    for item in sorted(set(places), key=lambda each: (str(each.file), each.offset, each.nbytes)):
+        if last is not None and item.file == last.file and item.offset < last.offset + last.nbytes:
+            raise ValueError(f"two values share the byte {item.offset} of {item.file.name!r}")
+        last = item if item.nbytes else last

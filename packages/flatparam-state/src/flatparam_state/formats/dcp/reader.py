@@ -114,14 +114,16 @@ class ChunkedTensor(Stored):
 
 
 def _tree(metadata: DcpMetadata, directory: Path) -> dict[str, Any]:
-    root: dict[str, Any] = {}
+    tree = _Tree(directory, len(metadata.tensors) + len(metadata.values))
     for key, (info, chunks) in metadata.tensors.items():
-        _put(root, _path_of(key, metadata), ChunkedTensor(info, key, chunks), directory)
+        tree.put(_path_of(key, metadata), ChunkedTensor(info, key, chunks))
+    opened: dict[Item, Any] = {}
     for key, item in metadata.values.items():
-        what = f"{key!r} at byte {item.offset} of {item.file}"
-        value = open_archive(item.file, start=item.offset, nbytes=item.nbytes, what=what).root
-        _put(root, _path_of(key, metadata), value, directory)
-    return root
+        if item not in opened:
+            what = f"{key!r} at byte {item.offset} of {item.file}"
+            opened[item] = open_archive(item.file, start=item.offset, nbytes=item.nbytes, what=what).root
+        tree.put(_path_of(key, metadata), opened[item])
+    return tree.root
 
 
 def _path_of(key: str, metadata: DcpMetadata) -> tuple[str | int, ...]:
@@ -131,16 +133,30 @@ def _path_of(key: str, metadata: DcpMetadata) -> tuple[str | int, ...]:
     return (top, rest) if rest and top in _TOPS else (key,)
 
 
-def _put(root: dict[str, Any], path: tuple[str | int, ...], value: Any, directory: Path) -> None:
-    place: Any = root
-    for part, following in zip(path, (*path[1:], None), strict=True):
-        new = value if following is None else [] if type(following) is int else {}
-        if isinstance(place, list) and type(part) is int and 0 <= part <= len(place) + 10_000:
-            place.extend([None] * (part + 1 - len(place)))
-            if place[part] is None or following is None:
-                place[part] = new
-        elif isinstance(place, dict):
-            place.setdefault(part, new)
-        else:
-            raise CheckpointError(f"{directory}: the paths of its entries contradict each other at {path}")
-        place = place[part]
+@final
+class _Tree:
+    """Dictionaries and lists, made of the paths of their leaves, which come in any order."""
+
+    def __init__(self, directory: Path, entries: int) -> None:
+        self.root: dict[str, Any] = {}
+        self._directory = directory
+        # A list can begin with its last item, so it may have holes: those that the entries can fill, and more.
+        self._holes = 10_000 + 16 * entries
+
+    def put(self, path: tuple[str | int, ...], value: Any) -> None:
+        """Put a leaf at its path."""
+        place: Any = self.root
+        for part, following in zip(path, (*path[1:], None), strict=True):
+            new = value if following is None else [] if type(following) is int else {}
+            if isinstance(place, list) and type(part) is int and 0 <= part <= len(place) + self._holes:
+                self._holes -= max(0, part - len(place))
+                place.extend([None] * (part + 1 - len(place)))
+                if place[part] is None or following is None:
+                    place[part] = new
+            elif isinstance(place, dict):
+                place.setdefault(part, new)
+            else:
+                raise CheckpointError(
+                    f"{self._directory}: the paths of its entries contradict each other at {path}"
+                )
+            place = place[part]

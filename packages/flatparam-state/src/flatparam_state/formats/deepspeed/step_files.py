@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +11,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import ByteFile, CheckpointError
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.pickles import AdmittedNames, InertObject
 from flatparam_state.formats.stored import StridedTensor
@@ -19,6 +20,11 @@ from flatparam_state.formats.torch_save import TORCH_NAMES, open_archive
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 
 # The files
+
+_TAG_NBYTES: Final = 4096
+"""More than `latest` has."""
+_NAME_NBYTES: Final = 255
+"""More than the name of a directory has."""
 
 
 def step_directory(path: Path) -> Path:
@@ -39,9 +45,10 @@ def step_directory(path: Path) -> Path:
             path=path,
             hint=f"give the directory of a step instead, of which there are {sorted(set(steps))}",
         )
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    with ByteFile(latest) as file:
+        tag = file.read(0, min(file.nbytes, _TAG_NBYTES)).decode("utf-8", errors="replace").strip()
     step = path / tag
-    if not tag or tag == ".." or Path(tag).name != tag:
+    if not tag or tag == ".." or Path(tag).name != tag or len(os.fsencode(tag)) > _NAME_NBYTES or "\0" in tag:
         raise CheckpointError(
             f"{latest} should name a directory beside it, and says {tag[:80]!r}",
             path=latest,

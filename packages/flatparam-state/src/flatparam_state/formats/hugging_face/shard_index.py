@@ -40,7 +40,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weights, dict) or not weights:
         raise CheckpointError(f"{index} has no 'weight_map', as the index of a model's files has", path=index)
     for tensor, name in weights.items():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name:
             raise CheckpointError(
                 f"{index}: {tensor!r} is in {name!r}, which is no file beside it", path=index
             )

@@ -3,6 +3,7 @@
 from flatparam_state.formats.torch_save.names import (
     TORCH_NAMES,
     dtype_names,
+    plain_dict,
 )
 from flatparam_state.formats.torch_save.reader import (
     is_archive,
@@ -26,6 +27,7 @@ __all__ = [
     "is_archive",
     "open_archive",
     "open_torch_file",
+    "plain_dict",
     "write_archive",
     "write_torch_file",
 ]

@@ -10,10 +10,10 @@ import attrs
 import torch
 
 from flatparam_state.files import TensorInfo
-from flatparam_state.formats.pickles import AdmittedNames, Global
+from flatparam_state.formats.pickles import AdmittedNames, Global, is_key
 from flatparam_state.formats.stored import Storage, StridedTensor
 
-__all__ = ["STORAGE_NAMES", "TORCH_NAMES", "TypedStorage", "dtype_names"]
+__all__ = ["STORAGE_NAMES", "TORCH_NAMES", "TypedStorage", "dtype_names", "plain_dict"]
 
 # The dtypes of the storage classes that torch pickles a tensor with. The others go as an `UntypedStorage` and a dtype.
 STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {
@@ -84,9 +84,17 @@ def _size(sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
 
 
 def _set(items: list[Any]) -> set[Any]:
-    if not all(isinstance(item, (str, int, float, bytes, type(None))) for item in items):
+    if not all(map(is_key, items)):
         raise TypeError("a set holds containers")
     return set(items)
+
+
+def plain_dict(items: Any = ()) -> dict[Any, Any]:
+    """A dictionary of pairs, as an OrderedDict is pickled; a TypeError if a key is none that a pickle may have."""
+    pairs = items.items() if isinstance(items, Mapping) else [(key, value) for key, value in items]
+    if not all(is_key(key) for key, _ in pairs):
+        raise TypeError("a container is the key of a dictionary")
+    return dict(pairs)
 
 
 TORCH_NAMES: Final = AdmittedNames(
@@ -99,9 +107,9 @@ TORCH_NAMES: Final = AdmittedNames(
         "torch.strided": "strided",
     },
     functions={
-        "collections.OrderedDict": lambda items=(): dict(items),
+        "collections.OrderedDict": plain_dict,
         # The state of PyTorch's MultiStepLR has one.
-        "collections.Counter": lambda counts: Counter(dict(counts)),
+        "collections.Counter": lambda counts: Counter(plain_dict(counts)),
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_parameter": _parameter,

@@ -6,7 +6,7 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -99,6 +99,7 @@ def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archi
         for name, info in records.items():
             at = window.start + _data_offset(window, info)
             storages[name] = Storage(path, at, info.file_size, info.CRC, sound)
+        _check_overlap(storages.values())
     order = _record(storages["byteorder"]) if "byteorder" in storages else b"little"
     if order != b"little":
         raise ValueError(f"its byte order is {order!r}, and only little-endian files can be read")
@@ -117,6 +118,15 @@ def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archi
 
     root = read_pickle(_record(storages["data.pkl"]), names, what=what, persistent=persistent)
     return Archive(root, {name: storage for name, storage in storages.items() if name.startswith("data/")})
+
+
+def _check_overlap(storages: Iterable[Storage]) -> None:
+    """Refuse records that share bytes: a small file of many such records would be read again and again."""
+    end = 0
+    for storage in sorted(storages, key=lambda each: (each.start, each.nbytes)):
+        if storage.start < end:
+            raise ValueError(f"two of its records share the byte {storage.start}")
+        end = storage.start + storage.nbytes
 
 
 def _record(storage: Storage) -> bytes:

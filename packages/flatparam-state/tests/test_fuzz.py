@@ -1,0 +1,53 @@
+"""Every reader against changed files, for a short while; `nox -s fuzz` does so for as long as one likes."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flatparam_state.files.errors import CheckpointError
+from flatparam_state.formats import open_source
+
+from .checkpoint.small import end_of, fork
+from .fuzzing import MAKE, Fuzzer, limit_memory
+
+CASES = int(os.environ.get("FLATPARAM_FUZZED_CHECKPOINTS", "60"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MAKE)
+def test_changed_files(name: str, tmp_path: Path) -> None:
+    """A reader returns or raises CheckpointError, whatever a file says, and takes less than a gibibyte of memory."""
+    fuzzer = Fuzzer(tmp_path, 1)
+
+    def work() -> None:
+        limit_memory()
+        taken = sum(fuzzer.case(name, number) for number in range(CASES))
+        # What changes a comment, a padding or a name is taken.
+        assert taken < CASES * 0.6
+
+    assert end_of(fork(work)) == 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "match"),
+    [
+        ("x" * 300, "should name a directory"),
+        ("a\0b", "should name a directory"),
+        ("", "should name a directory"),
+    ],
+)
+def test_names_that_no_file_has(tag: str, match: str, tmp_path: Path) -> None:
+    """A name that the system takes for none is a CheckpointError; one that is too long was an OSError."""
+    fuzzer = Fuzzer(tmp_path, 1)
+    (fuzzer.paths["deepspeed"] / "latest").write_text(tag)
+    with pytest.raises(CheckpointError, match=match):
+        open_source(fuzzer.paths["deepspeed"], format="deepspeed")
+    index = fuzzer.paths["shards"] / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"0.weight": tag}}))
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot be opened: File name too long|is no name of a file|is no file beside it",
+    ):
+        open_source(fuzzer.paths["shards"])
