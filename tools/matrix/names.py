@@ -35,6 +35,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 OF_OBJECTS: Final[Mapping[str, str]] = {
     "_buffers": "torch.nn.Module()",
     "_cdata": "torch.UntypedStorage",
+    "_devices": "torch._C._distributed_c10d.ProcessGroupGloo._Options",
     "_enabled": "torch.amp.GradScaler('cpu')",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
