@@ -136,6 +136,13 @@ def long(session: nox.Session) -> None:
 
 
 @nox.session
+def plan(session: nox.Session) -> None:
+    """Plan ten transformers and run them: writes docs/plans.md, and fails if a number of a plan is wrong."""
+    install_all_layers(session)
+    python(session, "tools/plans")
+
+
+@nox.session
 def programs(session: nox.Session) -> None:
     """Search for a random program that differs when it is sharded (`-- --examples 5000`, `-- --minutes 30`).
 
@@ -194,7 +201,8 @@ def docs(session: nox.Session) -> None:
     install_all_layers(session)
     pytest(session, "docs", *session.posargs)
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
-    python(session, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", "tools/mkdocs.yml", env=quiet)
+    # Not `--quiet`: that keeps warnings from being counted, so that nothing is strict any more.
+    python(session, "-m", "mkdocs", "build", "--strict", "-f", "tools/mkdocs.yml", env=quiet)
 
 
 @nox.session
@@ -374,7 +382,7 @@ def clients(session: nox.Session) -> None:
         session.run("python", "-m", *download, name, success_codes=[0, 1])
     quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet["FLATPARAM_CLIENT_WHEELS"] = wheels
-    session.run("python", "-m", "pytest", "integration_tests/clients", *session.posargs, env=quiet)
+    session.run(*PYTEST, "integration_tests/clients", *session.posargs, env=quiet)
 
 
 # Filling an environment of its own

@@ -111,6 +111,12 @@ def in_place_on_meta() -> None:
     our_fully_shard(module, mesh=ALONE)
 
 
+def in_place_inside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    our_fully_shard(model, mesh=ALONE)
+    our_fully_shard(model[0], mesh=ALONE)
+
+
 def in_place_twice() -> None:
     our_fully_shard(our_fully_shard(nn.Linear(2, 2), mesh=ALONE), mesh=ALONE)
 
@@ -239,6 +245,19 @@ def clipped_infinity() -> None:
     model.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
+def trained_on(batch: torch.Tensor) -> None:
+    model = wrapped(nonfinite="raise")
+    model(batch).sum().backward()
+
+
+def stepped_in_backward() -> None:
+    model = wrapped(nonfinite="skip", use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.ones(1, 2, requires_grad=True)
+    batch.register_hook(lambda _: optimizer.step())
+    model(batch).sum().backward()
+
+
 def stepped_too_early() -> None:
     model, optimizer = trained()
     loss = model(torch.ones(1, 2)).sum()
@@ -305,7 +324,7 @@ class Blocks(nn.Sequential):
 def different(
     rank: int, depth: int = 2, dtype: torch.dtype = torch.float32, units: bool = True, **arguments: Any
 ) -> Provoke:
-    """A first step where rank 1 has made another model, or wrapped it otherwise."""
+    """A first step where rank 1 has made a different model, or wrapped it otherwise."""
 
     def program(world: Collectives) -> None:
         torch.manual_seed(0)
@@ -451,6 +470,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "resharded to a part of the ranks": lambda: run_threads(4, to_a_part),
         "sharded a container in place": lambda: our_fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=ALONE),
         "sharded a module in place twice": in_place_twice,
+        "sharded a module in place after the one around it": in_place_inside,
         "sharded a module in place that holds a wrapper": lambda: our_fully_shard(
             nn.Sequential(wrapped()), mesh=ALONE
         ),
@@ -472,6 +492,11 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "registered a second communication hook": second_hook,
         "named a stage that has no hook": lambda: wrapped().register_comm_hook(None, print, stage="scatter"),
         "clipped a norm that is not finite with `error_if_nonfinite`": clipped_infinity,
+        "trained on a batch that is not finite with `nonfinite='raise'`": lambda: trained_on(
+            torch.full((1, 2), torch.inf)
+        ),
+        "stepped inside backward with `nonfinite='skip'`": stepped_in_backward,
+        "passed something else as `nonfinite`": lambda: wrapped(nonfinite="warn"),
     },
     "State": {
         "passed the configuration of a different form": lambda: FSDP.set_state_dict_type(

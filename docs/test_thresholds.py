@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ import flatparam_state.formats  # noqa: F401
 from flatparam import Checkpointer, FullyShardedDataParallel
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
+from flatparam_comm.relay.settings import RelaySettings
 from flatparam_core import Threshold, all_thresholds
 
 PAGE = Path(__file__).parent / "reference" / "thresholds.md"
@@ -27,6 +29,14 @@ def test_the_page_lists_them_all() -> None:
     """Each threshold is in the table with its default and what it decides, in order, and nothing else is."""
     found = [(name, int(value.replace(",", "")), ways) for name, value, ways in ROW.findall(PAGE.read_text())]
     assert found == [(each.name, each.default, each.ways) for each in all_thresholds()]
+
+
+def test_the_relays_numbers_are_listed() -> None:
+    """Each of them is in the table with its default and what it decides, in order, and nothing else is."""
+    page = (PAGE.parents[1] / "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z_]+)` \| ([0-9.]+) \| (.+) \|$", page, re.MULTILINE)
+    fields = [field for field in attrs.fields(RelaySettings) if "ways" in field.metadata]
+    assert rows == [(each.name.upper(), f"{each.default:g}", each.metadata["ways"]) for each in fields]
 
 
 def test_setting_one() -> None:

@@ -157,7 +157,7 @@ class Ours:
         self._own = torch.tensor([0]).numel()
 def f(module, group):
     from torch.autograd.graph import gone as there
-    _first_of("broadcast", "spread")
+    first_of("broadcast", "spread")
     return nn.Module.forward, dist.group.WORLD, Ours()._own, module._parameters, group._secret, there.more
 """
     monkeypatch.setattr(names, "_sources", lambda: (names.ast.parse(source),))

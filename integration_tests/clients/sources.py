@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["functions_of", "wheel_of"]
+__all__ = ["functions_of", "module_of", "wheel_of"]
 
 
 def wheel_of(project: str) -> Path | None:
@@ -23,14 +23,22 @@ def wheel_of(project: str) -> Path | None:
     return next(iter(sorted(Path(folder).glob(f"{project}-*.whl"))), None) if folder else None
 
 
-def functions_of(wheel: Path, file: str, names: Iterable[str], **others: Any) -> SimpleNamespace:
-    """The functions and classes `names` of a file in a wheel, as they are there.
+def functions_of(wheel: Path, file: str, names: Collection[str], **others: Any) -> SimpleNamespace:
+    """The functions and classes `names` of a file in a wheel, as they are there; see `module_of`."""
+    module = module_of(wheel, file, names, **others)
+    return SimpleNamespace(**{name: getattr(module, name) for name in names})
+
+
+def module_of(wheel: Path, file: str, names: Collection[str], **others: Any) -> ModuleType:
+    """A module with the name of a file in a wheel, and with those of its functions and classes that are in `names`.
 
     What the file imports is imported if it is installed; `others` are names in place of what is not.
     """
     with zipfile.ZipFile(wheel) as opened:
         tree = ast.parse(opened.read(file).decode())
-    wanted, namespace = set(names), {"__name__": f"{wheel.name}/{file}", **others}
+    module = ModuleType(file.removesuffix(".py").replace("/", "."))
+    wanted, namespace = set(names), vars(module)
+    namespace.update(others)
     defined: list[ast.stmt] = []
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Import | ast.ImportFrom) and _stands_outside(statement, tree):
@@ -43,7 +51,7 @@ def functions_of(wheel: Path, file: str, names: Iterable[str], **others: Any) ->
     # Annotations name what is not installed.
     future = ast.parse("from __future__ import annotations").body
     exec(compile(ast.Module([*future, *defined], []), f"{wheel.name}/{file}", "exec"), namespace)
-    return SimpleNamespace(**{each.name: namespace[each.name] for each in defined})  # type: ignore[attr-defined]
+    return module
 
 
 def _stands_outside(statement: ast.stmt, tree: ast.Module) -> bool:

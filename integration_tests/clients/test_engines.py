@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import flatparam
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import run_processes
-from integration_tests.clients.sources import functions_of, wheel_of
+from integration_tests.clients.sources import functions_of, module_of, wheel_of
 
 LINEAR = ModuleWrapPolicy({nn.Linear})
 VERL = """
@@ -442,7 +443,7 @@ def fairseq2() -> Any:
         "fsdp1_load_local_state_dict",
         "fsdp1_summon_full_parameters",
     ]
-    return functions_of(
+    module = module_of(
         wheel("fairseq2"),
         "fairseq2/nn/fsdp/fsdp1.py",
         names,
@@ -453,6 +454,9 @@ def fairseq2() -> Any:
         log=logging.getLogger("fairseq2"),
         **vars(common),
     )
+    # As if the program had imported it.
+    sys.modules[module.__name__] = module
+    return module
 
 
 def fairseq2_trains(world: Collectives, dtype: torch.dtype | None) -> None:
@@ -474,14 +478,16 @@ def fairseq2_trains(world: Collectives, dtype: torch.dtype | None) -> None:
 
         model, other = made(), made()
         step(world, model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        # It asks a sharded tensor for its only part, and FSDP1's chunks are in one part.
-        for each in (model, other):
-            flatparam.FullyShardedDataParallel.set_state_dict_type(
-                each,
-                flatparam.StateDictType.SHARDED_STATE_DICT,
-                flatparam.ShardedStateDictConfig(dim_0_chunks=True),
-            )
         local = functions.fsdp1_local_state_dict(model)
+        with flatparam.FullyShardedDataParallel.state_dict_type(
+            model, flatparam.StateDictType.FULL_STATE_DICT
+        ):
+            full = model.state_dict()
+        # It puts the parts of all ranks together along dimension 0.
+        for name, value in full.items():
+            chunks = value.chunk(world.size)
+            expected = chunks[world.rank] if world.rank < len(chunks) else value.new_empty(0)
+            assert torch.equal(local[name], expected), name
         functions.fsdp1_load_local_state_dict(other, {name: value.clone() for name, value in local.items()})
         x = torch.full((2, 3), world.rank + 1.0)
         expected = model(x)

@@ -179,7 +179,7 @@ def _words(case: tuple[tuple[str, Any], ...]) -> str:
 
 
 def demand_alike(mine: Answer, theirs: Answer) -> None:
-    """Fail where ours is not torch's: another value, or an error of a class that is not torch's."""
+    """Fail where ours is not torch's: a different value, or an error of a class that is not torch's."""
     if theirs.errors and not mine.errors:
         _fail(f"FSDP1 raises, and we return {mine.value}:\n{theirs.told}")
     if theirs.errors and theirs.errors[0] not in mine.errors:

@@ -333,8 +333,93 @@ def gradients(model: nn.Module) -> list[Tensor]:
         return [parameter.grad.detach().clone() for parameter in model.parameters()]
 
 
+def stepping_in_backward(side: Side) -> Any:
+    """Each parameter is stepped by a hook, as soon as its gradient is there."""
+    model = side.shard(seeded())
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    seen = set()
+
+    def step(parameter: nn.Parameter) -> None:
+        seen.add(parameter)
+        assert parameter.grad is not None
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    losses = []
+    for number in range(both.STEPS):
+        loss = loss_of(model, side.rank, number)
+        loss.backward()
+        losses.append(loss.detach().clone())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert seen == {parameter for parameter in model.parameters() if part_of(parameter).numel()}
+    return losses, state_of(model)
+
+
+def part_of(parameter: Any) -> Tensor:
+    """This rank's part of a parameter."""
+    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
+
+
+def of_a_tied_list(side: Side) -> Any:
+    """Torch needs the modules that share a parameter in one list."""
+    model = seeded(tied=True)
+    for layer in model.layers:
+        side.fully_shard(layer)
+    side.fully_shard([model.embedding, model.head])
+    side.fully_shard(model)
+    return trained(side, model, adamw(model)), state_of(model)
+
+
+def used_again(side: Side) -> Any:
+    """A block runs three times in a pass, and the model twice before a backward pass, which runs twice."""
+    model = side.shard(seeded(), reshard_after_forward=False)
+    model.layers[1] = model.layers[2] = model.layers[0]
+    optimizer, losses = adamw(model), []
+    for step in range(both.STEPS):
+        loss = loss_of(model, side.rank, step) + loss_of(model, side.rank, 10 + step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def unfrozen(side: Side) -> Any:
+    """A block is trained from the third step on, and another no longer."""
+    model = seeded()
+    model.layers[0].requires_grad_(False)
+    side.shard(model)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(both.STEPS):
+        if step == 2:
+            model.layers[0].requires_grad_(True)
+            model.layers[1].requires_grad_(False)
+        loss = loss_of(model, side.rank, step)
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_of(model)
+
+
+def in_a_container(side: Side) -> Any:
+    """The state of a module that is not sharded has that of a model inside under the names of the model there."""
+    outer = nn.ModuleDict({"model": side.shard(seeded()), "other": nn.Linear(2, 2)})
+    state = {name: full(value) for name, value in outer.state_dict().items() if name.startswith("model.")}
+    return list(outer.state_dict()), state
+
+
 PROGRAMS = [
     example,
+    stepping_in_backward,
+    of_a_tied_list,
+    used_again,
+    unfrozen,
+    in_a_container,
     keeping,
     of_one_unit,
     without_root,

@@ -289,7 +289,7 @@ def convert(saving: Saving, path: Path) -> Path:
 def load(
     world: Collectives, program: Program, configuration: Configuration, saving: Saving, path: Path, given: Any
 ) -> Found:
-    """Load into another model, and train it."""
+    """Load into a different model, and train it."""
     model, training = beginning(world, program, configuration, saving)
     if saving.way == "broadcast":
         state, states = given if world.rank == 0 else ({}, {})

@@ -56,7 +56,7 @@ def test_optimizers_that_list_parameters_in_another_order(originals: str, way: s
 
 @pytest.mark.processes
 def test_sharded_state_in_processes() -> None:
-    """The same of sharded and local state dicts in memory, and of DCP at another world size."""
+    """The same of sharded and local state dicts in memory, and of DCP at a different world size."""
     assert check_in_processes(draw_savings(4, seed=1, ways=PROCESSES)) > 0
 
 

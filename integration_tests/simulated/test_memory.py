@@ -30,7 +30,7 @@ ONE_UNIT: Final = 1
 ALL: Final = 2**22
 """The default, by which the whole chain is gathered ahead."""
 NOT_FSDP2: Final = ("originals", "NO_SHARD", "hybrid", "hybrid, sharded", "BACKWARD_POST")
-"""What FSDP2 has no word for, or has by another name."""
+"""What FSDP2 has no word for, or has by a different name."""
 Key = tuple[str, str, int]
 
 

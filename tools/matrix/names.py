@@ -41,15 +41,19 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
     "_init_group": "torch.optim.AdamW",
     "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
+    "_local_scalar_dense": "torch.ops.aten",
     "_make_nccl_premul_sum": "torch.distributed",
     "_metadata": "torch.nn.Module().state_dict()",
     "_non_persistent_buffers_set": "torch.nn.Module()",
     "_parameters": "torch.nn.Module()",
     "_process_group_name": "torch.distributed.distributed_c10d",
     "_profiler_enabled": "torch.autograd",
+    "_schema": "torch.ops.aten.add.Tensor",
     "_swap_data_ptr_": "torch.UntypedStorage",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
+    "_unsafe_view": "torch.ops.aten",
     "_version": "torch.empty(0)",
+    "_to_copy": "torch.ops.aten",
     "_torchdynamo_disable": "torch.compiler.disable(lambda: None)",
 }
 #: Private attributes of objects of the standard library and of accelerate, and those that we give to torch's.
@@ -60,6 +64,7 @@ _NOT_TORCHS: Final = frozenset(
         "_exit",
         "_flatparam_owner",
         "_getframe",
+        "_hollow_block",
         "_shared_state",
         "_wrap_overrides",
     }
@@ -125,8 +130,8 @@ def _chain(node: ast.expr) -> list[str]:
 
 
 def _looked_up(tree: ast.Module) -> Iterator[str]:
-    """The functions that the two seams look up: `_first_of` in comm, and `_private` in the runtime."""
-    below = {"_first_of": "torch.distributed", "_private": "torch"}
+    """The functions that the two seams look up: `first_of` in comm, and `_private` in the runtime."""
+    below = {"first_of": "torch.distributed", "_private": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in below:
             for each in node.args:

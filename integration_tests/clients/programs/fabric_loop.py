@@ -1,6 +1,7 @@
-"""A training loop with Lightning Fabric, as its users write it: `fabric_loop.py FOLDER FORM`, `--resume` after two steps.
+"""A training loop with Lightning Fabric, as its users write it: `fabric_loop.py FOLDER FORM`.
 
-FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate`, `--flat` (`use_orig_params=False`), and
+It has four steps on six rows, and saves after the first two. With `--resume=2` it goes on from there, and saves one step
+later; with `--resume=3` it has the last step. FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate`, `--flat` (`use_orig_params=False`), and
 `--ranks=3`.
 """
 
@@ -15,7 +16,8 @@ from lightning_on_cpu import FabricStrategy
 
 def main() -> None:
     folder, form = Path(sys.argv[1]), sys.argv[2]
-    resumes, flat = "--resume" in sys.argv, "--flat" in sys.argv
+    flat = "--flat" in sys.argv
+    first = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--resume=")), 0)
     options: dict[str, Any] = {"use_orig_params": False} if flat else {}
     if "--checkpointing" in sys.argv:
         options["activation_checkpointing_policy"] = {torch.nn.Linear}
@@ -32,17 +34,18 @@ def main() -> None:
     else:
         model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
-    if resumes:
-        fabric.load(folder / "saved", state)
+    if first:
+        fabric.load(folder / f"saved-{first}", state)
+    rows = torch.linspace(1, 2, 24).view(6, 4)[fabric.global_rank :: ranks]
     parts = 2 if "--accumulate" in sys.argv else 1
     while state["step"] < 4:
         step = state["step"]
-        if step == 2 and not resumes:
+        if step == max(2, first + 1):
             folder.mkdir(parents=True, exist_ok=True)
-            fabric.save(folder / "saved", state)
+            fabric.save(folder / f"saved-{step}", state)
         losses = []
         for part in range(parts):
-            x = torch.full((2, 4), fabric.global_rank + 1.0) * (step + 1) / (part + 1)
+            x = rows * (step + 1) / (part + 1)
             with fabric.no_backward_sync(model, enabled=part < parts - 1):
                 loss = model(x).square().mean()
                 fabric.backward(loss / parts)
@@ -51,9 +54,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         numbers = " ".join(map(repr, [*losses, norm.item()]))
-        print(f"loss {fabric.global_rank} {step} {numbers}\n", end="", flush=True)
+        print(f"\nloss {fabric.global_rank} {step} {numbers}\n", end="", flush=True)
         state["step"] = step + 1
-    print(f"class {type(model._forward_module).__module__}\n", end="", flush=True)
+    print(f"\nclass {type(model._forward_module).__module__}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Training with Lightning's Trainer, as its users write it: `lightning_trainer.py FOLDER FORM`, `--resume` after one epoch.
+"""Training with Lightning's Trainer, as its users write it: `lightning_trainer.py FOLDER FORM`.
 
-FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate` and `--clip` (by value).
+It saves after each epoch of two steps on six rows, and has two epochs, or as many as with `--epochs=3`. With `--resume=1` it
+goes on after the first one. FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate`, `--clip` (by
+value), and `--ranks=3`.
 """
 
 import sys
@@ -13,8 +15,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_on_cpu import TrainerStrategy
 
 
+def number(name: str, default: int) -> int:
+    """The value of an argument such as `--ranks=3`."""
+    prefix = f"--{name}="
+    return next((int(each.removeprefix(prefix)) for each in sys.argv if each.startswith(prefix)), default)
+
+
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """As many rows as an epoch of two steps takes."""
+    """As many rows as an epoch takes."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -37,7 +45,7 @@ class Net(LightningModule):
         loss = self.net(batch).square().mean()
         batches = int(self.trainer.num_training_batches)
         print(
-            f"loss {self.global_rank} {self.current_epoch * batches + number} {loss.item()!r}\n",
+            f"\nloss {self.global_rank} {self.current_epoch * batches + number} {loss.item()!r}\n",
             end="",
             flush=True,
         )
@@ -49,7 +57,7 @@ class Net(LightningModule):
 
 def main() -> None:
     folder, form = Path(sys.argv[1]), sys.argv[2]
-    resumes = "--resume" in sys.argv
+    resumed, ranks = number("resume", 0), number("ranks", 2)
     seed_everything(0, verbose=False)
     options: dict[str, Any] = {}
     if "--checkpointing" in sys.argv:
@@ -62,20 +70,22 @@ def main() -> None:
     parts = 2 if "--accumulate" in sys.argv else 1
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=ranks,
         strategy=strategy,
         precision=precision,
-        max_epochs=2,
+        max_epochs=number("epochs", 2),
         accumulate_grad_batches=parts,
-        callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        callbacks=[ModelCheckpoint(folder / f"after-{resumed}", filename="{epoch}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **(options if "--clip" in sys.argv else {}),
     )
-    rows = torch.utils.data.DataLoader(Rows(8 * parts), batch_size=2)
-    trainer.fit(Net(), rows, ckpt_path=folder / "epoch=0.ckpt" if resumes else None)
-    print(f"class {type(trainer.strategy.model).__module__}\n", end="", flush=True)
+    rows = torch.utils.data.DataLoader(Rows(12 * parts), batch_size=6 // ranks)
+    # What a run that was resumed one epoch before has saved, too.
+    saved = folder / f"after-{max(0, resumed - 1)}" / f"epoch={resumed - 1}.ckpt"
+    trainer.fit(Net(), rows, ckpt_path=saved if resumed else None)
+    print(f"\nclass {type(trainer.strategy.model).__module__}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

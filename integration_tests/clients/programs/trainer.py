@@ -1,6 +1,8 @@
-"""Training with transformers' `Trainer`, as its users write it: `trainer.py FOLDER FORM`, and `--resume` after two steps.
+"""Training with transformers' `Trainer`, as its users write it: `trainer.py FOLDER FORM`.
 
-With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--batch=6` it has six sequences on each rank.
+It has four steps, and saves after every second one, or with `--batch=6`, which are the sequences of a rank, after each. With
+`--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. With `--lora` it trains an
+adapter of PEFT, and with `--bf16` in bfloat16.
 """
 
 import sys
@@ -13,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Four batches of two ranks."""
+    """The batches of four steps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -28,8 +30,8 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def main() -> None:
     folder, form = Path(sys.argv[1]), sys.argv[2]
-    resumes = "--resume" in sys.argv
     batch = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--batch=")), 2)
+    resumed = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--resume=")), 0)
     transformers.set_seed(0)
     none: dict[str, Any] = {
         "resid_pdrop": 0,
@@ -40,10 +42,10 @@ def main() -> None:
     }
     config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, **none)
     arguments = TrainingArguments(
-        output_dir=str(folder / ("second" if resumes else "first")),
+        output_dir=str(folder / f"after-{resumed}"),
         per_device_train_batch_size=batch,
         max_steps=4,
-        save_steps=2,
+        save_steps=2 if batch == 2 else 1,
         logging_steps=1,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
@@ -68,12 +70,13 @@ def main() -> None:
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0))
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(48 if batch > 2 else 16))
-    trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2") if resumes else None)
+    saved = str(folder / ("after-2" if resumed == 3 else "after-0") / f"checkpoint-{resumed}")
+    trainer.train(resume_from_checkpoint=saved if resumed else None)
     for entry in trainer.state.log_history:
         if "loss" in entry:
             rank, step = trainer.args.process_index, int(entry["step"]) - 1
-            print(f"loss {rank} {step} {entry['loss']!r}\n", end="", flush=True)
-    print(f"class {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
+            print(f"\nloss {rank} {step} {entry['loss']!r}\n", end="", flush=True)
+    print(f"\nclass {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

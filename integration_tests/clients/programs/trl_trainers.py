@@ -1,7 +1,8 @@
-"""Training with TRL, as its users write it: `trl_trainers.py FOLDER FORM KIND`, and `--resume` after two steps.
+"""Training with TRL, as its users write it: `trl_trainers.py FOLDER FORM KIND`.
 
-KIND is `sft`, `dpo` or `reward`. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it
-clips gradients.
+It has four steps, and saves after every second one, or with `--batch=6`, which are the texts of a rank, after each. With
+`--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. KIND is `sft`, `dpo` or
+`reward`. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it clips gradients.
 """
 
 import copy
@@ -39,14 +40,18 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def texts(start: int) -> list[str]:
-    """Sixteen texts of eight words."""
-    return [" ".join(WORDS[(start + row * 5 + place * 3) % 28] for place in range(8)) for row in range(16)]
+def texts(start: int, number: int) -> list[str]:
+    """Texts of eight words."""
+    return [
+        " ".join(WORDS[(start + row * 5 + place * 3) % 28] for place in range(8)) for row in range(number)
+    ]
 
 
 def main() -> None:
     folder, form, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    resumes = "--resume" in sys.argv
+    batch = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--batch=")), 2)
+    resumed = next((int(each.partition("=")[2]) for each in sys.argv if each.startswith("--resume=")), 0)
+    rows = 48 if batch > 2 else 16
     trainer_of, arguments_of, model_of = TRAINERS[kind]
     transformers.set_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -54,15 +59,15 @@ def main() -> None:
     labels = {"num_labels": 1} if kind == "reward" else {}
     model = model_of(LlamaConfig(vocab_size=32, max_position_embeddings=64, **shape, **tokens, **labels))
     data = (
-        {"text": texts(0)}
+        {"text": texts(0, rows)}
         if kind == "sft"
-        else {"prompt": texts(0), "chosen": texts(1), "rejected": texts(2)}
+        else {"prompt": texts(0, rows), "chosen": texts(1, rows), "rejected": texts(2, rows)}
     )
     arguments = arguments_of(
-        output_dir=str(folder / ("second" if resumes else "first")),
-        per_device_train_batch_size=2,
+        output_dir=str(folder / f"after-{resumed}"),
+        per_device_train_batch_size=batch,
         max_steps=4,
-        save_steps=2,
+        save_steps=2 if batch == 2 else 1,
         logging_steps=1,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
@@ -96,15 +101,16 @@ def main() -> None:
         processing_class=tokenizer_of_words(),
         **others,
     )
-    trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2") if resumes else None)
+    saved = str(folder / ("after-2" if resumed == 3 else "after-0") / f"checkpoint-{resumed}")
+    trainer.train(resume_from_checkpoint=saved if resumed else None)
     for entry in trainer.state.log_history:
         if "loss" in entry:
             rank, step = trainer.args.process_index, int(entry["step"]) - 1
             numbers = " ".join(repr(entry[name]) for name in ("loss", "grad_norm") if name in entry)
-            print(f"loss {rank} {step} {numbers}\n", end="", flush=True)
-    print(f"class {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
+            print(f"\nloss {rank} {step} {numbers}\n", end="", flush=True)
+    print(f"\nclass {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
     if "ref_model" in others:
-        print(f"class {type(trainer.ref_model).__module__}\n", end="", flush=True)
+        print(f"\nclass {type(trainer.ref_model).__module__}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

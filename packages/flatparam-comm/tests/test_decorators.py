@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -18,13 +20,14 @@ from flatparam_comm import (
     Fault,
     FaultyCollectives,
     HookedCollectives,
+    Kill,
     Pending,
     RecordingCollectives,
     ReduceOp,
     SilentCollectives,
     SingleCollectives,
 )
-from flatparam_comm.testing import run_threads
+from flatparam_comm.testing import PATIENCE, longer_and_longer, run_threads
 
 
 def _decorated(inner: Collectives) -> list[Any]:
@@ -265,3 +268,52 @@ def test_what_is_over_is_over() -> None:
     pending.wait()
     pending.wait()
     assert order == ["inner", "then", "inner"]
+
+
+def test_hooks_only_where_they_are_given() -> None:
+    """With a hook for sums alone, an all-gather goes to the collectives beneath, and its subgroups have the hook too."""
+
+    def program(comm: Collectives) -> None:
+        seen: list[str] = []
+
+        def note(inner: Collectives, output: Tensor, source: Tensor, label: str) -> None:
+            seen.append(label)
+            output.fill_(7.0)
+
+        hooked = HookedCollectives(comm, all_reduce=note)
+        full = torch.zeros(2)
+        hooked.all_gather(full, torch.tensor([float(comm.rank)]), label="a").wait()
+        assert full.tolist() == [0.0, 1.0]
+        everyone = hooked.subgroup([0, 1])
+        assert everyone is not None
+        everyone.all_reduce(full, label="b").wait()
+        assert full.tolist() == [7.0, 7.0]
+        assert seen == ["b"]
+
+    run_threads(2, program)
+
+
+def test_silence_in_place() -> None:
+    """A shard that lies inside the full tensor is there already."""
+    silent = SilentCollectives(SingleCollectives())
+    full = torch.arange(3.0)
+    silent.all_gather(full, full).wait()
+    silent.reduce_scatter(full, full).wait()
+    assert full.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_kill_is_a_signal_to_the_ranks_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Kill` sends its signal at the call that it is meant for, and at no other."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    faulty = FaultyCollectives(SingleCollectives(), [Fault("all_reduce", nth=1, action=Kill(signal.SIGTERM))])
+    for expected in (0, 1, 1):
+        faulty.all_reduce(torch.ones(1)).wait()
+        assert len(sent) == expected
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_limits_grow_until_they_are_the_tests_own() -> None:
+    """An attempt is tried with limits that double, as long as they are short beside the patience of all tests."""
+    limits = list(longer_and_longer(PATIENCE / 64))
+    assert limits == [PATIENCE / 64, PATIENCE / 32, PATIENCE / 16, PATIENCE / 8]

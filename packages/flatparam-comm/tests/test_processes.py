@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,30 @@ def test_a_rank_that_cannot_join_does_not_take_the_blame(monkeypatch: pytest.Mon
     ) as raised:
         process_child._join(plan)
     assert process_child._report(raised.value).is_consequence
+
+
+def test_functions_of_modules_without_a_file() -> None:
+    """A function of a module without a file, such as one that is built in, is found by the module's name."""
+    reference = FunctionReference.of(len)
+    assert (reference.module, reference.file) == ("builtins", None)
+    assert reference.resolve() is len
+    with pytest.raises(ImportError):
+        FunctionReference("no_such_module", None, "run").resolve()
+
+
+def test_a_file_that_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function whose module is no Python source file any more is refused with the path."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "notes.txt"
+    file.write_text("nothing to import")
+    with pytest.raises(ImportError, match=r"expected a Python source file, found .*notes\.txt"):
+        FunctionReference("notes", str(file), "run").resolve()
+
+
+def test_a_module_of_the_same_name_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the same name that comes from a different file does not stand in for the function's own."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "double", types.ModuleType("double"))
+    file = tmp_path / "double.py"
+    file.write_text("def run(): return 'the right one'\n")
+    assert FunctionReference("double", str(file), "run").resolve()() == "the right one"

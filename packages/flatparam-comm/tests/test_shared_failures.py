@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import resource
 import signal
+import stat
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from flatparam_comm import (
     ProcessGroupCollectives,
     RankDied,
     ReduceOp,
+    set_relay,
     shared_memory,
 )
 from flatparam_comm.shared_memory import host as shared_host
@@ -208,3 +212,68 @@ def _unpicklable(comm: ProcessGroupCollectives) -> None:
 def test_what_cannot_be_pickled_is_an_error_of_the_exchange() -> None:
     """An unpicklable value is reported before anything is sent, so the group goes on."""
     run_processes(2, _unpicklable)
+
+
+def _limited(comm: ProcessGroupCollectives, relayed: bool) -> str:
+    """Rank 1 gets no address space for the slot of a large collective; what each rank is told."""
+    set_relay(relayed)
+    shared = shared_memory(comm)
+    shared.barrier()
+    value = torch.ones(1 << 26, dtype=torch.uint8)
+    if comm.rank == 1:
+        (pages,) = re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        resource.setrlimit(resource.RLIMIT_AS, (int(pages) * 1024 + (1 << 24), resource.RLIM_INFINITY))
+    try:
+        shared.all_reduce(value, label="large").wait()
+    except CollectiveError as error:
+        told = f"{type(error).__name__}: {error}"
+    else:
+        told = "nothing"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(CollectiveError, match="an earlier call failed"):
+        shared.barrier()
+    return told
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+def test_a_rank_without_memory_is_named(relayed: bool) -> None:
+    """A rank that gets no memory for a slot says so, and its peers do not wait for it, with the relay or without."""
+    first, second, third = run_processes(3, _limited, relayed)
+    assert re.search(
+        r"CollectiveError: rank 1: all_reduce 'large': this rank cannot take part: .*emory.*ulimit -v", second
+    )
+    for told in (first, third):
+        if relayed:
+            assert re.search(r"PeerError: .*rank 1 failed first .*this rank cannot take part", told), told
+        else:
+            assert "rank 1 no longer takes part" in told
+
+
+def _sealed(comm: ProcessGroupCollectives) -> list[tuple[str, int]]:
+    """What becomes of attempts to resize each memory of this process, and the memories' modes."""
+    shared_memory(comm).barrier()
+    comm.barrier()
+    found = []
+    for entry in sorted(Path("/proc/self/fd").iterdir()):
+        try:
+            name = os.readlink(entry)
+        except OSError:
+            continue
+        if name.startswith("/memfd:flatparam"):
+            fd = int(entry.name)
+            # What a peer has made for itself alone is open for reading.
+            is_writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+            assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            for nbytes in (0, os.fstat(fd).st_size + 4096) if is_writable else ():
+                with pytest.raises(PermissionError):
+                    os.truncate(fd, nbytes)
+            found.append((name.split(":")[1].split(" (")[0], stat.S_IMODE(os.fstat(fd).st_mode)))
+    return found
+
+
+def test_shared_memory_is_sealed_and_private() -> None:
+    """Nobody can truncate the memory under a rank that reads it, and only the user can open it."""
+    for found in run_processes(2, _sealed):
+        assert {name for name, _ in found} == {"flatparam", "flatparam positions"}
+        assert {mode for _, mode in found} == {0o600}

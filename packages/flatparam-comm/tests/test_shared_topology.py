@@ -41,7 +41,7 @@ def _members(group: Collectives | None) -> list[int]:
 def _pretend(host: str) -> None:
     """Be on another host."""
     shared_host.host_identity = lambda: (host, host, "")  # type: ignore[assignment]
-    from flatparam_comm import resolving
+    from flatparam_comm.topology import resolving
 
     resolving.host_identity = shared_host.host_identity  # type: ignore[attr-defined]
 
@@ -178,7 +178,7 @@ def test_other_engines_stay_as_they_are() -> None:
 
 
 def _in_place_of_gpus(comm: ProcessGroupCollectives) -> str:
-    shared_host.c10d.has_cpu_backend = lambda group: False  # type: ignore[assignment]
+    shared_host.groups.has_cpu_backend = lambda group: False  # type: ignore[assignment]
     with pytest.raises(ValueError, match="no backend for CPU tensors") as raised:
         shared_memory(comm)
     return str(raised.value)

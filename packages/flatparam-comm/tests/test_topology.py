@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import attrs
@@ -16,7 +18,7 @@ from flatparam_comm import (
     Topology,
     resolve_topology,
 )
-from flatparam_comm.testing import run_processes, run_threads
+from flatparam_comm.testing import rectangle, run_processes, run_threads
 
 
 def test_in_a_rank_thread_the_default_is_its_world() -> None:
@@ -122,3 +124,65 @@ def test_process_groups_and_meshes() -> None:
         row, column = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
         assert found["square"] == (row, column, 4)
         assert found["slice"] == row
+
+
+@pytest.mark.parametrize("shards", [None, 1, 2, 4])
+def test_a_pickled_topology_is_that_of_a_world_of_the_same_size(shards: int | None) -> None:
+    """Read in a world of the same size, on the same rank, it has groups of the same ranks."""
+
+    def save(world: Collectives) -> tuple[bytes, list[int], list[int]]:
+        topology = Topology(world) if shards is None else rectangle(world, shards)
+        others = [] if topology.replicate is None else topology.replicate.exchange(world.rank)
+        return pickle.dumps(topology), topology.shard.exchange(world.rank), others
+
+    saved = run_threads(4, save)
+
+    def load(world: Collectives) -> None:
+        words, within, across = saved[world.rank]
+        topology: Topology = pickle.loads(words)
+        assert topology.shard.exchange(world.rank) == within
+        assert (topology.replicate is None) == (not across)
+        if topology.replicate is not None:
+            assert topology.replicate.exchange(world.rank) == across
+
+    run_threads(4, load)
+
+    def load_elsewhere(world: Collectives) -> None:
+        with pytest.raises(
+            ValueError, match=r"can be read on that rank only.*save its state_dict\(\) instead"
+        ):
+            pickle.loads(saved[(world.rank + 1) % 4][0])
+
+    run_threads(4, load_elsewhere)
+    run_threads(2, load_elsewhere)
+
+
+@pytest.mark.parametrize("replicate", [None, SingleCollectives()])
+def test_a_pickled_topology_of_one_rank(replicate: Collectives | None) -> None:
+    """Read anywhere, without any world, it is one rank again."""
+    found: Topology = pickle.loads(pickle.dumps(Topology(SingleCollectives(), replicate)))
+    assert found.data_parallel_size == 1
+    assert (found.replicate is None) == (replicate is None)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_an_exchange_among_all_ranks(shards: int) -> None:
+    """The values of all data-parallel ranks come in rank order, replica by replica, to each of them."""
+
+    def program(world: Collectives) -> None:
+        topology = rectangle(world, shards)
+        assert topology.exchange(world.rank, label="ranks") == [0, 1, 2, 3]
+        assert topology.group.size == (4 if shards == 1 else shards)
+        assert copy.deepcopy(topology) is topology
+
+    run_threads(4, program)
+    assert Topology(SingleCollectives()).exchange("alone") == ["alone"]
+
+
+def test_a_torch_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch was built without `torch.distributed`, collectives of our own are taken all the same."""
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    alone = SingleCollectives()
+    assert resolve_topology(alone).shard is alone
+    with pytest.raises(TypeError, match="expected None"):
+        resolve_topology(3)  # type: ignore[arg-type]

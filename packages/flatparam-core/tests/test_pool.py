@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_core import BufferPool, FlatBuffer, FlatLayout, ParamSpec
-from flatparam_core.storage import pool
+from flatparam_core.storage import buffer as pool
 
 can_keep = pytest.mark.skipif(
     not pool._CAN_SWAP, reason="this torch cannot hand memory from storage to storage"

@@ -14,11 +14,13 @@ from flatparam_comm import (
     Collectives,
     Precision,
     RecordingCollectives,
+    SingleCollectives,
 )
+from flatparam_comm.testing import rectangle
 from flatparam_runtime import DivergenceError
 
 from .models import WIDTH, Branches, Chain, batch
-from .worlds import rectangle, run, seeded, sharded
+from .worlds import run, seeded, sharded
 
 SIDES = ["left", "right"]
 
@@ -154,3 +156,42 @@ def test_one_rank_of_four(steps: int) -> None:
         # An accelerator may be at a unit that is gathered ahead.
         ahead = torch.get_default_device().type != "cpu"
         assert f"rank 3 was at the gather of unit {'' if ahead else repr('right')}" in message
+
+
+def test_parameters_that_one_rank_freezes_for_a_moment() -> None:
+    """A rank that freezes a parameter and trains it again, alone, is told apart by these changes."""
+
+    def part(collectives: Collectives) -> str:
+        module = sharded(Branches, collectives, units=SIDES, use_orig_params=True)
+        loss(module, collectives.rank).backward()
+        if collectives.rank == 1:
+            module(batch(1))
+            for wanted in (False, True):
+                module.left.up.weight.requires_grad_(wanted)
+                module(batch(1))
+        else:
+            for _ in range(3):
+                module(batch(0))
+        return refused(lambda: loss(module, collectives.rank).backward())
+
+    for text in run(2, part):
+        assert "rank 1 was at the change of requires_grad in unit 'left' (up.weight, " in text
+
+
+def test_a_backward_pass_inside_the_forward_pass() -> None:
+    """A module that differentiates through its own parameters before its forward call is over is refused by its name."""
+
+    class Impatient(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(self.layer(x))
+            out.sum().backward()
+            return out
+
+    module = sharded(Impatient, SingleCollectives(), units=["inner"])
+    with pytest.raises(RuntimeError, match="while its forward call was still running"):
+        module(batch())

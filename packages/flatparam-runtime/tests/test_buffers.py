@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm.testing import rectangle
 from flatparam_runtime import summon_full_params
 
 from .models import WIDTH, batch
-from .worlds import rectangle, run, sharded
+from .worlds import run, sharded
 
 HALF = torch.bfloat16
 

@@ -16,6 +16,7 @@ from flatparam_comm import (
     SingleCollectives,
     Topology,
 )
+from flatparam_comm.testing import rectangle
 from flatparam_runtime import CommHooks, HookStage, no_sync, units_in
 
 from .models import Stack, batch
@@ -26,7 +27,6 @@ from .worlds import (
     check_training,
     full_gradients,
     mean_gradients,
-    rectangle,
     run,
     seeded,
     sharded,

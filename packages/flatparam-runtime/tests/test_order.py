@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam_comm import SingleCollectives, Topology
 from flatparam_runtime import Unit, UnitPlan, shard_module
-from flatparam_runtime.passes.order import ForwardPass, next_backward, next_forward
+from flatparam_runtime.passes.order import ForwardPass, next_forward
 
 UNITS = [shard_module(nn.Identity(), UnitPlan(Topology(SingleCollectives()))) for _ in range(6)]
 ORDERS = st.lists(st.sampled_from(UNITS), max_size=12)
@@ -52,13 +52,22 @@ def test_depth_zero_is_never(before: list[Unit], unit: Unit) -> None:
 @given(ORDERS, st.sampled_from(UNITS))
 def test_backward_goes_the_other_way(ended: list[Unit], unit: Unit) -> None:
     """After a unit come those that ended before it, backwards, each once, where it ended last."""
-    assert list(next_backward(ended, unit)) == naive_next_backward(ended, unit)
+    assert list(ForwardPass(ended=ended).before(unit)) == naive_next_backward(ended, unit)
+
+
+@given(ORDERS, ORDERS, st.sampled_from(UNITS))
+def test_calls_that_end_later_count(first: list[Unit], more: list[Unit], unit: Unit) -> None:
+    """A pass that was asked before answers by all calls that have ended since, too."""
+    current = ForwardPass(ended=list(first))
+    list(current.before(unit))
+    current.ended += more
+    assert list(current.before(unit)) == naive_next_backward([*first, *more], unit)
 
 
 @given(ORDERS, st.sampled_from(UNITS))
 def test_backward_never_names_itself_or_one_twice(ended: list[Unit], unit: Unit) -> None:
     """No unit is expected after itself, and none twice."""
-    found = list(next_backward(ended, unit))
+    found = list(ForwardPass(ended=ended).before(unit))
     assert unit not in found
     assert len(set(found)) == len(found)
 
@@ -67,7 +76,7 @@ def test_backward_never_names_itself_or_one_twice(ended: list[Unit], unit: Unit)
 def test_the_policies_decide_and_do_not_act(order: list[Unit], unit: Unit) -> None:
     """The functions change neither the orders nor the units."""
     copy = list(order)
-    list(next_backward(order, unit))
+    list(ForwardPass(ended=order).before(unit))
     list(next_forward(order, order, 2))
     assert order == copy
     assert not any(each.calls or each.handles for each in UNITS)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology, Totals
-from flatparam_runtime import no_sync, units_in
+from flatparam_comm.testing import rectangle
+from flatparam_runtime import UnitPlan, no_sync, shard_module, units_in
 
 from .models import WIDTH, Branches, Stack, batch
 from .worlds import (
@@ -19,7 +20,6 @@ from .worlds import (
     full_gradients,
     full_parameters,
     mean_gradients,
-    rectangle,
     run,
     seeded,
     sharded,
@@ -198,3 +198,53 @@ def test_where_bytes_go(shards: int) -> None:
             assert across.by_label()[unit.name].payload_nbytes == handle.layout.shard_numel * 4
 
     run(RANKS, step)
+
+
+class GatedBlock(nn.Module):
+    """A linear layer, and a gate that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor, open_: bool = False) -> Tensor:
+        x = self.layer(x)
+        return x * self.gate if open_ else x
+
+
+class TwoGates(nn.Module):
+    """Two gated blocks, and a gate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GatedBlock(), GatedBlock()
+        self.gate = nn.Parameter(torch.full((WIDTH,), 3.0))
+
+    def forward(self, x: Tensor, opens: str = "") -> Tensor:
+        x = self.second(self.first(x, "1" in opens), "2" in opens)
+        return x * self.gate if "3" in opens else x
+
+
+@pytest.mark.parametrize("opener", range(RANKS))
+def test_units_over_groups_of_their_own(opener: int) -> None:
+    """One tree, a unit over all ranks, one in a rectangle, one of copies: each learns of a gradient that one rank has."""
+
+    def losses(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank), "123" if rank == opener else "").square().mean()
+        return out
+
+    def step(world: Collectives) -> Grads:
+        module = seeded(TwoGates)
+        shapes = {"first": rectangle(world, 2), "second": Topology(world), "": rectangle(world, 1)}
+        for name, topology in shapes.items():
+            shard_module(module.get_submodule(name), UnitPlan(topology, use_orig_params=True))
+        losses(module, world.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(TwoGates), losses, RANKS)
+    for found in run(RANKS, step):
+        assert all(found[name] is not None for name in ("gate", "first.gate", "second.gate"))
+        # Each shape adds the ranks in an order of its own.
+        check_same(found, expected, exact=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -342,3 +343,42 @@ def test_the_graph_keeps_the_model(ranks: int) -> None:
         seeded(Stack)(x).sum().backward()
         assert x.grad is not None
         assert torch.equal(found, x.grad)
+
+
+def test_values_are_given_while_sharding(ranks: int, use_orig_params: bool) -> None:
+    """`initialise` packs a value for every parameter of a module on the meta device, which no rank ever holds whole."""
+
+    def step(collectives: Collectives) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            module = Block()
+        values = dict(seeded(Block).named_parameters())
+
+        def initialise(pack: Callable[[str, Tensor], None]) -> None:
+            for name, value in values.items():
+                pack(name, value)
+
+        shard_module(
+            module,
+            plan(collectives, use_orig_params=use_orig_params),
+            device=torch.device("cpu"),
+            initialise=initialise,
+        )
+        return full_parameters(module)
+
+    for found in run(ranks, step):
+        check_same(dict(found), dict(seeded(Block).named_parameters()))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_parameter_whose_unit_is_gone(kept: bool) -> None:
+    """A parameter that was sharded with a module that does not exist any more is refused by name."""
+    gone, module = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    handles = shard_module(gone, plan(use_orig_params=True)).handles
+    if not kept:
+        handles = ()
+    module.weight = gone.weight
+    del gone
+    gc.collect()
+    with pytest.raises(FlatParamError, match="parameter 'weight'.* belongs to a") as raised:
+        shard_module(module, plan(use_orig_params=True))
+    assert ("a flat parameter that no unit holds" in str(raised.value)) == bool(handles)

@@ -230,3 +230,26 @@ def test_parameters_that_are_replaced(asked: dict[str, bool], ranks: int, use_or
     if asked["writeback"] and asked["rank0_only"] and ranks > 1:
         pytest.skip("the first rank raises, and the others wait for it")
     run(ranks, replace)
+
+
+def test_what_a_copy_is_replaced_with_is_written_back(ranks: int) -> None:
+    """On the first rank the data and the gradients of summoned copies may be replaced: the shards get the new values."""
+
+    def replace(collectives: Collectives) -> tuple[Grads, Grads]:
+        module = sharded(Stack, collectives, units=["blocks.0"], use_orig_params=True)
+        loss(module, collectives.rank).backward()
+        with summon_full_params(module, rank0_only=True, with_grads=True):
+            if collectives.rank == 0:
+                for number, parameter in enumerate(module.parameters()):
+                    assert parameter.grad is not None
+                    parameter.data = torch.full_like(parameter.data, float(number))
+                    parameter.grad = None if number == 0 else torch.full_like(parameter.grad, 10.0 + number)
+        return dict(full_parameters(module)), full_gradients(module)
+
+    names = [name for name, _ in seeded(Stack).named_parameters()]
+    for values, gradients in run(ranks, replace):
+        for number, name in enumerate(names):
+            gradient = gradients[name]
+            assert gradient is not None
+            assert set(values[name].flatten().tolist()) == {float(number)}
+            assert set(gradient.flatten().tolist()) == {10.0 + number if number else 0.0}

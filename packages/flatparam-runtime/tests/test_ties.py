@@ -155,3 +155,20 @@ def test_a_shared_parameter_is_one_object(use_orig_params: bool) -> None:
             assert module.left.up.weight is module.right.up.weight
             assert len(list(module.parameters())) == 6
         assert module.left.up.weight is module.right.up.weight
+
+
+def test_several_parameters_of_one_lender(ranks: int, use_orig_params: bool) -> None:
+    """A unit that shares two parameters with the same unit trains as the local model does."""
+
+    class TiedTwice(TiedBranches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.right.down.weight = self.left.down.weight
+
+    check_training(
+        TiedTwice,
+        [lambda module, rank: module(batch(rank)).square().mean()] * 2,
+        ranks,
+        units=["left", "right"],
+        use_orig_params=use_orig_params,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import types
 from typing import Any, NamedTuple
 
 import attrs
@@ -265,3 +266,14 @@ def test_mapping_passes_objects_through() -> None:
     """An object that the function cannot rebuild is returned as it is."""
     hidden = Plain(torch.ones(1))
     assert map_tensors(lambda t: t * 2, [hidden])[0] is hidden
+
+
+def test_a_mapping_that_cannot_be_changed_is_made_anew() -> None:
+    """A read-only mapping with a tensor in it becomes another of its type; without a tensor it stays the object it is."""
+    shown = types.MappingProxyType({"a": torch.ones(2), "b": 1})
+    out = map_tensors(lambda t: t * 2, shown)
+    assert type(out) is types.MappingProxyType
+    assert out["a"].tolist() == [2.0, 2.0]
+    assert out["b"] == 1
+    plain = types.MappingProxyType({"b": 1})
+    assert map_tensors(lambda t: t * 2, plain) is plain

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_core import flatten_module
 from flatparam_runtime import UnitPlan, shard_module, units_in
-from flatparam_runtime.unit.leaves import LeafWatch
+from flatparam_runtime.unit.module import LeafWatch
 
 from .models import WIDTH, Block, Branches, Chain, Stack, batch
 from .worlds import check_at_rest, check_same, check_training, full_gradients, run, seeded, sharded

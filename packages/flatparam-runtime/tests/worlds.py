@@ -41,15 +41,6 @@ def seeded(make: Callable[[], M], device: torch.device | str | None = None) -> M
     return make().to(device or torch.get_default_device())
 
 
-def rectangle(world: Collectives, shards: int) -> Topology:
-    """The world cut into groups of ``shards`` neighbours that share parameters; the other groups hold copies."""
-    numbers = range(world.size)
-    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
-    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
-    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
-    return Topology(row, column)
-
-
 def sharded(
     make: Callable[[], M],
     where: Collectives | Topology,

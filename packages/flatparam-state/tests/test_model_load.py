@@ -201,7 +201,7 @@ def test_unknown_names_are_left_in_the_state() -> None:
 
 
 def test_values_are_cast_as_torch_casts_them(use_orig_params: bool) -> None:
-    """A state in another dtype is rounded to the parameter's, as `load_state_dict` of the unsharded model does."""
+    """A state in a different dtype is rounded to the parameter's, as `load_state_dict` of the unsharded model does."""
     state = {
         name: value.double() * (1 + 1e-9) for name, value in CASES["one unit"].build().state_dict().items()
     }

@@ -108,7 +108,7 @@ def test_loading_into_a_hole(use_orig_params: bool) -> None:
 
 
 def test_an_error_of_one_rank_reaches_all(use_orig_params: bool) -> None:
-    """A parameter of another model in rank 1's optimizer is an error on rank 0 too, which says whose it is."""
+    """A parameter of a different model in rank 1's optimizer is an error on rank 0 too, which says whose it is."""
 
     def rank(ranks: Collectives) -> str:
         model = shard(mlp(), ranks, UNITS, use_orig_params=use_orig_params)
@@ -147,7 +147,7 @@ def test_what_a_rank_has_nothing_of_may_be_left_out() -> None:
 
 
 def test_what_rank_0_has_nothing_of_is_in_the_checkpoints_groups(tmp_path: Path) -> None:
-    """A checkpoint of optimizers without empty originals loads into one that holds all, at another world size."""
+    """A checkpoint of optimizers without empty originals loads into one that holds all, at a different world size."""
     gradients = made_up_gradients(mlp(), 0)
 
     def save(ranks: Collectives) -> None:

@@ -76,7 +76,7 @@ def sharded(
 
 
 def test_states_of_another_dtype_for_each_parameter() -> None:
-    """L-42: a state may have another dtype for each parameter; it is saved and loaded in just that."""
+    """L-42: a state may have a different dtype for each parameter; it is saved and loaded in just that."""
     expected = named_state(*local(Mixed))
 
     def rank(ranks: Collectives) -> None:

@@ -28,7 +28,7 @@ DTENSORS = StateForm(FormKind.SHARDED, use_dtensor=True)
 
 
 class Every(nn.Module):
-    """Parameters of all kinds: tied, 0-d, empty, one row, channels_last, frozen, of another dtype; and a buffer."""
+    """Parameters of all kinds: tied, 0-d, empty, one row, channels_last, frozen, of a different dtype; and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

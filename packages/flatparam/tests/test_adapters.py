@@ -27,7 +27,7 @@ def get_peft_model_state_dict(model: nn.Module, adapter_name: str = "default") -
 def set_peft_model_state_dict(model: nn.Module, state: dict[str, Any], **_: Any) -> Any:
     """As PEFT's: the model's state has the names with the adapter's own; the others are left as they are.
 
-    Names without a prefix that the model's parameters have are taken for another model's.
+    Names without a prefix that the model's parameters have are taken for a different model's.
     """
     own = {name.replace(".mine", ""): name for name in model.state_dict()}
     state = {own.get(name, name): value for name, value in state.items()}

@@ -313,7 +313,7 @@ def test_unsharding_by_hand(use_orig_params: bool) -> None:
         handle._use_unsharded_views(as_params=True)
         handle._setattr_tensor(model[0].module, "weight", model[0].module.weight)
         with pytest.raises(
-            FlatParamError, match=r"'weight' cannot be given another tensor.*summon_full_params"
+            FlatParamError, match=r"'weight' cannot be given a different tensor.*summon_full_params"
         ):
             handle._setattr_tensor(model[0].module, "weight", torch.ones(5, 3))
         handle.reshard(True)
@@ -348,7 +348,7 @@ def test_a_part_that_is_shown_by_hand() -> None:
                 if part.in_shard:
                     shown = flat_param[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
                 handle._setattr_tensor(module, name, shown)
-                with pytest.raises(FlatParamError, match=f"'{name}' cannot be given another tensor"):
+                with pytest.raises(FlatParamError, match=f"'{name}' cannot be given a different tensor"):
                     handle._setattr_tensor(module, name, torch.ones(3))
         model(batch()).sum().backward()
 

@@ -29,7 +29,7 @@ from flatparam import (
 from flatparam.checkpoint import state_dict as functions
 from flatparam_comm import Collectives
 from flatparam_core import FlatParamError
-from flatparam_runtime import unit_of, units_in
+from flatparam_runtime import summon_full_params, unit_of, units_in
 
 from .models import mlp, seeded
 from .worlds import assert_same_state, facts_of, inputs, node_groups, on_ranks, train, train_on_mean
@@ -156,6 +156,10 @@ def test_refused_modules() -> None:
             FullyShardedDataParallel(nn.Sequential(model))
         with pytest.raises(TypeError, match=r"call fully_shard\(module\)"):
             FSDPModule()
+        around = fully_shard(Reduced())
+        with pytest.raises(FlatParamError, match=r"'0.weight' .* around it already.*inside first"):
+            fully_shard(around.block)
+        assert not isinstance(around.block, FSDPModule)
 
     on_ranks(2, rank)
 
@@ -179,7 +183,7 @@ def test_policies_of_torch() -> None:
 
 
 def test_a_field_of_torchs_policy_that_is_unknown() -> None:
-    """A later torch may have more fields: one with another value than its default is refused by name."""
+    """A later torch may have more fields: one with a different value than its default is refused by name."""
     import dataclasses
 
     newer = dataclasses.make_dataclass(
@@ -399,6 +403,21 @@ def test_to_moves_and_casts_the_shards() -> None:
 
     for state in on_ranks(2, rank):
         assert {value.dtype for value in state.values()} == {torch.float64}
+
+
+def test_to_casts_summoned_parameters() -> None:
+    """Inside `summon_full_params`, `double()` casts full parameters until it ends, as with the wrapper."""
+
+    def rank(ranks: Collectives) -> None:
+        model = sharded()
+        with summon_full_params(model, writeback=False):
+            model.double()
+            assert model.block[0].weight.dtype is torch.float64
+            assert model.block[0].weight.shape == (5, 3)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(ranks.rank))
+
+    on_ranks(2, rank)
 
 
 def test_a_registered_method_gathers() -> None:

@@ -95,7 +95,7 @@ def test_how_far_ahead_units_are_gathered(depth: int, ahead: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_flat_parameter_that_is_cast(use_orig_params: bool) -> None:
-    """Giving `_flat_param` data of another dtype, as accelerate does, casts the unit's parameters; it trains in it."""
+    """Giving `_flat_param` data of a different dtype, as accelerate does, casts the unit's parameters; it trains in it."""
 
     def rank(world: Collectives) -> Any:
         model = FSDP(seeded(mlp).bfloat16(), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives
-from flatparam_comm.testing import run_threads
+from flatparam_comm.testing import rectangle, run_threads
 from flatparam_core import clean_fqn
 
 
@@ -107,7 +107,6 @@ def total(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 def node_groups(world: Collectives, per_node: int = 2) -> tuple[Collectives, Collectives]:
     """The rank's groups inside its node and across nodes."""
-    inside = [list(range(first, first + per_node)) for first in range(0, world.size, per_node)]
-    across = [list(range(place, world.size, per_node)) for place in range(per_node)]
-    groups = [next(filter(None, [world.subgroup(ranks) for ranks in all_of])) for all_of in (inside, across)]
-    return groups[0], groups[1]
+    topology = rectangle(world, per_node)
+    assert topology.replicate is not None
+    return topology.shard, topology.replicate

@@ -26,20 +26,20 @@ from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.rank_texts import said_by_ranks, told_ranks
-from flatparam_comm.ranks_only import RanksOnly
 from flatparam_comm.relay.process import set_relay, tell_failure, telling
-from flatparam_comm.resolving import resolve_topology, with_shared_memory
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.threads.world import run_threads
-from flatparam_comm.topology import Topology
+from flatparam_comm.topology.ranks_only import RanksOnly
+from flatparam_comm.topology.resolving import resolve_topology, with_shared_memory
+from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.averaging import Averaging, gradient_divisors
 from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
 from flatparam_comm.transfer.device import Mark, OnDevice
 from flatparam_comm.transfer.gather import Gather
 from flatparam_comm.transfer.reduction import Reduced, Reducer, Reduction
-from flatparam_comm.transfer.streams import NoStreams, streams_of
+from flatparam_comm.transfer.streams import NoStreams, acting_as, streams_of
 from flatparam_comm.vocabulary import (
     FLAT_PARAM,
     BoundParameter,
@@ -79,6 +79,7 @@ __all__ = [
     "Mark",
     "NoStreams",
     "OnDevice",
+    "acting_as",
     "streams_of",
     "gradient_divisors",
     "FullForm",

@@ -9,12 +9,20 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
-import attrs
 import torch
 from torch import Tensor
 
 from flatparam_comm.collectives import Parts, ReduceOp
-from flatparam_comm.errors import describe_call
+from flatparam_comm.refusals import (
+    REDUCIBLE,
+    Site,
+    check_alike,
+    check_dense,
+    check_flat,
+    check_numel,
+    check_overlap,
+    check_reducible,
+)
 
 __all__ = [
     "REDUCIBLE",
@@ -27,68 +35,36 @@ __all__ = [
     "check_subgroup",
 ]
 
-#: The dtypes that can be reduced: gloo and NCCL both add them, with the same meaning. (bool is left out because gloo
-#: and NCCL turn its SUM into an OR; fp8 and int16 because at most one of the two can add them.)
-REDUCIBLE: Final[frozenset[torch.dtype]] = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
-
 
 _ORDERED: Final = frozenset(dtype for dtype in REDUCIBLE if not dtype.is_complex)
-
-
-@attrs.frozen
-class Site:
-    """The place of a check, for its message: the rank, the size of the group, the collective, the caller's label."""
-
-    rank: int
-    size: int
-    op: str
-    label: str
-
-    def refuse(self, expected: str, found: str, advice: str = "") -> ValueError:
-        """The error to raise here; it says what was expected, what was found and what to do."""
-        where = f"rank {self.rank} of {self.size}: {describe_call(self.op, self.label)}"
-        return ValueError(f"{where}: expected {expected}, found {found}" + (f"; {advice}" if advice else ""))
 
 
 def check_all_gather(site: Site, output: Tensor, shard: Tensor) -> None:
     """Raise ValueError unless `shard` can be gathered from every rank into `output`."""
     if _fit_apart(site.size, output, shard):
         return
-    _check_flat(site, "output", output)
-    _check_flat(site, "shard", shard)
-    _check_alike(site, ("output", output), ("shard", shard))
-    _check_numel(site, whole=("output", output), part=("shard", shard))
-    _check_overlap(site, whole=("output", output), part=("shard", shard))
+    check_flat(site, "output", output)
+    check_flat(site, "shard", shard)
+    check_alike(site, ("output", output), ("shard", shard))
+    check_numel(site, whole=("output", output), part=("shard", shard))
+    check_overlap(site, whole=("output", output), part=("shard", shard))
 
 
 def check_reduce_scatter(site: Site, output: Tensor, full: Tensor, op: ReduceOp) -> None:
     """Raise ValueError unless `full` can be reduced over the ranks and scattered into `output`."""
     if full.dtype in _ORDERED and _fit_apart(site.size, full, output):
         return
-    _check_flat(site, "output", output)
-    _check_flat(site, "full", full)
-    _check_alike(site, ("output", output), ("full", full))
-    _check_numel(site, whole=("full", full), part=("output", output))
-    _check_overlap(site, whole=("full", full), part=("output", output))
-    _check_reducible(site, full, op)
+    check_flat(site, "output", output)
+    check_flat(site, "full", full)
+    check_alike(site, ("output", output), ("full", full))
+    check_numel(site, whole=("full", full), part=("output", output))
+    check_overlap(site, whole=("full", full), part=("output", output))
+    check_reducible(site, full, op)
 
 
 def check_reduce_scatter_parts(site: Site, output: Tensor, full: Parts) -> None:
     """Raise ValueError unless `full`, which lies in parts, can be reduced over the ranks and scattered to `output`."""
-    _check_flat(site, "output", output)
+    check_flat(site, "output", output)
     found = (full.dtype, full.device.type, full.numel())
     expected = (output.dtype, "cpu", site.size * output.numel())
     if found != expected or not output.is_cpu:
@@ -96,7 +72,7 @@ def check_reduce_scatter_parts(site: Site, output: Tensor, full: Parts) -> None:
             f"parts of {_told(*expected)} for an output of {output.numel()} elements on {output.device}",
             f"parts of {_told(*found)}",
         )
-    _check_reducible(site, output, ReduceOp.SUM)
+    check_reducible(site, output, ReduceOp.SUM)
 
 
 def _told(dtype: torch.dtype, device: str, numel: int) -> str:
@@ -111,25 +87,33 @@ def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
         and whole.numel() == size * part.numel()
         and whole.dim() == 1 == part.dim()
         and whole.device == part.device
-        and whole.layout is part.layout is torch.strided
-        and whole.is_contiguous()
-        and part.is_contiguous()
-        and not whole.is_meta
-        and not whole.is_neg()
-        and not part.is_neg()
+        and _lies_dense(whole)
+        and _lies_dense(part)
         and not 0 <= part.data_ptr() - whole.data_ptr() + part.nbytes < whole.nbytes + part.nbytes
+    )
+
+
+def _lies_dense(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor of real numbers holds its values, one after the other."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_meta
+        and not tensor.is_neg()
     )
 
 
 def check_all_reduce(site: Site, tensor: Tensor, op: ReduceOp) -> None:
     """Raise ValueError unless `tensor` can be reduced in place."""
-    _check_dense(site, "tensor", tensor)
-    _check_reducible(site, tensor, op)
+    if tensor.dtype in _ORDERED and _lies_dense(tensor):
+        return
+    check_dense(site, "tensor", tensor)
+    check_reducible(site, tensor, op)
 
 
 def check_broadcast(site: Site, tensor: Tensor, root: int) -> None:
     """Raise ValueError unless `tensor` can be replaced by that of rank `root`."""
-    _check_dense(site, "tensor", tensor)
+    check_dense(site, "tensor", tensor)
     if not 0 <= root < site.size:
         raise site.refuse(
             f"a root in [0, {site.size})",
@@ -149,78 +133,3 @@ def check_subgroup(site: Site, ranks: Sequence[int]) -> tuple[int, ...]:
             "give ranks within this group, each once, lowest first",
         )
     return chosen
-
-
-def _check_dense(site: Site, name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise site.refuse(f"{name} to hold bytes", "a meta tensor", "materialise it first")
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        found = (
-            f"strides {tuple(tensor.stride())}"
-            if tensor.layout == torch.strided
-            else f"layout {tensor.layout}"
-        )
-        raise site.refuse(f"{name} to be contiguous", found, f"pass {name}.contiguous() and copy back")
-    if tensor.is_conj() or tensor.is_neg():
-        # The bytes in memory are not the values that the caller sees.
-        raise site.refuse(
-            f"{name} without a lazy conjugate or negation", "one", "call resolve_conj() / resolve_neg()"
-        )
-
-
-def _check_flat(site: Site, name: str, tensor: Tensor) -> None:
-    if tensor.dim() != 1:
-        raise site.refuse(f"{name} to be 1-D", f"shape {tuple(tensor.shape)}", f"pass {name}.view(-1)")
-    _check_dense(site, name, tensor)
-
-
-def _check_alike(site: Site, one: tuple[str, Tensor], other: tuple[str, Tensor]) -> None:
-    (name, tensor), (other_name, other_tensor) = one, other
-    if tensor.dtype != other_tensor.dtype:
-        raise site.refuse(
-            f"{name} and {other_name} of one dtype",
-            f"{tensor.dtype} and {other_tensor.dtype}",
-            "cast one of them",
-        )
-    if tensor.device != other_tensor.device:
-        raise site.refuse(
-            f"{name} and {other_name} on one device",
-            f"{tensor.device} and {other_tensor.device}",
-            "move one of them",
-        )
-
-
-def _check_numel(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
-    (whole_name, whole_tensor), (part_name, part_tensor) = whole, part
-    expected = site.size * part_tensor.numel()
-    if whole_tensor.numel() != expected:
-        raise site.refuse(
-            f"{whole_name}.numel() == {site.size} ranks * {part_name}.numel() == {expected}",
-            f"{whole_tensor.numel()} ({part_name}.numel() is {part_tensor.numel()})",
-            "pad to a multiple of the group's size",
-        )
-
-
-def _check_overlap(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
-    """Raise ValueError if two tensors overlap, unless engines can work in place: the part is the rank's own slice."""
-    (whole_name, whole_tensor), (part_name, part_tensor) = whole, part
-    nbytes = part_tensor.numel() * part_tensor.element_size()
-    start, part_start = whole_tensor.data_ptr(), part_tensor.data_ptr()
-    apart = part_start + nbytes <= start or start + site.size * nbytes <= part_start
-    if nbytes == 0 or apart or part_start == start + site.rank * nbytes:
-        return
-    raise site.refuse(
-        f"{part_name} to be apart from {whole_name}, or exactly its slice number {site.rank}",
-        f"an overlap that begins at byte {part_start - start} of {whole_name} (the slice is at {site.rank * nbytes})",
-        f"pass {part_name}.clone()",
-    )
-
-
-def _check_reducible(site: Site, tensor: Tensor, op: ReduceOp) -> None:
-    if tensor.dtype not in REDUCIBLE:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE))
-        raise site.refuse(
-            f"a dtype that can be reduced ({names})", str(tensor.dtype), "cast to one of them first"
-        )
-    if tensor.dtype.is_complex and op is not ReduceOp.SUM:
-        raise site.refuse("ReduceOp.SUM for complex numbers", str(op), "complex numbers have no order")

@@ -32,7 +32,7 @@ def told_ranks(ranks: Iterable[int]) -> str:
 
 
 def said_by_ranks(said: Sequence[tuple[int, str]]) -> str:
-    """What each rank does, as `rank 0 waits for ...; rank 1 has finished`; many that do the same are one entry."""
+    """The deeds of the ranks in words: `rank 0 waits for ...; rank 1 has finished`; equal ones are one entry."""
     by_text: dict[str, list[int]] = {}
     for rank, text in said:
         by_text.setdefault(text, []).append(rank)

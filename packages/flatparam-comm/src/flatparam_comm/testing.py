@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from flatparam_comm import Collectives, Topology
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.processes.world import run_processes
 from flatparam_comm.threads.world import run_threads
@@ -28,6 +29,7 @@ __all__ = [
     "Raise",
     "be_patient",
     "longer_and_longer",
+    "rectangle",
     "run_processes",
     "run_threads",
 ]
@@ -59,6 +61,18 @@ def longer_and_longer(first: float) -> Iterator[float]:
     while limit < PATIENCE / 4:
         yield limit
         limit *= 2
+
+
+def rectangle(world: Collectives, shards: int) -> Topology:
+    """Cut a world into groups of `shards` neighbours that share parameters; across the groups are those of the copies.
+
+    Every rank calls it; `shards` divides the size of the world.
+    """
+    numbers = range(world.size)
+    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
+    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
+    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
+    return Topology(row, column)
 
 
 def _set_defaults(world: Callable[..., Any], **limits: float) -> None:

@@ -15,10 +15,9 @@ from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
 from flatparam_core.handle import FlatParamHandle, handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
-from flatparam_core.storage.buffer import FlatBuffer
+from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.storage.full_form import FullForm
 from flatparam_core.storage.gradients import GradientLedger
-from flatparam_core.storage.pool import BufferPool
 from flatparam_core.storage.precision import Precision
 from flatparam_core.storage.residency import Residency
 from flatparam_core.tensor_data import give_data

@@ -34,10 +34,9 @@ from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.storage.buffer import FlatBuffer
+from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.storage.full_form import FullForm, FullForms
 from flatparam_core.storage.gradients import GradientLedger
-from flatparam_core.storage.pool import BufferPool
 from flatparam_core.storage.precision import Precision
 from flatparam_core.storage.residency import RESIDENCY, Residency
 from flatparam_core.storage.shard import Shard
@@ -207,7 +206,7 @@ class FlatParamHandle:
     @property
     def is_whole(self) -> bool:
         """Whether one rank has the whole flat parameter."""
-        return self.layout.world_size == 1
+        return self.forms.layout.world_size == 1
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -241,7 +240,8 @@ class FlatParamHandle:
 
     def stamp(self) -> int:
         """A number that grows with every change of the shard, or of the originals that are views of it."""
-        self._follow()
+        if self._shard.flat_param.data_ptr() != self._shard.address:
+            self._follow()
         return self.exposure.stamp() + self._shard.moves
 
     def _follow(self) -> None:
@@ -252,7 +252,7 @@ class FlatParamHandle:
                 SHARDED.
         """
         shard = self._shard
-        if not shard.has_moved:
+        if shard.flat_param.data_ptr() == shard.address:
             return
         shard.check_shape(self)
         is_offloaded, changed = self.is_offloaded, shard.is_another_kind
@@ -266,7 +266,7 @@ class FlatParamHandle:
 
     def full_nbytes(self, *, full_precision: bool = False) -> int:
         """The bytes that `begin_unshard` allocates for the full parameters."""
-        return self.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
+        return self.forms.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
 
     def computes_in(self, *, full_precision: bool) -> bool:
         """Whether the current or last full parameters have the dtype that `begin_unshard` gives them."""
@@ -465,7 +465,7 @@ class FlatParamHandle:
             full = self.gradients.give_away()
             return full, full
         full = self.gradients.complete()
-        return full.new_empty(self.layout.shard_numel), full
+        return full.new_empty(self._shard.values.numel()), full
 
     def begin_reduce_parts(self) -> tuple[torch.Tensor, Unflattened]:
         """Do what `begin_reduce` does, if all gradients were kept: the parts of `input` stay where autograd left them.
@@ -474,7 +474,7 @@ class FlatParamHandle:
             FlatParamError: if `gradients.is_apart` is false.
         """
         full = self.gradients.hand_over()
-        return torch.empty(self.layout.shard_numel, dtype=full.dtype, device=full.device), full
+        return torch.empty(self._shard.values.numel(), dtype=full.dtype, device=full.device), full
 
     def finish_reduce(
         self, reduced: torch.Tensor, *, arrived: Sequence[int] | None = None, divisor: float = 1.0

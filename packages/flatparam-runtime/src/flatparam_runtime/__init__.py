@@ -4,6 +4,7 @@ It shards a module by hooks, without a wrapper.
 """
 
 from flatparam_runtime.agreement.divergence import DivergenceError
+from flatparam_runtime.agreement.nonfinite import Nonfinite, NonfiniteError
 from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
@@ -12,7 +13,7 @@ from flatparam_runtime.optimizers.shape_rules import allow_shards
 from flatparam_runtime.optimizers.stepping import notice_optimizers, set_flat_steps, tensors_stepped
 from flatparam_runtime.passes.hooks import register_forward_method
 from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
-from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module
+from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module, skipped_steps
 from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
@@ -61,6 +62,8 @@ __all__ = [
     "HookStage",
     "Initialise",
     "Instrument",
+    "Nonfinite",
+    "NonfiniteError",
     "ParamSpec",
     "Phase",
     "PrefetchPlan",
@@ -95,6 +98,7 @@ __all__ = [
     "set_flat_steps",
     "shard_module",
     "shown",
+    "skipped_steps",
     "summon_full_params",
     "tensors_stepped",
     "tree_of",

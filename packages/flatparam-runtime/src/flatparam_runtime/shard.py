@@ -21,7 +21,7 @@ from flatparam_runtime.unit.plan import UnitPlan
 from flatparam_runtime.unit.registry import holder_of, inside, register_unit, unit_of, units_in
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["Initialise", "no_sync", "observe", "shard_module"]
+__all__ = ["Initialise", "no_sync", "observe", "shard_module", "skipped_steps"]
 
 Initialise: TypeAlias = "Callable[[Callable[[str, Tensor], None]], None]"
 """Is given a function `pack(name, value)` and calls it for every parameter of the unit."""
@@ -52,7 +52,7 @@ def shard_module(
             they have them.
 
     Raises:
-        FlatParamError: where the module is a unit already, or a parameter cannot be flattened.
+        FlatParamError: if the module is a unit already, or a parameter cannot be flattened.
     """
     if unit_of(module) is not None:
         raise FlatParamError(f"{type(module).__name__} is a unit already: shard a module once")
@@ -150,3 +150,9 @@ def observe(module: nn.Module, instrument: Instrument) -> Iterator[None]:
     finally:
         for unit in units:
             unit.observers.instruments.remove(instrument)
+
+
+def skipped_steps(module: nn.Module) -> int:
+    """How often the steps after a backward pass were left out (`UnitPlan.nonfinite`); the same on every rank."""
+    guards = (unit.observers.guard for unit in units_in(module))
+    return max((guard.skipped for guard in guards if guard is not None), default=0)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
-from flatparam_runtime import UnitPlan, clip_grad_norm_, shard_module
+from flatparam_runtime import UnitPlan, clip_grad_norm_, clip_gradients_, shard_module
 
-from ..models import Stack, batch
+from ..models import WIDTH, Stack, batch
 from ..worlds import (
     Grads,
     full_gradients,
     mean_gradients,
+    named_handles,
     run,
     seeded,
     sharded,
@@ -195,3 +197,112 @@ def test_a_bad_gradient_shows_on_every_rank() -> None:
         return clip_grad_norm_(module, 1.0)
 
     assert all(torch.isnan(norm) for norm in run(2, clip))
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
+def test_all_gradients_are_scaled_alike(foreach: bool | None, narrow: torch.dtype) -> None:
+    """Gradients of one dtype or of two, scaled together or one by one, end up the same: at the bound."""
+    module = sharded(
+        lambda: nn.ModuleList([nn.Linear(4, 4, dtype=narrow), nn.Linear(4, 4)]), SingleCollectives()
+    )
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    norm = clip_grad_norm_(module, 0.5, foreach=foreach)
+    torch.testing.assert_close(float(norm), count**0.5, rtol=1e-6, atol=0)
+    expected = torch.tensor(0.5 / count**0.5)
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected.to(parameter.dtype).expand_as(parameter))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_names_gradients_that_are_not_finite(bad: float, use_orig_params: bool) -> None:
+    """With `error_if_nonfinite` every rank raises, names ranks and parameters, and leaves all gradients as they are."""
+
+    def clip(collectives: Collectives) -> str:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        loss(module, collectives.rank).backward()
+        spoiled = {"stem.weight", "head.bias"}
+        for prefix, _, handle in named_handles(module):
+            fragments = handle.layout.fragments(handle.rank)
+            for number, fragment in enumerate(fragments):
+                if prefix + handle.layout.fqns[fragment.index] in spoiled and fragment.in_shard:
+                    if use_orig_params:
+                        gradient = handle.exposure.parameters()[number].grad
+                        assert gradient is not None
+                        gradient.view(-1)[0] = bad
+                    else:
+                        assert handle.flat_param.grad is not None
+                        handle.flat_param.grad[fragment.in_shard.start] = bad
+        before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        with pytest.raises(RuntimeError, match="the total norm of order") as raised:
+            clip_grad_norm_(module, 1.0, error_if_nonfinite=True)
+        after = [p.grad for p in module.parameters() if p.grad is not None]
+        for was, gradient in zip(before, after, strict=True):
+            assert torch.equal(was.nan_to_num(7, 7), gradient.nan_to_num(7, 7))
+        return str(raised.value)
+
+    first, second = run(2, clip)
+    assert first == second
+    assert "(rank 0 has such a gradient of 'stem.weight'; rank 1 has such a gradient of 'head.bias')" in first
+
+
+def test_an_error_without_a_unit(use_orig_params: bool) -> None:
+    """A module without units, and gradients of whole parameters: the error names no gradient of a unit."""
+    plain = nn.Linear(2, 2)
+    for parameter in plain.parameters():
+        parameter.grad = torch.full_like(parameter, math.inf)
+    with pytest.raises(RuntimeError, match="is inf, so they cannot be clipped; look for the step"):
+        clip_grad_norm_(plain, 1.0, error_if_nonfinite=True)
+    whole = nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), whole)
+    shard_module(
+        module,
+        UnitPlan(Topology(SingleCollectives()), use_orig_params=use_orig_params),
+        ignored_parameters=[*whole.parameters()],
+    )
+    module(batch()).sum().backward()
+    whole.weight.grad = torch.full_like(whole.weight, math.inf)
+    with pytest.raises(RuntimeError, match="is inf, so they cannot be clipped; look for the step"):
+        clip_grad_norm_(module, 1.0, error_if_nonfinite=True)
+
+
+def test_a_module_without_units() -> None:
+    """The norm is torch's; of a module without parameters it is zero, and nobody is warned."""
+    plain, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for number, parameters in enumerate(zip(plain.parameters(), other.parameters(), strict=True)):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, number + 3.0)
+    norm = clip_grad_norm_(plain, 0.5)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.5))
+    for mine, theirs in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(clip_grad_norm_(nn.Tanh(), 1.0)) == 0.0
+
+
+def test_gradients_given_by_group() -> None:
+    """`clip_gradients_` takes gradients that no unit holds: parts by group, and whole ones, which count once."""
+
+    def clip(collectives: Collectives) -> tuple[float, list[Tensor]]:
+        part, whole = torch.full((2,), 3.0 + collectives.rank), torch.full((1,), 5.0)
+        norm = clip_gradients_({collectives: [part]}, [whole], 1.0, device=torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="because"):
+            clip_gradients_(
+                {collectives: [part * math.inf]},
+                [],
+                1.0,
+                device=torch.device("cpu"),
+                error_if_nonfinite=True,
+                blame=lambda: ", because",
+            )
+        return float(norm), [part, whole]
+
+    expected = (2 * 3.0**2 + 2 * 4.0**2 + 5.0**2) ** 0.5
+    for rank, (norm, (part, whole)) in enumerate(run(2, clip)):
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(part, torch.full((2,), (3.0 + rank) / expected))
+        torch.testing.assert_close(whole, torch.full((1,), 5.0 / expected))

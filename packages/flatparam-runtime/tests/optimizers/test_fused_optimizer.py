@@ -107,6 +107,57 @@ def test_a_unit_steps_before_the_backward_pass_is_over() -> None:
     assert len(order) == 1 + len(list(module.parameters()))
 
 
+def test_hooks_step(ranks: int) -> None:
+    """`register_post_accumulate_grad_hook` has a parameter's hook called when its reduced gradient is there, in no other pass.
+
+    A parameter of which this rank has no part has no gradient, and no call.
+    """
+    kind, how = Optimizers[0]
+
+    def steps(collectives: Collectives) -> dict[str, Tensor]:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=True)
+        calls: list[Tensor] = []
+        optimizers = {parameter: kind([parameter], **how) for parameter in module.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            calls.append(parameter)
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+        with no_sync(module):
+            loss(module, collectives.rank).backward()
+        assert calls == []
+        for _ in range(2):
+            loss(module, collectives.rank).backward()
+            assert len(calls) == len({*calls}) == sum(p.numel() > 0 for p in module.parameters())
+            calls.clear()
+        return full_parameters(module)
+
+    expected = stepped([lambda m, rank: 2 * loss(m, rank), loss], ranks, Stack, kind, how)
+    for found in run(ranks, steps):
+        check_same(dict(found), dict(expected))
+
+
+def test_hooks_of_what_has_a_new_gradient(ranks: int) -> None:
+    """A parameter that a pass does not reach has no call of its hook, even if it has an older gradient."""
+
+    def calls(collectives: Collectives) -> list[set[str]]:
+        module = sharded(Branches, collectives, units=["left", "right"], use_orig_params=True)
+        found: list[set[str]] = []
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: found[-1].add(name))
+        for way in ("lr", "l"):
+            found.append(set())
+            loss(module, collectives.rank, way).backward()
+        return found
+
+    of_ranks = run(ranks, calls)
+    both, left = (set().union(*(found[step] for found in of_ranks)) for step in range(2))
+    assert left == {name for name in both if not name.startswith("right.")} != both
+
+
 def test_accumulation(ranks: int) -> None:
     """Nothing is stepped in ``no_sync``; the next backward pass steps with the sum, once."""
     kind, how = Optimizers[0]

@@ -117,7 +117,7 @@ def saved(setup: Setup, root: Path, *, steps: int = 3, **options: Any) -> list[A
 
 
 def resumed(setup: Setup, root: Path, *, steps: int = 3, **options: Any) -> list[Any]:
-    """Load into another model; returns the full state on each rank, that after two steps more, and `Loaded`."""
+    """Load into a different model; returns the full state on each rank, that after two steps more, and `Loaded`."""
 
     def rank(world: Collectives) -> Any:
         model, optimizer = setup.build(world, seed=8)

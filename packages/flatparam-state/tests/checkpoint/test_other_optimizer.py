@@ -1,4 +1,4 @@
-"""The state of another optimizer is refused by name; what is that of the same kind of optimizer is not."""
+"""The state of a different optimizer is refused by name; what is that of the same kind of optimizer is not."""
 
 import itertools
 from collections.abc import Iterable

@@ -53,7 +53,7 @@ def test_resume_anywhere(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("to_originals", [False, True])
 def test_every_optimizer(name: str, to_originals: bool, tmp_path: Path) -> None:
-    """Each of torch's optimizers goes on at another world size and in the other exposure, bit for bit."""
+    """Each of torch's optimizers goes on at a different world size and in the other exposure, bit for bit."""
     expected = saved(Setup(2, use_orig_params=not to_originals, make=OPTIMIZERS[name]), tmp_path)[0]
     for now, later, _ in resumed(Setup(3, use_orig_params=to_originals, make=OPTIMIZERS[name]), tmp_path):
         assert_equal_state(now, expected[0])

@@ -64,7 +64,7 @@ def test_what_the_real_library_wrote_is_understood(tmp_path: Path) -> None:
 
 
 def test_announcements_are_binding() -> None:
-    """Another name, another dtype, too few elements and a missing tensor are refused."""
+    """Another name, a different dtype, too few elements and a missing tensor are refused."""
     info = {"a": TensorInfo((2,), torch.float32), "b": TensorInfo((), torch.int64)}
 
     def writer() -> TensorFileWriter:

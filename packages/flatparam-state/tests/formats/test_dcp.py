@@ -251,7 +251,7 @@ def test_places_that_are_wrong(fields: dict[str, Any], complaint: str, tmp_path:
 
 
 def test_a_chunk_of_another_shape(tmp_path: Path) -> None:
-    """A chunk whose file has another shape is refused: it is of another save."""
+    """A chunk whose file has another shape is refused: it is of a different save."""
 
     def swap(metadata: Metadata) -> None:
         first, second, *_ = metadata.storage_data.values()

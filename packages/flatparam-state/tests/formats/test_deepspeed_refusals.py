@@ -206,7 +206,7 @@ def test_file_of_another_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", [OPTIM.format(1), MODEL.format(1)])
 def test_file_of_another_save(file: str, tmp_path: Path) -> None:
-    """A file of another save is named: of more ranks, or of another step."""
+    """A file of a different save is named: of more ranks, or of a different step."""
     checkpoint, step = copied("stage3-fp32", tmp_path)
     _, other_step = copied("stage3-three-ranks", tmp_path)
     edit(other_step / MODEL.format(1), lambda model: model.update(global_steps=3))

@@ -107,7 +107,7 @@ def test_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
-    """A model with values that are no tensors, one with another dtype, and no model at all, are refused."""
+    """A model with values that are no tensors, one with a different dtype, and no model at all, are refused."""
     with pytest.raises(CheckpointError, match="holds 'extra_state', which are no tensors"):
         write(as_source(tmp_path / "a.pt", {"w": torch.ones(1), "extra_state": 3}), tmp_path / "hf")
     with pytest.raises(CheckpointError, match="complex128: safetensors cannot hold it"):

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from flatparam.in_place.clipping import clip_grad_norm_
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
     from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from flatparam.observing.recording import trace
+    from flatparam.planning.errors import PlanError
+    from flatparam.planning.plan import Plan, plan
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
@@ -59,6 +62,8 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Plan",
+    "PlanError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -70,7 +75,9 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "install",
+    "plan",
     "register_fsdp_forward_method",
+    "trace",
     "uninstall",
 ]
 
@@ -98,6 +105,9 @@ _HOMES = {
     "flatparam.in_place.clipping": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
     "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+    "flatparam.observing.recording": ("trace",),
+    "flatparam.planning.errors": ("PlanError",),
+    "flatparam.planning.plan": ("Plan", "plan"),
     "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),
     "flatparam_runtime": ("allow_shards",),

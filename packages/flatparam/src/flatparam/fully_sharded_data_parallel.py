@@ -45,6 +45,7 @@ from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
 from flatparam.wrapper.training_state import HandleTrainingState, TrainingState, UnshardHandle
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
+from flatparam_runtime import Nonfinite
 
 __all__ = [
     "BackwardPrefetch",
@@ -105,6 +106,9 @@ class FullyShardedDataParallel(nn.Module):
         broadcast_buffers: start every training forward from rank 0's buffers. Not in FSDP1.
         clean_names: have `named_parameters()` and `named_buffers()` give the names of the unwrapped module always, not
             only while parameters are summoned. Not in FSDP1.
+        nonfinite: what follows if a gradient is infinite or not a number, on any rank, at the end of a backward pass:
+            `"raise"` a `NonfiniteError` on every rank, with the rank and the parameter; `"skip"` the optimizer's next
+            step on every rank (`skipped_steps` counts); `"ignore"` it, as FSDP1 does. Not in FSDP1.
 
     Raises:
         ValueError, TypeError: for arguments that do not fit each other or the module, naming them.
@@ -139,6 +143,7 @@ class FullyShardedDataParallel(nn.Module):
         *,
         broadcast_buffers: bool = False,
         clean_names: bool = False,
+        nonfinite: Nonfinite = "ignore",
     ) -> None:
         """Wrap `module` in place; every rank calls it."""
         asked = Arguments(
@@ -159,6 +164,7 @@ class FullyShardedDataParallel(nn.Module):
             device_mesh=device_mesh,
             broadcast_buffers=broadcast_buffers,
             clean_names=clean_names,
+            nonfinite=nonfinite,
         )
         refuse_in_place(module)
         self._install(module, resolve_tree(type(self), module, asked, vars(self).pop("_offered", None)))
@@ -305,6 +311,11 @@ class FullyShardedDataParallel(nn.Module):
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's backward begins; `None`: those that the forward suggests."""
         prefetching.set_units_to_backward_prefetch(self._unit, modules)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How often the steps after a backward pass were left out, on all ranks, by `nonfinite="skip"`."""
+        return runtime.skipped_steps(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward pass outside reduces the sum."""
@@ -643,24 +654,6 @@ class FullyShardedDataParallel(nn.Module):
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Nothing to wait for: every gather is ordered before its use by the pending value that started it."""
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Refuse torch's functions for distributed state, which ask each module for this, and would save parts.
-
-        Raises:
-            FlatParamError: on every rank, naming the functions to call.
-        """
-        refusing.refuse_torchs_functions(self._unit)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Iterable[str]:
-        """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
-        return refusing.NoDDP(self._unit)
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return True
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, managed: bool) -> None:
-        """Refuse torch's FSDP1 and `fully_shard`, which set this on each module inside what they are given."""
-        refusing.refuse_another_fsdp(self._unit)
+    _fqn_modifiers = refusing.refuse_torchs_functions
+    _ddp_params_and_buffers_to_ignore = refusing.DDP_ASKS
+    _is_fsdp_managed_module = refusing.FSDP_MARKS

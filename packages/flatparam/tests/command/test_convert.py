@@ -209,7 +209,7 @@ def test_wrong_arguments(arguments: tuple[object, ...], flatparam: Caller) -> No
     ],
 )
 def test_nothing_is_written_into_what_is_read(arguments: tuple[object, ...], flatparam: Caller) -> None:
-    """A destination in the checkpoint that is read is refused; a run of ours may get another step."""
+    """A destination in the checkpoint that is read is refused; a run of ours may get a different step."""
     assert flatparam("export", "@run", "@dcp", "--to", "dcp").status == 0
     found = flatparam(*arguments)
     assert found.status == 2

@@ -1,336 +1,72 @@
-"""Optimizers over original parameters step neighbours as one tensor, and nobody can tell but by the time."""
+"""Optimizers over a wrapper's original parameters step neighbours as one tensor: files and casts in between."""
 
 from __future__ import annotations
 
-import copy
-import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from flatparam import Checkpointer
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import Collectives
-from flatparam_runtime import set_flat_steps, tensors_stepped
+from flatparam_comm import Collectives, SingleCollectives
+from flatparam_runtime import tensors_stepped
 
-from ..models import seeded
+from ..models import mlp, seeded
 from ..worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
-from .stepping import (
-    HERE,
-    KINDS,
-    STEPS,
-    adamw,
-    assert_clean,
-    assert_same_training,
-    groups,
-    net,
-    pair,
-    trained,
-    wrapped,
-)
 
 
-@pytest.mark.parametrize(("kind", "how"), KINDS)
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "each"])
-def test_every_optimizer_has_the_bits_of_the_plain_one(kind: Any, how: dict[str, Any], policy: Any) -> None:
-    """Two ranks, two groups, several steps: the parameters are those of the plain model on the mean of the losses."""
-
-    def rank(ranks: Collectives) -> Any:
-        model = wrapped(auto_wrap_policy=policy)
-        optimizer = kind(groups(model), **how)
-        trained(model, optimizer, seed=ranks.rank)
-        assert_clean(optimizer)
-        here = [[p for p in group["params"] if p.numel()] for group in optimizer.param_groups]
-        wanted = sum(map(len, here)) if how.get("fused") else sum(map(bool, here))
-        return model.state_dict(), tensors_stepped(optimizer), wanted
-
-    plain = seeded(net)
-    train_on_mean(plain, kind(groups(plain), **how), 2, steps=STEPS)
-    for state, count, wanted in on_ranks(2, rank):
-        assert_same_state(state, plain.state_dict())
-        assert count is not None
-        assert policy is not None or count == wanted
+def adamw(model: nn.Module) -> optim.Optimizer:
+    """Decay for weights, none for biases."""
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0},
+    ]
+    return optim.AdamW(groups, lr=0.1)
 
 
-@pytest.mark.parametrize("order", ["first", "second"])
-def test_clipping_between(order: str) -> None:
-    """Gradients clipped in place are still one tensor; clipped by hand into new tensors, they are stepped one by one."""
-
-    def clip(model: nn.Module) -> None:
-        if order == "first":
-            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        else:
-            for parameter in model.parameters():
-                parameter.grad = parameter.grad * 0.5  # type: ignore[operator]
-
-    model, optimizer, plain, expected = pair()
-    for x in inputs(0, STEPS):
-        for each, stepper in ((model, optimizer), (plain, expected)):
-            stepper.zero_grad()
-            each(x).square().mean().backward()
-            clip(each)
-            stepper.step()
-    assert_same_training(model, optimizer, plain, expected)
-    assert tensors_stepped(optimizer) == (2 if order == "first" else 12)
+def steps_in_double(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
+    """Two steps of the model and its state in float64, and back."""
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        for state in optimizer.state.values():
+            state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})
+        if dtype is torch.float64:
+            train(model, optimizer, [x.double()] * 2)
 
 
-def test_unsharded_gradients_that_add_up() -> None:
-    """Two backward passes for a step, `zero_grad(set_to_none=False)`, and a gradient of zeros are one tensor still."""
-    model, optimizer, plain, expected = pair()
-    for x in inputs(0, STEPS):
-        for each, stepper in ((model, optimizer), (plain, expected)):
-            each(x).square().mean().backward()
-            each(x + 1).square().mean().backward()
-            stepper.step()
-            stepper.zero_grad(set_to_none=False)
-    assert_same_training(model, optimizer, plain, expected)
-    assert tensors_stepped(optimizer) == 2
-
-
-def test_the_first_step_too() -> None:
-    """The state is made as one tensor: no step has to touch each parameter."""
-    model = wrapped(ranks=HERE)
-    optimizer = adamw(model)
-    counts = []
-    for x in inputs(0, 3):
-        train(model, optimizer, [x])
-        counts.append(tensors_stepped(optimizer))
-    assert counts == [2, 2, 2]
-    storages = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() for p in model.parameters()}
-    assert len(storages) == 2
-
-
-def test_ranks_without_elements() -> None:
-    """A rank steps what it has elements of, and has neither gradient nor state of the rest."""
-
-    def rank(ranks: Collectives) -> Any:
-        model = wrapped()
-        optimizer = adamw(model)
-        trained(model, optimizer, seed=ranks.rank)
-        assert any(p.numel() == 0 for p in model.parameters())
-        for p in model.parameters():
-            assert (p.grad is not None) == (p in optimizer.state) == (p.numel() > 0)
-        steps = {float(optimizer.state[p]["step"]) for p in model.parameters() if p.numel()}
-        here = sum(any(p.numel() for p in group["params"]) for group in optimizer.param_groups)
-        return steps, tensors_stepped(optimizer), here
-
-    for steps, count, here in on_ranks(3, rank):
-        assert steps == {STEPS}
-        assert count == here
-
-
-def test_opting_out() -> None:
-    """`set_flat_steps` turns it off and on again between steps; the numbers stay the same."""
-    model, optimizer, plain, expected = pair()
-    counts = []
-    for enabled in (True, False, True):
-        set_flat_steps(optimizer, enabled)
-        trained(model, optimizer, 2)
-        trained(plain, expected, 2)
-        counts.append(tensors_stepped(optimizer))
-    assert counts == [2, None, 2]
-    assert_same_training(model, optimizer, plain, expected)
-
-
-def test_clean_after_an_exception() -> None:
-    """If the step raises, groups and state are those of the parameters; the next step goes on."""
-    model = wrapped(ranks=HERE)
-    optimizer = adamw(model)
-    trained(model, optimizer)
-
-    def interrupted() -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(interrupted)
-    assert_clean(optimizer)
-    first, second = optimizer.param_groups
-    # It raises within the step, behind the first group.
-    second["betas"] = None
-    before = [float(optimizer.state[p]["step"]) for p in first["params"]]
-    with pytest.raises(TypeError):
-        optimizer.step()
-    assert_clean(optimizer)
-    assert [float(optimizer.state[p]["step"]) for p in first["params"]] == [count + 1 for count in before]
-    second["betas"] = (0.9, 0.999)
-    optimizer.step()
-    assert tensors_stepped(optimizer) == 2
-
-
-def test_step_hooks_see_the_parameters() -> None:
-    """Hooks before and after a step are given groups, gradients and state of the original parameters."""
-    model = wrapped(ranks=HERE)
-    optimizer = adamw(model)
-    seen: list[int] = []
-
-    def look(stepped: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        assert_clean(stepped)
-        seen.append(sum(p.grad is not None for group in stepped.param_groups for p in group["params"]))
-
-    optimizer.register_step_pre_hook(look)
-    optimizer.register_step_post_hook(look)
-    trained(model, optimizer, 2)
-    assert seen == [12] * 4
-
-
-def test_a_scheduler_made_before_the_first_step() -> None:
-    """Learning rate schedulers wrap `step`; each new rate counts for all parameters."""
-    model, optimizer, plain, expected = pair()
-    schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, expected)]
-    for _ in range(3):
-        trained(model, optimizer, 1)
-        trained(plain, expected, 1)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert_same_training(model, optimizer, plain, expected)
-    assert tensors_stepped(optimizer) == 2
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_that_skips_steps(fused: bool) -> None:
-    """Scaled gradients are divided before or within the step; an overflow skips it, and no count goes on."""
-    model, optimizer, plain, expected = pair(fused=fused)
-    for each, stepper in ((model, optimizer), (plain, expected)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        for bad in (False, True, False, False):
-            stepper.zero_grad()
-            scaler.scale(each(inputs(0)[0]).square().mean()).backward()
-            if bad:
-                next(iter(each.parameters())).grad[0] = float("inf")
-            scaler.step(stepper)
-            scaler.update()
-    assert_same_training(model, optimizer, plain, expected)
-    # The CPU's fused kernel rounds a tensor's end otherwise.
-    assert tensors_stepped(optimizer) == (12 if fused else 2)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_step_for_themselves(how: str) -> None:
-    """A copy of the model and its optimizer trains as the original does, without sharing memory with it."""
-    model, optimizer, plain, expected = pair()
-    trained(model, optimizer, 2)
-    if how == "deepcopy":
-        copied, other = copy.deepcopy((model, optimizer))
-    else:
-        file = io.BytesIO()
-        torch.save((model, optimizer), file)
-        file.seek(0)
-        copied, other = torch.load(file, weights_only=False)
-    trained(copied, other, 1)
-    trained(plain, expected, 2)
-    trained(model, optimizer, 0)
-    before = copy.deepcopy(model.state_dict())
-    trained(copied, other, 0)
-    assert_same_state(before, plain.state_dict())
-    trained(plain, expected, 1)
-    assert_same_training(copied, other, plain, expected)
-    assert tensors_stepped(other) == 2
-
-
-def test_several_models_and_plain_parameters_in_one_optimizer() -> None:
-    """A parameter of no unit is stepped as it is, beside the segments of each model."""
-    models = [wrapped(ranks=HERE), nn.Linear(3, 1), wrapped(ranks=HERE)]
-    plain = [seeded(net), copy.deepcopy(models[1]), seeded(net)]
-    optimizers = [optim.AdamW([p for m in each for p in m.parameters()], lr=0.1) for each in (models, plain)]
-    for x in inputs(0, STEPS):
-        for each, optimizer in zip((models, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            sum(m(x).square().mean() for m in each).backward()
-            optimizer.step()
-    for mine, theirs in zip(models, plain, strict=True):
-        assert_same_state(mine.state_dict(), theirs.state_dict())
-    assert tensors_stepped(optimizers[0]) == 4
-
-
-def test_several_optimizers_over_one_model() -> None:
-    """One for weights, one for biases that steps half as often: each has its own gradients and state."""
-
-    def train_with(model: nn.Module) -> list[optim.Optimizer]:
-        weights, biases = groups(model)
-        both = [optim.AdamW([weights], lr=0.1), optim.SGD([biases], lr=0.1, momentum=0.5)]
-        for number, x in enumerate(inputs(0, 3) * 2):
-            model(x).square().mean().backward()
-            for optimizer in both[: 1 + number % 2]:
-                optimizer.step()
-                optimizer.zero_grad()
-        return both
-
-    model, plain = wrapped(ranks=HERE), seeded(net)
-    mine, _ = train_with(model), train_with(plain)
+def test_a_model_that_is_cast_between_steps() -> None:
+    """After steps in float64 the parameters and their state have the plain optimizer's bits, in as few tensors."""
+    model, plain = FSDP(seeded(mlp), SingleCollectives(), use_orig_params=True), seeded(mlp)
+    optimizers = [adamw(model), adamw(plain)]
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        train(each, optimizer, inputs(0, 2))
+        steps_in_double(each, optimizer, inputs(0)[0])
+        train(each, optimizer, inputs(0, 3))
     assert_same_state(model.state_dict(), plain.state_dict())
-    assert [tensors_stepped(optimizer) for optimizer in mine] == [1, 1]
-
-
-def test_a_subclass_is_left_alone() -> None:
-    """An optimizer that may look at whole parameters, as a subclass may, steps each by itself."""
-
-    class Mine(optim.AdamW):
-        """Might do anything."""
-
-    model = wrapped(ranks=HERE)
-    optimizer = Mine(model.parameters())
-    trained(model, optimizer)
-    assert tensors_stepped(optimizer) is None
-
-
-@pytest.mark.parametrize("how", [{"eps": 0.0}, {"lr": float("inf")}, {"betas": (0.9, float("nan"))}], ids=str)
-def test_the_padding_stays_zero(how: dict[str, Any]) -> None:
-    """If a step would write other numbers than zeros to the padding between parameters, each is stepped by itself."""
-    model = wrapped(ranks=HERE)
-    assert model._handle is not None
-    gaps, shard = model._handle.layout.gaps, model._handle.flat_param
-    trained(model, adamw(model), 2)
-    optimizer = adamw(model)
-    for group in optimizer.param_groups:
-        group.update(how)
-    model(inputs(0)[0]).square().mean().backward()
-    optimizer.step()
-    assert tensors_stepped(optimizer) == 12
-    assert gaps
-    assert all(shard.detach()[gap.as_slice()].count_nonzero() == 0 for gap in gaps)
-
-
-def test_a_parameter_used_outside_notices_the_step() -> None:
-    """Autograd refuses to differentiate through a parameter that a step has changed since, as it always does."""
-    model = wrapped(ranks=HERE)
-    optimizer = adamw(model)
-    trained(model, optimizer)
-    last = list(model.parameters())[-1]
-    penalty = last.square().sum()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        penalty.backward()
-
-
-def test_long_parameters_are_not_joined() -> None:
-    """A joined segment has at most 2**18 elements, and what has more is stepped in pieces: a step's temporaries stay small."""
-
-    def wide() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(3, 2), *(nn.Linear(2, 2) for _ in range(2)), nn.Linear(2, 2**17 + 1))
-
-    model = wrapped(wide, ranks=HERE)
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    trained(model, optimizer)
-    # They are the small weights, two pieces of the long weight, and all biases.
-    assert tensors_stepped(optimizer) == 4
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for found, wanted in zip(states[0].values(), states[1].values(), strict=True):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name].flatten(), value.flatten()) for name, value in wanted.items())
+    assert tensors_stepped(optimizers[0]) == 2
 
 
 def test_optimizer_state_and_checkpoints(tmp_path: Path) -> None:
     """Saved after flat steps by name and in a checkpoint, loaded into new models: they go on in the same bits."""
 
     def rank(ranks: Collectives) -> Any:
-        model = wrapped(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
         optimizer = adamw(model)
-        trained(model, optimizer, 2, seed=ranks.rank)
+        train(model, optimizer, inputs(ranks.rank, 2))
         Checkpointer(tmp_path, model, optimizer, ranks=ranks).save(1)
         state = FSDP.optim_state_dict(model, optimizer)
         finals = []
         for by_name in (False, True):
-            other = wrapped()
+            other = FSDP(seeded(mlp), use_orig_params=True)
             resumed = adamw(other)
             if by_name:
                 other.load_state_dict(model.state_dict())
@@ -344,7 +80,7 @@ def test_optimizer_state_and_checkpoints(tmp_path: Path) -> None:
             finals.append(other.state_dict())
         return finals
 
-    plain = seeded(net)
+    plain = seeded(mlp)
     train_on_mean(plain, adamw(plain), 2)
     for finals in on_ranks(2, rank):
         for final in finals:

@@ -12,8 +12,8 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.marks import keep
 from flatparam_comm.pending import ContinuedPending
+from flatparam_comm.transfer.marks import keep
 
 __all__ = ["CompressedCollectives"]
 

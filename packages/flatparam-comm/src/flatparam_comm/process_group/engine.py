@@ -17,8 +17,7 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
-from flatparam_comm.pending import ContinuedPending
-from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group import c10d, groups
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.process import calls_of
 
@@ -56,7 +55,7 @@ class ProcessGroupCollectives:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
-        found = c10d.default_group() if group is None else group
+        found = groups.default_group() if group is None else group
         if found is None:
             raise ValueError(
                 "expected a process group, found no default one: call torch.distributed.init_process_group() first "
@@ -73,7 +72,7 @@ class ProcessGroupCollectives:
         # A group keeps both, also when it has been destroyed.
         self._rank, self._size = rank, found.size()
         self._hash = hash(found)
-        self._is_gloo = c10d.cpu_backend(found) == "gloo"
+        self._is_gloo = groups.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], Site] = {}
         self._premultiplies: dict[torch.device, bool] = {}
         self._calls: GroupCalls | None = None
@@ -184,11 +183,11 @@ class ProcessGroupCollectives:
         if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
             work = self._swap(site, calls, output, parts[1 - site.rank])
             add = functools.partial(_add, output, (output, parts[site.rank]))
-            return ContinuedPending(_WorkPending(site, work, (output, full), calls), add)
+            return _WorkPending(site, work, (output, full), calls, add)
         received = torch.empty_like(full)
         work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group), calls)
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
-        return ContinuedPending(_WorkPending(site, work, (received, full), calls), add)
+        return _WorkPending(site, work, (received, full), calls, add)
 
     def _swap(self, site: Site, calls: GroupCalls, theirs: Tensor, ours: Tensor) -> Any:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
@@ -220,19 +219,19 @@ class ProcessGroupCollectives:
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
         site = self._site("exchange", label)
-        return _guarded(site, lambda: c10d.exchange(value, self.group), self._begin(site), waits=True)
+        return _guarded(site, lambda: groups.exchange(value, self.group), self._begin(site), waits=True)
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
         site = self._site("barrier", label)
-        _guarded(site, lambda: c10d.barrier(self.group), self._begin(site), waits=True)
+        _guarded(site, lambda: groups.barrier(self.group), self._begin(site), waits=True)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
         """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
         calls = self._begin(site)
-        group = _guarded(site, lambda: c10d.new_subgroup(self.group, chosen), calls, waits=True)
+        group = _guarded(site, lambda: groups.new_subgroup(self.group, chosen), calls, waits=True)
         return None if group is None else ProcessGroupCollectives(group)
 
     def _begin(self, site: Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
@@ -261,6 +260,8 @@ class _WorkPending:
     work: Any
     tensors: tuple[Tensor, ...]
     calls: GroupCalls
+    then: Callable[[], None] | None = None
+    """The last step of the collective, on this rank alone: it runs once, when all bytes are there."""
     error: CommError | None = None
 
     def wait(self) -> None:
@@ -279,6 +280,9 @@ class _WorkPending:
             # this stream is safe.
             self.work = None
             self.tensors = ()
+        if self.then is not None:
+            last, self.then = self.then, None
+            last()
 
     def done(self) -> bool:
         """See `Pending.done`."""

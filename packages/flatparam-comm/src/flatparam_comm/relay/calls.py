@@ -11,17 +11,17 @@ import torch
 
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
-from flatparam_comm.process_group import c10d
-from flatparam_comm.relay.board import Board, Page, Position, code_of
+from flatparam_comm.process_group import groups
+from flatparam_comm.relay.board import Board
 from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.page import Page, Position, code_of
+from flatparam_comm.relay.settings import RelaySettings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["GroupCalls", "TellsOfFailures"]
 
-#: Seconds to wait for the reason of a broken connection: the peer's words, or the end of its process.
-_PATIENCE: Final = 2.0
 #: The kinds of RuntimeError that are no doing of a peer.
 _OWN: Final = (CommError, NotImplementedError)
 #: The number of own failures that are remembered, to be compared with those of the others.
@@ -32,6 +32,7 @@ class TellsOfFailures(Protocol):
     """The relay, as the collectives of one group use it."""
 
     rank: int
+    settings: RelaySettings
 
     def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
         """The failure of a peer that explains why a collective of the group has failed; None if none is known."""
@@ -91,7 +92,7 @@ class GroupCalls:
         self._group = weakref.ref(group)
         self._relay = relay
         self.name = name
-        self.members: list[int] = [] if relay is None else c10d.members_of(group)
+        self.members: list[int] = [] if relay is None else groups.members_of(group)
         self._board = board
         self._page: Page | None = None
         self._goes_through_gloo = goes_through_gloo
@@ -158,7 +159,7 @@ class GroupCalls:
         board = self._board
         page = None if board is None else board.page(self.name)
         try:
-            offers = c10d.exchange(None if page is None or board is None else board.offer, group)
+            offers = groups.exchange(None if page is None or board is None else board.offer, group)
         except Exception as error:
             raise self.error_of(site, error, waited=True) from error
         if board is None or page is None:
@@ -231,7 +232,7 @@ class GroupCalls:
         """Make gloo give up every collective of the group that is under way."""
         group = self._group()
         if group is not None and self._goes_through_gloo:
-            c10d.stop_waiting(group)
+            groups.stop_waiting(group)
 
     def error_of(self, site: Site, error: Exception, *, waited: bool) -> CommError:
         """The error to raise for one of the backend: what a peer's failure has made of it, or what it says itself.
@@ -248,7 +249,7 @@ class GroupCalls:
         # the backend.
         if relay is None or not isinstance(error, RuntimeError) or isinstance(error, _OWN):
             return plain
-        failure = self.broken_by or relay.explanation(self, _PATIENCE if waited else 0.0)
+        failure = self.broken_by or relay.explanation(self, relay.settings.patience if waited else 0.0)
         if failure is not None:
             self.broken_by, self._takes_care = failure, True
             return self._error(site, failure, "")
@@ -262,10 +263,17 @@ class GroupCalls:
 
     def explain(self, site: Site) -> None:
         """Raise what a peer's failure has made of the collectives of this group, if it says so within seconds."""
-        found = None if self._relay is None else self._relay.explanation(self, _PATIENCE)
+        relay = self._relay
+        found = None if relay is None else relay.explanation(self, relay.settings.patience)
         if found is not None:
             self.broken_by = found
             raise self._error(site, found, "")
+
+    def tell_own(self, error: CommError) -> None:
+        """Let the other ranks know of an error of this one, and break the group here."""
+        relay = self._relay
+        if relay is not None:
+            relay.tell_error(error, FailureReport.of(relay.rank, error, ""))
 
     def tell_divergence(self, text: str) -> None:
         """Let the other ranks know that ranks issue different collectives, and break the group."""

@@ -15,19 +15,16 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
 
-from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group import groups
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.relay import Relay
+from flatparam_comm.relay.settings import RelaySettings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["calls_of", "set_relay", "tell_failure", "telling"]
-
-_VARIABLE: Final = "FLATPARAM_RELAY"
-#: The time limit of a call of the store: longer than a busy store needs, shorter than anybody's patience.
-_STORE_TIMEOUT: Final = timedelta(seconds=10)
 
 
 @final
@@ -42,7 +39,7 @@ class _Setting:
         """Whether a group that is used for the first time takes part."""
         if self.chosen is not None:
             return self.chosen
-        return os.environ.get(_VARIABLE, "1").strip().lower() not in ("0", "off", "false", "no")
+        return RelaySettings.read().is_on
 
 
 @final
@@ -71,8 +68,9 @@ _NOW: Final = _OfThisProcess()
 def set_relay(on: bool) -> None:
     """Switch the relay of failures between processes on or off; without this, `FLATPARAM_RELAY=0` switches it off.
 
-    If it is on, a rank that fails says so through the store of the process group, and each rank that waits for it
-    raises `PeerError` within seconds. Process groups that were used while it was off stay without it.
+    If it is on, a rank that fails says so over a connection of the relay's own, and each rank that waits for it
+    raises `PeerError` within seconds. All ranks have to choose alike. Process groups that were used while it was off
+    stay without it.
     """
     _SETTING.chosen = bool(on)
     if not on:
@@ -93,8 +91,10 @@ def calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
             # Whatever is missing, the collectives work without a relay.
             with contextlib.suppress(Exception):
                 relay = _relay_for(group)
-            name = "" if relay is None else f"{c10d.name_of(group)} {transport}".rstrip()
-            is_gloo = not transport and c10d.is_between_processes(group) and c10d.cpu_backend(group) == "gloo"
+            name = "" if relay is None else f"{groups.name_of(group)} {transport}".rstrip()
+            is_gloo = (
+                not transport and groups.is_between_processes(group) and groups.cpu_backend(group) == "gloo"
+            )
             board = None if relay is None else relay.board
             found = by_transport[transport] = GroupCalls(group, name, relay, board, goes_through_gloo=is_gloo)
             if relay is not None:
@@ -104,9 +104,9 @@ def calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
 
 def _relay_for(group: ProcessGroup) -> Relay | None:
     """The relay that a group takes part in, or None if it cannot, or shall not."""
-    if not _SETTING.is_on or group.size() < 2 or not c10d.is_between_processes(group):
+    if not _SETTING.is_on or group.size() < 2 or not groups.is_between_processes(group):
         return None
-    world = c10d.default_group()
+    world = groups.default_group()
     if world is None:
         return None
     if _NOW.relay is not None and _NOW.relay.is_running:
@@ -114,10 +114,11 @@ def _relay_for(group: ProcessGroup) -> Relay | None:
             return _NOW.relay
         # Something, such as a traceback, keeps a default group alive that was destroyed.
         _end()
-    store = c10d.store_of(world, "flatparam relay", _STORE_TIMEOUT)
+    settings = RelaySettings.read()
+    store = groups.store_of(world, "flatparam relay", timedelta(seconds=settings.store))
     if store is None:
         return None
-    relay = Relay(world.rank(), store)
+    relay = Relay(world.rank(), store, settings)
     relay.start()
     _NOW.relay, _NOW.world = relay, weakref.ref(world)
     _NOW.finalizer = weakref.finalize(world, _end)

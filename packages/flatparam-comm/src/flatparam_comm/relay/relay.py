@@ -10,49 +10,58 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from typing import Any, Final, final
 
 import attrs
 
+from flatparam_comm.errors import CommError
 from flatparam_comm.relay.board import Board
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.star import Ended, Said, Star
 
 __all__ = ["Relay"]
 
-#: Seconds from an exception until it is told: if the program catches it and goes on, nobody has to know.
-_SETTLE: Final = 0.2
-#: Seconds from the news of an exception of a process that lives until nobody waits for it: it may go on.
-_MERCY: Final = 0.8
-#: The most that the first collective waits for rank 0 to be reached.
-_CONNECT: Final = 1.0
-#: The most that a process which ends waits for its failure to be told.
-_FLUSH: Final = 2.0
-#: Seconds of sleep while nothing happens.
-_SLEEP: Final = 5.0
+#: The attribute of an exception that was told: it goes when the program drops the exception.
+_MARK: Final = "_flatparam_told"
+
+
+@final
+class _Told:
+    """A mark on an exception, which most exceptions cannot have a weak reference instead of."""
+
+    __slots__ = ("__weakref__",)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the exception is none that was told.
+        return _Told, ()
 
 
 @final
 class Relay:
     """The relay of this process; `run` is its thread. `calls` are those of the groups that take part, by name."""
 
-    def __init__(self, rank: int, store: Any) -> None:
+    def __init__(self, rank: int, store: Any, settings: RelaySettings) -> None:
         """Prepare rank `rank` of the world; `store` is for the relay alone."""
         self.rank = rank
+        self.settings = settings
         self.calls: dict[str, GroupCalls] = {}
         self.pid = os.getpid()
         self.board: Board | None = None
         # Not every system has memory for it; without it, divergence is not noticed here.
         with contextlib.suppress(OSError, AttributeError):
             self.board = Board()
-        self._star = Star(rank, store)
+        self._star = Star(rank, store, settings)
         self._pids: dict[int, int | None] = {}
         self._known: dict[int, FailureReport] = {}
         self._since: dict[int, float] = {}
         self._own: FailureReport | None = None
-        self._own_error: BaseException | None = None
+        self._own_mark: weakref.ReferenceType[_Told] | None = None
         self._due = 0.0
+        self._forgiven_until = 0.0
+        self._may_forgive = False
         self._said: FailureReport | None = None
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
@@ -65,7 +74,7 @@ class Relay:
         missed.
         """
         self._thread.start()
-        deadline = time.monotonic() + _CONNECT
+        deadline = time.monotonic() + self.settings.connect
         with self._changed:
             while self.rank != 0 and not self._star.is_connected and time.monotonic() < deadline:
                 self._changed.wait(0.05)
@@ -92,18 +101,24 @@ class Relay:
             )
         with self._changed:
             self._own = failure
-            self._due = time.monotonic() + (_SETTLE if failure.may_go_on else 0.0)
+            self._due = time.monotonic() + (self.settings.settle if failure.may_go_on else 0.0)
+            self._forgiven_until = time.monotonic() + self.settings.forgiveness
         self._star.wake()
 
     def tell_error(self, error: BaseException | None, failure: FailureReport) -> None:
         """Let the other ranks know of an exception: of each one once, and once more if it ends the process."""
-        is_known = error is not None and error is self._own_error
+        mark = None if error is None else vars(error).get(_MARK)
+        is_known = mark is not None and self._own_mark is not None and mark is self._own_mark()
         if is_known and not failure.is_final:
             return
         if is_known and self._own is not None:
             # What the rank was doing was told when the exception was raised.
             failure = attrs.evolve(self._own, is_final=True)
-        self._own_error = error
+        if error is not None and not is_known:
+            mark = vars(error)[_MARK] = _Told()
+        self._own_mark = None if mark is None else weakref.ref(mark)
+        # If a collective has failed here, the group is broken, whatever the program does about it.
+        self._may_forgive = not isinstance(error, CommError)
         for calls in [*self.calls.values()]:
             calls.note_own_failure()
         self.tell(failure)
@@ -124,7 +139,7 @@ class Relay:
 
     def flush(self) -> None:
         """Return when everything is told, or after a moment."""
-        deadline = time.monotonic() + _FLUSH
+        deadline = time.monotonic() + self.settings.flush
         with self._changed:
             while self._said is not self._own and self.is_running and time.monotonic() < deadline:
                 self._changed.wait(0.05)
@@ -161,7 +176,7 @@ class Relay:
         self._is_ending.set()
         self._star.wake()
         if self._thread is not threading.current_thread():
-            self._thread.join(_FLUSH)
+            self._thread.join(self.settings.flush)
 
     def forget(self) -> None:
         """Become deaf and dumb in a forked process: the thread and the connections are the parent's."""
@@ -207,10 +222,11 @@ class Relay:
         """The seconds until it is time to say something, or to give up a peer that has not gone on."""
         now = time.monotonic()
         own = self._own
-        moments = [self._due] if own is not self._said else []
-        moments += [now + _SETTLE] if own is not None and own.may_go_on else []
-        moments += [since + _MERCY for since in self._since.values() if since + _MERCY > now]
-        return min([_SLEEP, *(max(0.0, moment - now) + 0.005 for moment in moments)])
+        settings = self.settings
+        moments = [self._due] if own is not self._said and not self._is_forgiven else []
+        moments += [now + settings.settle] if own is not None and own.may_go_on else []
+        moments += [since + settings.mercy for since in self._since.values() if since + settings.mercy > now]
+        return min([settings.sleep, *(max(0.0, moment - now) + 0.005 for moment in moments)])
 
     def _take_back(self) -> None:
         """Forget an exception of this rank that the program has caught: it has issued a collective since."""
@@ -220,10 +236,20 @@ class Relay:
         if any(calls.issued > own.issued.get(calls.name, 0) for calls in [*self.calls.values()]):
             with self._changed:
                 if self._own is own:
-                    self._own = self._own_error = None
+                    self._own = self._own_mark = None
+
+    @property
+    def _is_forgiven(self) -> bool:
+        """Whether the program has dropped the exception, so that it seems to go on; it may load data, say.
+
+        While it handles the exception, or a notebook or a test keeps it, nothing says that the rank will go on.
+        """
+        own, mark = self._own, self._own_mark
+        is_dropped = self._may_forgive and mark is not None and mark() is None
+        return own is not None and own.may_go_on and is_dropped and time.monotonic() < self._forgiven_until
 
     def _say_own(self) -> None:
-        own = self._own
+        own = None if self._is_forgiven and not self._is_ending.is_set() else self._own
         is_due = own is None or time.monotonic() >= self._due or self._is_ending.is_set()
         if own is self._said or not is_due:
             return
@@ -271,12 +297,19 @@ class Relay:
                 calls.leave_board()
                 continue
             for rank, failure in [*self._known.items()]:
-                if calls.broken_by is not None or rank not in calls.members:
+                if calls.broken_by is not None or not (
+                    rank in calls.members or self._is_lost_hub(rank, failure)
+                ):
                     continue
                 speaks = failure.is_consequence or failure.is_final
-                is_late = now >= self._since[rank] + (0.0 if speaks else _MERCY)
+                is_late = now >= self._since[rank] + (0.0 if speaks else self.settings.mercy)
                 if failure.diverged == calls.name or (is_late and calls.waits_in_vain_for(failure)):
                     calls.break_by(failure)
+
+    def _is_lost_hub(self, rank: int, failure: FailureReport) -> bool:
+        """Whether `rank` has passed on the news and has failed: no news of any other rank can come any more."""
+        is_hub = rank == 0 and self.rank != 0
+        return is_hub and failure.is_final and not failure.is_departure and not self._star.is_connected
 
     def _best(self, calls: GroupCalls) -> FailureReport | None:
         """The failure that says most about why a collective of the group has failed."""

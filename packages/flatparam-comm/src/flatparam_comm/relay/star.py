@@ -21,16 +21,13 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.relay.host import host_identity
+from flatparam_comm.relay.settings import RelaySettings
 
 __all__ = ["Ended", "Said", "Star"]
 
 _KEY: Final = "address"
-#: Seconds for one message to be taken by the system.
-_SENDING: Final = 2.0
-#: Seconds between two attempts to reach rank 0: at first, and at most; it may begin much later, or never.
-_RETRY, _LONGEST_RETRY = 0.02, 1.0
-#: Keepalive: seconds of silence before the first packet, between two packets, and packets without an answer.
-_KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+#: Keepalive packets without an answer until a host is gone.
+_UNANSWERED: Final = 3
 _INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 #: `ioctl` request for the IPv4 address of a network interface (Linux, netdevice(7)).
 _SIOCGIFADDR: Final = 0x8915
@@ -57,7 +54,7 @@ class Ended:
 @final
 @attrs.define(eq=False)
 class _Line:
-    """One connection."""
+    """One connection to one rank, with the bytes of a line that has not ended yet."""
 
     socket: socket.socket
     rank: int = -1
@@ -92,17 +89,18 @@ class _Line:
 class Star:
     """The connection of this rank to all others, for one thread (but `wake`, which any thread may call)."""
 
-    def __init__(self, rank: int, store: Any) -> None:
+    def __init__(self, rank: int, store: Any, settings: RelaySettings) -> None:
         """Prepare; `store` is a connection of its own to the store of the group."""
         self._rank = rank
         self._store = store
+        self._settings = settings
         self._lines: dict[int, _Line] = {}
         self._listener: socket.socket | None = None
         self._secret = ""
         self._last: dict[int, bytes] = {}
         self._mine: list[bytes] = []
         self._next_try = 0.0
-        self._retry = _RETRY
+        self._retry = settings.retry
         self._ears, self._bell = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ears, False)
@@ -204,7 +202,7 @@ class Star:
         assert self._listener is not None, "only rank 0 is connected to"
         with contextlib.suppress(OSError, ValueError, KeyError):
             connection, _ = self._listener.accept()
-            _prepare(connection)
+            _prepare(connection, self._settings)
             hello = json.loads(_read_line(connection))
             if not secrets.compare_digest(str(hello["secret"]), self._secret):
                 connection.close()
@@ -219,15 +217,15 @@ class Star:
         if now < self._next_try:
             return
         self._next_try = now + self._retry
-        self._retry = min(2 * self._retry, _LONGEST_RETRY)
+        self._retry = min(2 * self._retry, self._settings.longest_retry)
         if not self._store.check([_KEY]):
             return
         told = json.loads(self._store.get(_KEY))
         is_here = tuple(told["host"]) == host_identity() and told["space"] == _network()
         for name in ["127.0.0.1"] if is_here else told["names"]:
             with contextlib.suppress(OSError):
-                connection = socket.create_connection((name, told["port"]), timeout=_SENDING)
-                _prepare(connection)
+                connection = socket.create_connection((name, told["port"]), timeout=self._settings.sending)
+                _prepare(connection, self._settings)
                 hello = json.dumps({"secret": told["secret"], "rank": self._rank}).encode() + b"\n"
                 connection.sendall(hello)
                 self._lines[0] = _Line(connection, 0)
@@ -254,11 +252,13 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
 
 
-def _prepare(connection: socket.socket) -> None:
-    connection.settimeout(_SENDING)
+def _prepare(connection: socket.socket, settings: RelaySettings) -> None:
+    connection.settimeout(settings.sending)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
+    silence = max(1, round(settings.silence))
+    # Seconds before the first packet, and between two.
+    for name, value in (("TCP_KEEPIDLE", silence), ("TCP_KEEPINTVL", silence), ("TCP_KEEPCNT", _UNANSWERED)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

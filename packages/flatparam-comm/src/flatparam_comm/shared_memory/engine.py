@@ -28,7 +28,7 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, describe_call
-from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.process_group.exchanging import exchange_bytes
 from flatparam_comm.relay.process import calls_of
@@ -88,9 +88,9 @@ class SharedMemoryCollectives:
         self._thread = threading.get_ident()
         self._failure: CommError | None = None
         self._fence = threading.Lock()
-        timeout = c10d.timeout_of(inner.group) or _DEFAULT_TIMEOUT
+        timeout = groups.timeout_of(inner.group) or _DEFAULT_TIMEOUT
         self._calls = calls_of(inner.group, "shared memory")
-        self._watch = Watch(link, self._calls, c10d.members_of(inner.group), self._rank, timeout)
+        self._watch = Watch(link, self._calls, groups.members_of(inner.group), self._rank, timeout)
 
     def __repr__(self) -> str:
         return f"SharedMemoryCollectives(rank={self.rank}, size={self.size})"
@@ -224,15 +224,19 @@ class SharedMemoryCollectives:
             self.finish(use.pending)
         if use.slot.consumed.tobytes() != _WORD.pack(use.number) * self._size:
             self._wait(site, use.slot.consumed, use.number)
-        move, code = use.move(site.op, source.dtype, source.numel(), detail)
         posted, at = use.slot.posted, 2 * self._rank
-        posted[at] = code
-        if isinstance(source, Tensor):
-            move.put(source)
-        else:
-            assert isinstance(move, Scatter), "only a reduce-scatter takes parts"
-            move.put_parts(source, target)
-            source = target
+        try:
+            move, code = use.move(site.op, source.dtype, source.numel(), detail)
+            posted[at] = code
+            if isinstance(source, Tensor):
+                move.put(source)
+            else:
+                assert isinstance(move, Scatter), "only a reduce-scatter takes parts"
+                move.put_parts(source, target)
+                source = target
+        except Exception as error:
+            # The number is never posted, and the peers would wait for it.
+            raise self._unable(site, error) from error
         if not _KEEPS_ORDER:
             self._order_memory()
         posted[at + 1] = self._sequence = use.number = self._sequence + 1
@@ -326,6 +330,16 @@ class SharedMemoryCollectives:
             if isinstance(error, MismatchError):
                 self._calls.tell_divergence(error.message)
             self._link.segment.failed[self._rank] = 1
+
+    def _unable(self, site: Site, error: Exception) -> CollectiveError:
+        """The error of a rank that cannot take part in a collective, as when there is no memory; its peers are told."""
+        text = f"this rank cannot take part: {type(error).__name__}: {error}"
+        if isinstance(error, (OSError, MemoryError)):
+            text += "; free memory, or give its process more (ulimit -v, the limit of its container)"
+        failure = CollectiveError(site.rank, site.op, site.label, text)
+        self._calls.tell_own(failure)
+        self._fail(failure)
+        return failure
 
     def _again(self, site: Site) -> CommError:
         """The error of every call after a failure."""

@@ -12,7 +12,7 @@ from typing import Final, final
 import attrs
 
 from flatparam_comm.errors import CommError
-from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.relay.host import host_identity
 from flatparam_comm.shared_memory.segment import SharedSegment
@@ -124,7 +124,7 @@ def connect(group: ProcessGroupCollectives) -> Link | str:
 def _obstacle(group: ProcessGroupCollectives) -> str:
     if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in _NEEDED):
         return f"shared memory needs Linux (memfd_create, pidfd_open), found {sys.platform}"
-    if not c10d.has_cpu_backend(group.group):
+    if not groups.has_cpu_backend(group.group):
         return "its process group has no backend for CPU tensors (make it with 'cpu:gloo,cuda:nccl')"
     return ""
 

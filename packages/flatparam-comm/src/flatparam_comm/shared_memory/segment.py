@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from flatparam_comm.sealed_memory import make_sealed_memory
 from flatparam_core import Threshold
 
 __all__ = ["SLOTS", "SharedSegment", "MessageSlot", "round_to_pages"]
@@ -69,13 +70,7 @@ class SharedSegment:
     @classmethod
     def create(cls, size: int) -> SharedSegment:
         """A new segment for a group of `size` ranks, all zeros."""
-        fd = os.memfd_create("flatparam", os.MFD_CLOEXEC)
-        try:
-            os.truncate(fd, (SLOTS + 1) * SLOT_SPAN)
-        except OSError:
-            os.close(fd)
-            raise
-        made = cls(fd, size)
+        made = cls(make_sealed_memory("flatparam", (SLOTS + 1) * SLOT_SPAN), size)
         made.token[0], made.token[1] = (int.from_bytes(os.urandom(7), "little") for _ in range(2))
         return made
 

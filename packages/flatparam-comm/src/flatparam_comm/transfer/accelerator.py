@@ -9,7 +9,7 @@ from typing import final
 import attrs
 import torch
 
-from flatparam_comm.transfer.device import Copies, CopiesBeside, Mark, Reached
+from flatparam_comm.transfer.device import Copies, CopiesBeside, Mark
 
 __all__ = ["Streams"]
 
@@ -39,7 +39,7 @@ class Streams:
     runs_ahead: bool = True
     _up: torch.Stream | None = None
     _down: torch.Stream | None = None
-    _uploaded: Mark = attrs.field(factory=Reached)
+    _uploaded: Mark | None = None
 
     @property
     def is_capturing(self) -> bool:
@@ -87,8 +87,9 @@ class Streams:
 
     def wait_for_uploads(self) -> None:
         """See `OnDevice.wait_for_uploads`."""
-        self._uploaded.synchronize()
-        self._uploaded = Reached()
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+            self._uploaded = None
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[CopiesBeside]:

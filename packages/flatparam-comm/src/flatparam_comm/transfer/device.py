@@ -14,7 +14,7 @@ from typing import Protocol, final
 import attrs
 import torch
 
-__all__ = ["Copies", "CopiesBeside", "Mark", "OnDevice", "Reached"]
+__all__ = ["Copies", "CopiesBeside", "Mark", "OnDevice"]
 
 
 class Mark(Protocol):
@@ -34,8 +34,8 @@ class Copies(Protocol):
     """Copies on a stream of their own."""
 
     @property
-    def end(self) -> Mark:
-        """The point at which the copies end, once they are queued."""
+    def end(self) -> Mark | None:
+        """The point at which the copies end, once they are queued; `None` if the device has made them."""
 
 
 class OnDevice(Protocol):
@@ -83,25 +83,9 @@ class OnDevice(Protocol):
 
 
 @final
-@attrs.frozen
-class Reached:
-    """A point that has been reached."""
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def is_reached(self) -> bool:
-        """Always True."""
-        return True
-
-
-@final
 @attrs.define(eq=False)
 class CopiesBeside:
-    """Copies whose `end` is set once they are queued."""
+    """Copies whose `end` is set once they are queued, if they are queued."""
 
-    end: Mark = attrs.field(factory=Reached)
+    end: Mark | None = None
     """The point at which the copies end."""

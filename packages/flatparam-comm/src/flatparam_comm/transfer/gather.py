@@ -61,19 +61,21 @@ class Gather:
         try:
             # On an accelerator, shards are copied beside the computation. The memory that they are copied to is
             # allocated on the compute stream, and is reused there.
-            beside = (
-                any(handle.is_offloaded for handle in handles) or streams_of(handles[0].device).runs_ahead
-            )
+            beside = streams_of(handles[0].device).runs_ahead
+            for handle in handles:
+                beside = beside or handle.is_offloaded
             if beside and any([handle.reserve(**options) for handle in handles]):
                 with streams_of(handles[0].device).uploading() as copies:
                     gather._issue(group, label, hook, take_over=take_over, **options)
-                gather._pending.append(copies.end)
+                if copies.end is not None:
+                    gather._pending.append(copies.end)
             else:
                 gather._issue(group, label, hook, take_over=take_over, **options)
         except BaseException:
             gather._abandon()
             raise
-        gather.stamp = sum(handle.stamp() for handle in handles)
+        for handle in handles:
+            gather.stamp += handle.stamp()
         return gather
 
     def _issue(

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatparam_comm.collectives import Collectives, Pending, TakesParts, takes_parts
 from flatparam_comm.pending import COMPLETED
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
-from flatparam_comm.topology import Topology
+from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.averaging import Averaging, averaging_over
 from flatparam_comm.transfer.comm_hooks import CommHooks
 from flatparam_comm.transfer.device import Mark
@@ -82,6 +82,8 @@ class Reducer:
     _ranks: int = attrs.field()
     _of_parts: TakesParts | None = attrs.field()
     """The shard group, if it can sum gradients from where autograd leaves them."""
+    _is_sharded: bool = attrs.field(init=False)
+    """Whether a flat parameter is on several ranks, so that the first sum is over these."""
 
     @_ranks.default
     def _count_ranks(self) -> int:
@@ -91,6 +93,10 @@ class Reducer:
     def _ask_for_parts(self) -> TakesParts | None:
         shard = self.topology.shard
         return shard if shard.size > 1 and takes_parts(shard) else None
+
+    @_is_sharded.default
+    def _count_shards(self) -> bool:
+        return self.topology.shard.size > 1
 
     def copy(self) -> Reducer:
         """The same settings, with no gradients that wait."""
@@ -136,13 +142,13 @@ class Reducer:
     @property
     def _first_group(self) -> Collectives:
         topology = self.topology
-        return topology.shard if topology.shard.size > 1 or topology.replicate is None else topology.replicate
+        return topology.shard if self._is_sharded or topology.replicate is None else topology.replicate
 
     def issue(self, handles: Sequence[FlatParamHandle], *, label: str = "") -> Reduction:
         """Issue the sums of the collected gradients of `handles` over the ranks that they are sharded over."""
         averaging = self.averaging(handles)
         shard, hook = self.topology.shard, self.hooks.reduce
-        summing = self._summing(averaging, handles) if shard.size > 1 else shard
+        summing = self._summing(averaging, handles) if self._is_sharded else shard
         parts = []
         for handle in handles:
             pending: Pending | None = None
@@ -176,11 +182,10 @@ class Reducer:
         if not self.sums_copies:
             self._partial[part.handle] = PartialSum(part.output, part.arrived)
             return False
-        is_sharded = self.topology.shard.size > 1
         if self.hooks.all_reduce is not None:
             self.hooks.all_reduce(part.output, part.output)
-        elif self.hooks.reduce is None or is_sharded:
-            copies = replicate if is_sharded else self._summing(averaging, [part.handle])
+        elif self.hooks.reduce is None or self._is_sharded:
+            copies = replicate if self._is_sharded else self._summing(averaging, [part.handle])
             part.pending = copies.all_reduce(part.output, label=label)
         return True
 

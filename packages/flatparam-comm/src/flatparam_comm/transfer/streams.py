@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import final
 
 import attrs
@@ -12,7 +14,7 @@ import torch
 from flatparam_comm.transfer.accelerator import Streams
 from flatparam_comm.transfer.device import Copies, CopiesBeside, OnDevice
 
-__all__ = ["NoStreams", "streams_of"]
+__all__ = ["NoStreams", "acting_as", "streams_of"]
 
 
 @final
@@ -52,6 +54,20 @@ class NoStreams:
 
 
 _ON_CPU = NoStreams()
+_acting_as: ContextVar[OnDevice] = ContextVar("acting_as", default=_ON_CPU)
+
+
+@contextmanager
+def acting_as(form: OnDevice) -> Iterator[None]:
+    """Inside, the CPU orders memory and time as `form` does: `NoStreams(runs_ahead=True)` does as an accelerator.
+
+    Nothing runs ahead in fact, so results are what they always are. For plans, and for tests of schedules.
+    """
+    token = _acting_as.set(form)
+    try:
+        yield
+    finally:
+        _acting_as.reset(token)
 
 
 def streams_of(device: torch.device) -> OnDevice:
@@ -60,7 +76,7 @@ def streams_of(device: torch.device) -> OnDevice:
     Each compute stream has its own streams beside it, as memory that is used on a stream is reused on that stream.
     """
     if device.type in ("cpu", "meta"):
-        return _ON_CPU
+        return _acting_as.get()
     return _beside(device, torch.accelerator.current_stream(device).stream_id)
 
 

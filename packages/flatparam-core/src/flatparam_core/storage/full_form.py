@@ -14,8 +14,7 @@ from typing_extensions import Self
 
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.names import PRESENTER
-from flatparam_core.storage.buffer import FlatBuffer
-from flatparam_core.storage.pool import BufferPool
+from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.storage.precision import Precision
 
 __all__ = ["FullForm", "FullForms"]

@@ -15,8 +15,7 @@ from typing_extensions import Self
 from flatparam_core.errors import FlatParamError
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.storage.buffer import FlatBuffer
-from flatparam_core.storage.pool import BufferPool
+from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.thresholds import Threshold
 
 __all__ = ["GradientLedger", "add_to_grad"]
@@ -111,6 +110,11 @@ class GradientLedger:
     def is_empty(self) -> bool:
         """Whether no gradient has arrived since the last release."""
         return not (any(self.deposited) or self._kept)
+
+    def arrived(self) -> list[tuple[int, torch.Tensor]]:
+        """Each gradient that has arrived since the last release, with the index of its parameter."""
+        deposited = [(index, self._slots[index]) for index, flag in enumerate(self.deposited) if flag]
+        return deposited + [(index, gradient) for index, (gradient, _) in self._kept.items()]
 
     def keep(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Leave the gradient where it is, and deposit it at the latest when the flat gradient is completed.

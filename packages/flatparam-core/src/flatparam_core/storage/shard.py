@@ -24,7 +24,8 @@ class Shard:
     """The flat parameter, detached."""
     moves: int = 0
     """The number of times that the flat parameter was given other memory."""
-    _address: int = -1
+    address: int = -1
+    """The address of the memory."""
     device: torch.device = attrs.field(init=False)
 
     @device.default
@@ -35,11 +36,6 @@ class Shard:
     def of(cls, flat_param: FlatParameter) -> Self:
         """The memory of `flat_param` as it is now."""
         return cls(flat_param, flat_param.detach(), address=flat_param.data_ptr())
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether somebody has given the flat parameter other memory since it was last seen."""
-        return self.flat_param.data_ptr() != self._address
 
     @property
     def is_another_kind(self) -> bool:
@@ -62,7 +58,7 @@ class Shard:
     def follow(self) -> None:
         """Take over the memory, the device and the dtype that the flat parameter has now."""
         flat_param = self.flat_param
-        self.values, self._address, self.device = (
+        self.values, self.address, self.device = (
             flat_param.detach(),
             flat_param.data_ptr(),
             flat_param.device,

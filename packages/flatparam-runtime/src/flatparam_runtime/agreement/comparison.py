@@ -17,7 +17,7 @@ from flatparam_runtime.agreement.divergence import (
     first_divergence,
     rank_of,
 )
-from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.fingerprint import FLAGS, Fingerprint
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["Comparison", "compare_gradients", "compare_inference", "groups_of"]
@@ -93,16 +93,27 @@ class Comparison:
     """The number of collectives that the fingerprint covers."""
     _parts: list[tuple[Tensor, list[FlatParamHandle]]]
     """For each group, the tensor that is copied to the host, and the flat parameters of its flags, in order."""
-    _landed: Mark
+    _landed: Mark | None
+    """The point at which the copies to the host end, if they are not made yet."""
     _combined: bytes | None = None
     """The flags of all fingerprints, once they have been read."""
+    looks_at_gradients: bool = False
+    """Whether the flags end with a byte that says whether a gradient is not finite."""
 
     @classmethod
     def begin(
-        cls, units: Sequence[Unit], known: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
+        cls,
+        units: Sequence[Unit],
+        known: Mapping[FlatParamHandle, bytes],
+        fingerprint: Fingerprint,
+        nonfinite: bool | None = None,
     ) -> Self:
-        """Send the flags that this rank knows (`known`) and the fingerprint to the other ranks."""
-        own = fingerprint.flags()
+        """Send the flags that this rank knows (`known`) and the fingerprint to the other ranks.
+
+        Args:
+            nonfinite: whether this rank has a gradient that is not finite; None, on all ranks, if nobody asks.
+        """
+        own = fingerprint.flags() + (b"" if nonfinite is None else bytes([nonfinite]))
         masks: list[_Mask] = []
         device = next((handle.device for unit in units for handle in unit.handles), _CPU)
         # No computation waits for the comparison, and the comparison waits for no computation.
@@ -114,17 +125,27 @@ class Comparison:
                 # A group learns what the one before has seen.
                 group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
             parts = [(streams_of(device).to_host(mask.flags), mask.handles) for mask in masks]
-        return cls(units, fingerprint, dict(known), own, fingerprint.noted, parts, copies.end)
+        looks = nonfinite is not None
+        return cls(
+            units,
+            fingerprint,
+            dict(known),
+            own,
+            fingerprint.noted,
+            parts,
+            copies.end,
+            looks_at_gradients=looks,
+        )
 
     def look(self) -> None:
         """Read the result if it has arrived; the host does not wait."""
-        if self._combined is None and self._landed.is_reached():
+        if self._combined is None and (self._landed is None or self._landed.is_reached()):
             self._take()
 
     def read(self) -> Mapping[FlatParamHandle, bytes]:
         """For each flat parameter, which of its parameters got a gradient on any rank of its groups."""
         self.look()
-        if self._combined is None:
+        if self._combined is None and self._landed is not None:
             self._landed.synchronize()
             self._take()
         return self._known
@@ -141,6 +162,12 @@ class Comparison:
                 self._known[handle] = found[start:stop]
                 start = stop
 
+    @property
+    def found_nonfinite(self) -> bool:
+        """Whether a gradient is not finite, on any rank."""
+        self.read()
+        return self.looks_at_gradients and self._combined is not None and self._combined[-1] != 0
+
     def check(self) -> None:
         """Check that all ranks have done the same; every rank calls it in the same place, since it may communicate.
 
@@ -148,7 +175,8 @@ class Comparison:
             DivergenceError: on every rank, if the ranks diverge.
         """
         self.read()
-        if self._combined != self._own:
+        assert self._combined is not None, "it has been read"
+        if self._combined[:FLAGS] != self._own[:FLAGS]:
             check_training(self._units)
             deeds = self._units[0].topology.exchange(self._fingerprint.deeds(self._units), label="order")
             raise DivergenceError(first_divergence(deeds, rank_of(self._units[0].topology)))
@@ -156,12 +184,19 @@ class Comparison:
 
 
 def compare_gradients(
-    units: Sequence[Unit], given: Mapping[FlatParamHandle, bytes], fingerprint: Fingerprint
+    units: Sequence[Unit],
+    given: Mapping[FlatParamHandle, bytes],
+    fingerprint: Fingerprint,
+    nonfinite: bool | None = None,
 ) -> Comparison:
-    """Compare across ranks which parameters of every flat parameter got a gradient, and what each rank did."""
+    """Compare across ranks which parameters of every flat parameter got a gradient, and what each rank did.
+
+    Args:
+        nonfinite: see `Comparison.begin`.
+    """
     taking_part = {handle for unit in units for handle in unit.trainable} | given.keys()
     known = {handle: given.get(handle, bytes(len(handle.layout.slots))) for handle in taking_part}
-    return Comparison.begin(units, known, fingerprint)
+    return Comparison.begin(units, known, fingerprint, nonfinite)
 
 
 def compare_inference(units: Sequence[Unit], fingerprint: Fingerprint) -> Comparison:

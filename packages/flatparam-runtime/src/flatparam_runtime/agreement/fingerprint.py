@@ -11,7 +11,11 @@ import attrs
 
 from flatparam_comm import FlatParamHandle, Threshold, Topology
 
-__all__ = ["Acting", "Deed", "DeedKind", "Fingerprint"]
+__all__ = ["FLAGS", "Acting", "Deed", "DeedKind", "Fingerprint"]
+
+FLAGS: Final = 16
+"""The number of bytes by which fingerprints are compared."""
+
 
 DeedKind: TypeAlias = Literal["step", "gather", "reduce", "train"]
 

@@ -82,6 +82,7 @@ def _facts(unit: Unit) -> Iterator[_Fact]:
     yield _Fact(f"the groups of {who}", f"{plan.topology.shard.size} ranks share the parameters")
     yield _Fact(f"the mixed precision of {who}", str(plan.precision))
     yield _Fact(f"use_orig_params of {who}", str(plan.use_orig_params))
+    yield _Fact(f"nonfinite of {who}", plan.nonfinite)
     for handle in unit.handles:
         for slot, trained in zip(handle.layout.slots, handle.exposure.requires_grad(), strict=True):
             spec = slot.spec

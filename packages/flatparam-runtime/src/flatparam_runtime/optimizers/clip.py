@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, ReduceOp, owner_of, streams_of
+from flatparam_comm import Collectives, ReduceOp, streams_of
+from flatparam_runtime.agreement.nonfinite import nonfinite_names
 from flatparam_runtime.unit.registry import units_in
-from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["clip_grad_norm_", "clip_gradients_"]
 
@@ -115,7 +115,7 @@ def clip_gradients_(
 def _blame(module: nn.Module) -> str:
     """The first gradients of each rank that are not finite; every rank calls it."""
     units = units_in(module)
-    found = [name for unit in units for name in _not_finite(unit)]
+    found = [name for unit in units for name in nonfinite_names(unit)]
     everyone = (
         units[0].topology.exchange(found[:_TOLD], label="gradients that are not finite") if units else [found]
     )
@@ -125,23 +125,6 @@ def _blame(module: nn.Module) -> str:
         if names
     ]
     return f" ({'; '.join(told[:_TOLD])})" if told else ""
-
-
-def _not_finite(unit: Unit) -> Iterator[str]:
-    """The names of the unit's parameters of which this rank has a gradient that is not finite."""
-    prefix = "" if unit.name == "(root)" else f"{unit.name}."
-    for handle in unit.handles:
-        for parameter in handle.exposure.parameters():
-            if parameter.grad is None or bool(torch.isfinite(parameter.grad).all()):
-                continue
-            owner = owner_of(parameter)
-            if owner is not None:
-                yield repr(prefix + handle.layout.fqns[owner[1]])
-                continue
-            for fragment in handle.layout.fragments(unit.topology.shard.rank):
-                part = parameter.grad[fragment.in_shard.start : fragment.in_shard.stop]
-                if not bool(torch.isfinite(part).all()):
-                    yield repr(prefix + handle.layout.fqns[fragment.index])
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:

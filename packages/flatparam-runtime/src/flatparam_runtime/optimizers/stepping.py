@@ -15,10 +15,11 @@ import torch
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatparam_comm import FlatParameter, FlatParamHandle, handle_of, owner_of
+from flatparam_comm import FlatParameter, owner_of
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.optimizers.divided import is_long
+from flatparam_runtime.optimizers.leaving_out import handle_of_parameter, step_instead
 from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
@@ -58,10 +59,17 @@ def notice_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Look at an optimizer that is about to step; returns the arguments to step with instead, or None."""
     if torch.compiler.is_compiling():
-        return
+        return None
     _note_step(optimizer)
+    instead = step_instead(optimizer, args, kwargs)
+    _choose_segments(optimizer)
+    return instead
+
+
+def _choose_segments(optimizer: optim.Optimizer) -> None:
     if type(optimizer) not in STEPS:
         check_sees_no_shards(optimizer)
         return
@@ -87,7 +95,7 @@ def _note_step(optimizer: optim.Optimizer) -> None:
     noted: list[Fingerprint] = []
     for group in optimizer.param_groups:
         # The parameters of one group are one tree's, mostly; if not, another group or optimizer has the rest.
-        handle = next(filter(None, map(_handle_of, group["params"])), None)
+        handle = next(filter(None, map(handle_of_parameter, group["params"])), None)
         unit = None if handle is None else holder_of(handle)
         fingerprint = None if unit is None else unit.observers.fingerprint
         if fingerprint is not None and fingerprint not in noted:
@@ -98,13 +106,6 @@ def _note_step(optimizer: optim.Optimizer) -> None:
 def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:
     found = [parameter for group in optimizer.param_groups[:2] for parameter in group["params"][:2]]
     return len(found) == 1 and not isinstance(found[0], FlatParameter)
-
-
-def _handle_of(parameter: torch.Tensor) -> FlatParamHandle | None:
-    if isinstance(parameter, FlatParameter):
-        return handle_of(parameter)
-    owner = owner_of(parameter) if isinstance(parameter, torch.nn.Parameter) else None
-    return None if owner is None else owner[0]
 
 
 def _hyper_parameters(optimizer: optim.Optimizer) -> str:

@@ -4,6 +4,8 @@
   parameter by itself.
 * torch's `_apply_optimizer_in_backward` lists what it attaches to a parameter in `_in_backward_optimizers`. If the list
   is gone, nothing steps in the backward pass.
+* A parameter has what `register_post_accumulate_grad_hook` was given in `_post_accumulate_grad_hooks`. If that is gone,
+  these hooks are not called.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from typing import Any, Final
 
 from torch import optim
 
-__all__ = ["INIT_GROUP", "IN_BACKWARD", "MAY_SEE_SHARDS", "STEPS", "STEPS_EACH", "steps_of"]
+__all__ = ["HOOKS", "INIT_GROUP", "IN_BACKWARD", "MAY_SEE_SHARDS", "STEPS", "STEPS_EACH", "steps_of"]
 
 INIT_GROUP: Final = "_init_group"
 """The method of an optimizer that collects the tensors of a group."""
 IN_BACKWARD: Final = "_in_backward_optimizers"
 """The attribute of a parameter that lists the optimizers that step it in the backward pass."""
+
+HOOKS: Final = "_post_accumulate_grad_hooks"
+"""The attribute of a parameter that has the hooks to call once its gradient is there; `None` if there are none."""
 
 STEPS_EACH: Final = "_flatparam_steps_each"
 """Our mark on an optimizer that may not step segments."""

@@ -12,11 +12,11 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of, tell_failure, telling
+from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of, tell_failure
 from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import call_at_end, current_run, in_backward, in_range, profiled, will_run
-from flatparam_runtime.passes.order import ForwardPass, next_backward
+from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.phases import Phase
@@ -64,8 +64,11 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self.was_called = True
-        with telling("backward pass"):
+        try:
             self.call()
+        except BaseException as error:
+            tell_failure(error, "backward pass")
+            raise
 
     def __del__(self) -> None:
         if not self.was_called:
@@ -252,9 +255,10 @@ class BackwardPass:
     def _collect(self, unit: Unit, averaging: Averaging) -> None:
         """Take the gradients of leaves without a hook, and those that were kept."""
         # Wait before one more buffer is taken; the reduction would have to wait anyway.
-        if unit.sync_gradients and unit.to_reduce:
+        syncs = unit.sync_gradients
+        if syncs and (unit.reducer.unsynced or unit.is_trainable):
             self.reductions.make_room()
-        in_parts = averaging.in_parts and unit.sync_gradients
+        in_parts = averaging.in_parts and syncs
         for _, handle, watch in unit.held.watched(unit.handles):
             if handle.exposure.is_trainable:
                 take = handle.keep if in_parts else handle.deposit_all
@@ -283,6 +287,11 @@ class BackwardPass:
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
         before = when is BackwardOrder.BEFORE_COMPUTE
+        # What the user has listed is gathered before the unit computes, whatever the plan says.
+        if unit.plan.prefetch.backward is not when and not (
+            before and unit.links.backward_prefetch is not None
+        ):
+            return
         name = "_pre_backward_prefetch" if before else "_post_backward_prefetch"
         in_range(name, self._gather_what_follows, unit, when)
 
@@ -295,7 +304,7 @@ class BackwardPass:
             if when is BackwardOrder.BEFORE_COMPUTE:
                 self._gather_ahead(unit.links.backward_prefetch, len(unit.links.backward_prefetch))
         elif plan.backward is when:
-            self._gather_ahead(next_backward(self.forward.ended, unit), plan.backward_depth)
+            self._gather_ahead(self.forward.before(unit), plan.backward_depth)
 
     def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
         ahead = (unit for unit in units if unit not in self.entered and unit.plan.unshards_in_backward)
@@ -326,7 +335,7 @@ class BackwardPass:
 
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
-        is_lent = any(borrower in self.active for borrower in unit.links.borrowers)
+        is_lent = not self.active.keys().isdisjoint(unit.links.borrowers)
         if not is_lent and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
             unit.reshard()
 
@@ -393,25 +402,21 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
 
 
 def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
-    return {
-        (number, index)
-        for number, _, watch in unit.held.watched(unit.handles)
-        for index in watch.hooked
-        if watch.will_arrive(index)
-    }
+    found: set[LeafKey] = set()
+    for number, _, watch in unit.held.watched(unit.handles):
+        if watch.hooked:
+            found.update((number, index) for index in watch.hooked if watch.will_arrive(index))
+    return found
 
 
 def _has_more_to_come(unit: Unit) -> bool:
-    return any(
-        watch.will_arrive(index)
-        for _, _, watch in unit.held.watched(unit.handles)
-        for index in watch.unhooked
-    )
+    watches = [watch for _, _, watch in unit.held.watched(unit.handles)]
+    return any([any(map(watch.will_arrive, watch.unhooked)) for watch in watches])
 
 
 def _has_gradients_left(unit: Unit) -> bool:
-    return any(
-        watch.leaves[index].grad is not None
-        for _, _, watch in unit.held.watched(unit.handles)
-        for index in watch.unhooked
-    )
+    for _, _, watch in unit.held.watched(unit.handles):
+        for index in watch.unhooked:
+            if watch.leaves[index].grad is not None:
+                return True
+    return False

@@ -25,7 +25,7 @@ from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
 from flatparam_runtime.unit.calls import ForwardCall, running_calls
-from flatparam_runtime.unit.leaves import LeafWatch
+from flatparam_runtime.unit.module import LeafWatch
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.unit import Unit
 
@@ -47,7 +47,7 @@ def before_forward(
     tree, call = _enter(unit, module)
     for each in (unit, *unit.lenders):
         for number, handle in enumerate(each.handles):
-            watch = each.held.watches.get(handle.form)
+            watch = each.held.watches.get(handle.forms.current)
             if watch is None:
                 _watch_leaves(each, number, handle, tree.stream)
             elif tree.has_changed_stream:
@@ -247,8 +247,9 @@ def _drop_unused_prefetches(tree: UnitTree) -> None:
             unit.reshard()
 
 
-def _watch_inputs(unit: Unit, call: ForwardCall, inputs: Any) -> None:
-    for tensor in tensors_in(inputs):
+def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    args, kwargs = inputs
+    for tensor in tensors_in(inputs if kwargs else args):
         if tensor.requires_grad:
             token = object()
             call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node
@@ -279,7 +280,7 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 
 
 def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:
-    check_in_backward_optimizers(handle)
+    check_in_backward_optimizers(handle, is_guarded=unit.observers.guard is not None)
     arrived = functools.partial(functools.partial, _gradient_arrived, weakref.ref(unit), number)
     unit.held.watch(handle.form, LeafWatch.over(handle, arrived, stream), unit.handles)
 

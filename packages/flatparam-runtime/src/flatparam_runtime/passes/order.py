@@ -9,7 +9,7 @@ import attrs
 
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["ForwardPass", "next_backward", "next_forward"]
+__all__ = ["ForwardPass", "next_forward"]
 
 
 @final
@@ -22,6 +22,12 @@ class ForwardPass:
     began: list[Unit] = attrs.field(factory=list)
     ended: list[Unit] = attrs.field(factory=list)
     _places: dict[Unit, int] = attrs.field(factory=dict)
+    _backwards: tuple[Unit, ...] = ()
+    """The units in the order in which a backward pass is expected to need them, as far as `_turns` is up to date."""
+    _turns: dict[Unit, int] = attrs.field(factory=dict)
+    """The place of each unit in `_backwards`."""
+    _ends: int = 0
+    """The number of calls that had ended when these were made."""
 
     def begin(self, unit: Unit) -> None:
         """Note that a call of `unit` begins."""
@@ -31,6 +37,17 @@ class ForwardPass:
     def place(self, unit: Unit) -> int:
         """The number of units that began before the first call of `unit`; -1 if `unit` did not run."""
         return self._places.get(unit, -1)
+
+    def before(self, unit: Unit) -> Iterator[Unit]:
+        """The units that the backward pass is expected to need after `unit`: those that ended before it, backwards.
+
+        Of a unit that ran several times only the last end counts. If `unit` did not run, there are none.
+        """
+        if self._ends != len(self.ended):
+            self._ends, self._backwards = len(self.ended), tuple(dict.fromkeys(reversed(self.ended)))
+            self._turns = {each: turn for turn, each in enumerate(self._backwards)}
+        turn = self._turns.get(unit, len(self._backwards))
+        return map(self._backwards.__getitem__, range(turn + 1, len(self._backwards)))
 
 
 def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:
@@ -44,17 +61,3 @@ def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Seq
     if depth and 0 <= place < len(before) and before[place] is now[place]:
         return before[place + 1 : place + 1 + depth]
     return ()
-
-
-def next_backward(ended: Sequence[Unit], unit: Unit) -> Iterator[Unit]:
-    """The units that the backward pass is expected to need after `unit`: those that ended before it, backwards.
-
-    Args:
-        ended: the units of the forward pass in the order in which they ended; of a unit that ran several times, only
-            the last end counts.
-    """
-    seen = False
-    for candidate in dict.fromkeys(reversed(ended)):
-        if seen:
-            yield candidate
-        seen = seen or candidate is unit

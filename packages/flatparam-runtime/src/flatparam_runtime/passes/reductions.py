@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias, final
 
 import attrs
@@ -13,7 +13,7 @@ import torch
 from flatparam_comm import FlatParamError, FlatParamHandle, Reduced, Reduction, Threshold, streams_of
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
-from flatparam_runtime.autograd import profiled
+from flatparam_runtime.autograd import in_range
 from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.unit import Unit
@@ -26,6 +26,8 @@ MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
     "Up to so many units' gradients are reduced while the next unit's are computed; one more waits for the oldest.",
 )
 """While one unit's gradients are reduced, the next unit's are computed; these are collected after the reduction."""
+
+_CPU: Final = torch.device("cpu")
 
 InFlight: TypeAlias = tuple[Unit, Reduction]
 """A unit, and the reduction in flight of its gradients."""
@@ -58,6 +60,8 @@ class Reductions:
         if not handles:
             return
         self.make_room()
+        if unit.observers.guard is not None:
+            unit.observers.guard.look_before_reduction(unit, handles)
         reduction = unit.begin_reduce(handles)
         self._reducing.append((unit, reduction))
         self.has_begun = True
@@ -66,11 +70,10 @@ class Reductions:
         if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
             self._advance()
 
-    @profiled("rate_limiter")
     def make_room(self) -> None:
         """Wait for the oldest reductions until one more may be in flight."""
         while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
-            self._advance()
+            in_range("rate_limiter", self._advance)
 
     def settle_until(self, unit: Unit) -> None:
         """Finish the reductions in flight up to that of `unit`, if `unit` has one."""
@@ -116,10 +119,11 @@ class Reductions:
         Returns:
             The comparison of what the ranks did; `None` while the step is captured in a graph.
         """
-        if any(streams_of(unit.device).is_capturing for unit in units):
+        devices = (unit.device for unit in units if unit.handles)
+        if streams_of(next(devices, _CPU)).is_capturing:
             self._give_captured(units)
             return None
-        comparison = compare_gradients(units, self._given, fingerprint)
+        comparison = compare_gradients(units, self._given, fingerprint, self._look(units))
         all_here = all(all(reduced.arrived) for reduced in self._held)
         arrived_anywhere = {} if all_here else comparison.read()
         for reduced in reversed(self._held):
@@ -133,8 +137,23 @@ class Reductions:
         self._held.clear()
         return comparison
 
-    def _give_captured(self, units: Iterable[Unit]) -> None:
+    def _look(self, units: Sequence[Unit]) -> bool | None:
+        """Whether a gradient of this rank is not finite; None if nobody asks."""
+        guard = units[0].observers.guard
+        if guard is None:
+            return None
+        for reduced in self._held:
+            if reduced.landed is not None:
+                reduced.landed.synchronize()
+        return guard.look(units, [reduced.gradient for reduced in self._held])
+
+    def _give_captured(self, units: Sequence[Unit]) -> None:
         """Give the gradients without a look from the host; the next pass that is not captured compares this one too."""
+        if units[0].observers.guard is not None:
+            raise FlatParamError(
+                "a backward pass is being captured in a graph, but with nonfinite='raise' or 'skip' the host has to "
+                "look at each pass; do not capture it, or pass nonfinite='ignore'"
+            )
         alone = all(unit.plan.topology.data_parallel_size == 1 for unit in units)
         for reduced in self._held:
             if reduced.landed is not None or not (alone or all(reduced.arrived)):
@@ -165,4 +184,4 @@ class Reductions:
 
 def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:
     handle.accumulate(gradient, arrived)
-    step_in_backward(handle)
+    step_in_backward(handle, arrived)

@@ -8,11 +8,15 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 __all__ = ["map_tensors", "tensors_in"]
+
+
+_WITHOUT_TENSORS: Final = (str, bytes, int, float, complex, type)
+_IN_ORDER: Final = (tuple, list, set, frozenset, collections.deque)
 
 
 def tensors_in(value: object, opaque: list[object] | None = None) -> Iterator[Tensor]:
@@ -28,12 +32,12 @@ def tensors_in(value: object, opaque: list[object] | None = None) -> Iterator[Te
     stack = [value]
     while stack:
         item = stack.pop()
-        if item is None or isinstance(item, (str, bytes, int, float, complex, type)) or id(item) in seen:
+        if item is None or isinstance(item, _WITHOUT_TENSORS) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
+        elif isinstance(item, _IN_ORDER):
             stack.extend(reversed(list(item)))
         elif isinstance(item, Mapping):
             stack.extend(reversed(list(item.values())))

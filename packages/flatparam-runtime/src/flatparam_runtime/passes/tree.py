@@ -13,6 +13,7 @@ from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clea
 from flatparam_runtime.agreement.comparison import Comparison, compare_inference
 from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, profiled
 from flatparam_runtime.passes.backward import BackwardPass
@@ -51,6 +52,8 @@ class UnitTree:
     """Whether full parameters in memory between passes may be used as they are, after an unsynced backward pass."""
     fingerprint: Fingerprint = attrs.field(factory=Fingerprint)
     """The fingerprint of the collectives of all units."""
+    guard: NonfiniteGuard | None = None
+    """The guard against gradients that are not finite; None if no unit asks for it."""
     pool: BufferPool = attrs.field(factory=lambda: BufferPool(keeps=False))
     """Memory of the full parameters and unsharded gradients of all units, during a pass."""
     streams: OnDevice = attrs.field(factory=NoStreams)
@@ -81,8 +84,10 @@ class UnitTree:
         named = [(clean_fqn(name), unit) for name, module in modules if (unit := unit_of(module)) is not None]
         tree = cls(root, tuple(unit for _, unit in named))
         tree.fingerprint.before_each = agree_on_deed
+        tree.guard = NonfiniteGuard.by(unit.plan.nonfinite for unit in tree.units)
         for number, (name, unit) in enumerate(named):
             unit.join(name or ROOT_NAME, number, tree.fingerprint)
+            unit.observers.guard = tree.guard
             unit.module.__dict__[_TREE] = tree
             for handle in unit.handles:
                 handle.use_pool(tree.pool)
@@ -117,6 +122,10 @@ class UnitTree:
         if synced:
             self._has_trained = True
             self.fingerprint.before_each = None
+        if self.guard is not None and ended is not None and ended.comparison is not None:
+            # The host waits: the next thing may be a step.
+            self.check_comparison()
+            self.guard.judge(self.units, ended.comparison.found_nonfinite)
 
     @property
     def is_in_a_pass(self) -> bool:
@@ -259,6 +268,8 @@ class UnitTree:
         dead, self._backward, self.forward = self._backward, None, None
         if dead is not None:
             dead.drop()
+            if self.guard is not None:
+                self.guard.drop()
         for unit in self.units:
             if unit.phase is not Phase.INSPECTING:
                 unit.reset(drop_gradients=dead is not None)

@@ -7,6 +7,7 @@ from typing import Final, Literal, Protocol, final
 import attrs
 
 from flatparam_runtime.agreement.fingerprint import Acting, DeedKind, Fingerprint
+from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.unit.phases import Phase
 
 __all__ = ["Event", "EventKind", "EventLog", "Instrument", "Observers"]
@@ -78,6 +79,8 @@ class Observers:
     """The unit's place in its tree, the same on every rank."""
     fingerprint: Fingerprint | None = None
     """The fingerprint of the unit's tree."""
+    guard: NonfiniteGuard | None = None
+    """The tree's guard against gradients that are not finite; None if it ignores them."""
     instruments: list[Instrument] = attrs.field(factory=list)
 
     def tell(self, unit: _Unit, kind: EventKind | Literal["train"], nbytes: int) -> None:

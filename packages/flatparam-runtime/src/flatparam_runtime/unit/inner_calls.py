@@ -109,22 +109,19 @@ class InnerCalls:
 
     def put(self) -> None:
         """Put every stand-in in its place: the unit is not called any more."""
-        for call, place in self._places():
+        for call in self.calls:
+            module = call.reference()
             # The shortcut for nearly all calls.
-            if place.get(call.name) is call.own is call.covered is None:
-                place[call.name] = call
+            if module is not None and module.__dict__.get(call.name) is call.own is call.covered is None:
+                module.__dict__[call.name] = call
             else:
                 call.put()
 
     def lift(self) -> None:
         """Remove every stand-in: the unit is called, and calls the modules inside directly, also under a compiler."""
-        for call, place in self._places():
-            if place.get(call.name) is call and call.own is None:
-                del place[call.name]
+        for call in self.calls:
+            module = call.reference()
+            if module is not None and module.__dict__.get(call.name) is call and call.own is None:
+                del module.__dict__[call.name]
             else:
                 call.lift()
-
-    def _places(self) -> list[tuple[InnerCall[Any], dict[str, Any]]]:
-        modules = [call.reference() for call in self.calls]
-        both = zip(self.calls, modules, strict=True)
-        return [(call, module.__dict__) for call, module in both if module is not None]

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from flatparam_comm import Precision, Topology
+from flatparam_runtime.agreement.nonfinite import Nonfinite, check_nonfinite
 
 __all__ = ["BackwardOrder", "BufferDtype", "Casting", "PrefetchPlan", "UnitPlan"]
 
@@ -100,6 +101,8 @@ class UnitPlan:
             memory for one more unit's gradients; `None` does so on an accelerator only, since on the CPU the same cores
             add, copy and compute.
         broadcast_buffers: start each training forward of the root with rank 0's buffers.
+        nonfinite: what follows if a gradient is infinite or not a number, on any rank: `"raise"` an error on every
+            rank, `"skip"` the optimizer's step on every rank, or `"ignore"` it. The strictest unit of a tree decides.
     """
 
     topology: Topology
@@ -118,3 +121,4 @@ class UnitPlan:
     keeps_last: bool = False
     overlaps_reductions: bool | None = True
     use_orig_params: bool = False
+    nonfinite: Nonfinite = attrs.field(default="ignore", converter=check_nonfinite)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
 from torch import nn
 
-from flatparam_comm import FlatParamError, FlatParamHandle, Gather, Reducer, Reduction, Residency, Topology
+from flatparam_comm import (
+    FlatParamError,
+    FlatParamHandle,
+    Gather,
+    Reducer,
+    Reduction,
+    Residency,
+    Topology,
+    streams_of,
+)
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.inspection.summoned import Summoned, Wishes
 from flatparam_runtime.unit.calls import ForwardCall
@@ -22,6 +32,9 @@ from flatparam_runtime.unit.phases import PHASES, Phase
 from flatparam_runtime.unit.plan import UnitPlan
 
 __all__ = ["Links", "Unit"]
+
+_CPU: Final = torch.device("cpu")
+_IS_TRAINED: Final = operator.attrgetter("exposure.is_trainable")
 
 
 @final
@@ -123,7 +136,7 @@ class Unit:
     @property
     def device(self) -> torch.device:
         """The device of the full parameters; the CPU for a unit without parameters."""
-        return self.handles[0].device if self.handles else torch.device("cpu")
+        return self.handles[0].forms.device if self.handles else _CPU
 
     def stamp(self) -> int:
         """A number that changes with every in-place change of the unit's parameters."""
@@ -150,12 +163,12 @@ class Unit:
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
         """The flat parameters that contain a parameter which is to get a gradient."""
-        return tuple(handle for handle in self.handles if handle.exposure.is_trainable)
+        return tuple(filter(_IS_TRAINED, self.handles))
 
     @property
     def is_trainable(self) -> bool:
         """Whether some parameter is to get a gradient."""
-        return any(handle.exposure.is_trainable for handle in self.handles)
+        return any(map(_IS_TRAINED, self.handles))
 
     @property
     def to_reduce(self) -> tuple[FlatParamHandle, ...]:
@@ -169,14 +182,15 @@ class Unit:
     def overlaps_reductions(self) -> bool:
         """Whether gradients of this unit are computed while those of the unit before are reduced."""
         overlaps = self.plan.overlaps_reductions
-        return self.device.type != "cpu" if overlaps is None else overlaps
+        return streams_of(self.device).runs_ahead if overlaps is None else overlaps
 
     @property
     def is_needed(self) -> bool:
         """Whether a context or a running forward call, of this unit or of a borrower, uses the full parameters."""
-        return bool(
-            self.held.calls or self.showing.pins or any(unit.held.calls for unit in self.links.borrowers)
-        )
+        if self.held.calls or self.showing.pins:
+            return True
+        borrowers = self.links.borrowers
+        return bool(borrowers) and any(unit.held.calls for unit in borrowers)
 
     @property
     def computes_in_full_precision(self) -> bool:
@@ -275,7 +289,8 @@ class Unit:
             return
         self._gather.drop()
         self._gather = None
-        self.showing.hold(False)
+        if self.showing.are_held:
+            self.showing.hold(False)
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
 

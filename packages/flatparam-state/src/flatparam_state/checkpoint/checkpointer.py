@@ -172,7 +172,7 @@ class Checkpointer:
         Args:
             strict: refuse a checkpoint that has other names than the model.
             convert_dtype: convert parameters and buffers to the dtypes that they have in the model.
-            other_states: load the state of another optimizer, too: one that lacks what the optimizer needs, such as the
+            other_states: load a different optimizer's state, too: one that lacks what the optimizer needs, such as the
                 state of AdamW for SGD with momentum.
 
         Returns:

@@ -239,7 +239,7 @@ class CheckpointReader:
                     path=file,
                     fqn=path,
                     rank=piece.file,
-                    hint="use another checkpoint, or restore the file from a copy",
+                    hint="use a different checkpoint, or restore the file from a copy",
                 )
 
     def file(self, number: int) -> ByteFile:
@@ -267,14 +267,14 @@ def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: in
             f"{what_it_says(file.path)}",
             path=file.path,
             rank=rank,
-            hint="use another checkpoint, or restore the file from a copy",
+            hint="use a different checkpoint, or restore the file from a copy",
         )
     if xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
         raise CheckpointError(
             f"{file.path}: its header is not that of {expected}{what_it_says(file.path)}",
             path=file.path,
             rank=rank,
-            hint="use another checkpoint, or restore the file from a copy",
+            hint="use a different checkpoint, or restore the file from a copy",
         )
 
 

@@ -72,7 +72,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Verification:
 
 
 def damage_of(path: Path) -> str:
-    """What is wrong with the checkpoint in the directory `path`, after reading its bytes up to there; "" if nothing is.
+    """The damage of the checkpoint in the directory `path`, after reading its bytes up to there; "" if it has none.
 
     Raises:
         UnreadableError: if the system could not read a file: nobody knows then whether it is damaged.

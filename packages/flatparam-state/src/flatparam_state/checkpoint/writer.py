@@ -124,7 +124,7 @@ class CheckpointWriter:
             chunks: its row-major elements in order.
 
         Raises:
-            ValueError: if another path, dtype or number of elements was announced.
+            ValueError: if a different path, dtype or number of elements was announced.
         """
         announced = self._left.pop()
         if announced != path:

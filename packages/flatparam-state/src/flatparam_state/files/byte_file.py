@@ -39,7 +39,7 @@ class ByteFile:
 
         Raises:
             CheckpointError: if there is none, or it is no regular file.
-            UnreadableError: if it cannot be opened for another reason, saying why.
+            UnreadableError: if it cannot be opened for a different reason, saying why.
         """
         self.path = Path(path)
         try:
@@ -82,7 +82,7 @@ class ByteFile:
             raise CheckpointError(
                 f"{self.path}: expected {nbytes:,} bytes at offset {offset:,}, found a file of {self.nbytes:,} bytes",
                 path=self.path,
-                hint="it was truncated or replaced: use another checkpoint",
+                hint="it was truncated or replaced: use a different checkpoint",
             )
         data = bytearray(nbytes)
         view = memoryview(data)

@@ -1,4 +1,4 @@
-"""What a file may cost to read: memory in proportion to its own size, whatever it says."""
+"""The cost of reading a file is limited: memory in proportion to its own size, whatever it says."""
 
 from __future__ import annotations
 

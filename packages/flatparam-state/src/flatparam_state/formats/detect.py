@@ -1,4 +1,4 @@
-"""Which format a path has, and a source for it."""
+"""The detection of the format that a path has, and a source for it."""
 
 from __future__ import annotations
 

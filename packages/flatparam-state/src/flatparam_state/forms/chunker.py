@@ -123,7 +123,7 @@ def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
 
 
 def _place_in_root(mesh: DeviceMesh) -> tuple[int, DeviceMesh]:
-    """Which dimension of the mesh that `mesh` is a slice of data parallelism shards over, and that mesh."""
+    """The mesh that `mesh` is a slice of, and the dimension of it that data parallelism shards over."""
     # The method has no public name.
     found: Any = mesh
     root: DeviceMesh = found._get_root_mesh()

@@ -37,23 +37,19 @@ class FormKind(enum.Enum):
 @final
 @attrs.frozen(eq=False)
 class StateForm:
-    """One form, with its choices.
-
-    Args:
-        offload_to_cpu: put tensors in CPU memory.
-        rank0_only: of full tensors: only the first rank gets them.
-        dim_0_chunks: of sharded tensors: a rank holds a chunk of dimension 0, for which each unit is gathered, instead
-            of what it owns anyway.
-        use_dtensor: sharded tensors are `DTensor`s; also if a unit was sharded over a mesh.
-        chunker: what makes chunks.
-    """
+    """One form, with its choices."""
 
     kind: FormKind = FormKind.FULL
     offload_to_cpu: bool = False
+    """Put tensors in CPU memory."""
     rank0_only: bool = False
+    """Only the first rank gets full tensors."""
     dim_0_chunks: bool = False
+    """A rank holds a chunk of dimension 0 of each tensor, for which each unit is gathered, not just what it owns."""
     use_dtensor: bool = False
+    """Sharded tensors are `DTensor`s; also if a unit was sharded over a mesh."""
     chunker: Chunker = OWN_CHUNKER
+    """The functions that make chunks."""
 
     def at(self, place: Place) -> Self:
         """This form, or the full one if nothing is sharded."""
@@ -63,7 +59,7 @@ class StateForm:
 
     @property
     def device(self) -> torch.device | None:
-        """Where tensors go; `None` leaves them where they are."""
+        """The device that tensors go to; `None` leaves them where they are."""
         return torch.device("cpu") if self.offload_to_cpu else None
 
     def keeps(self, place: Place) -> bool:

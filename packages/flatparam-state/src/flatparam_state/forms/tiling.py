@@ -1,4 +1,4 @@
-"""Which rank holds which boxes of a tensor, and torch's `ShardedTensor` of it."""
+"""The boxes of a tensor that each rank holds, and torch's `ShardedTensor` of them."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def refused_anywhere(topology: Topology, refused: list[str]) -> list[str]:
-    """What does not fit on any rank, with the rank, so that nothing is changed on one if it does not fit on another.
+    """The misfits of every rank, each with its rank, so that no rank changes anything if one of them has a misfit.
 
     Args:
         topology: the ranks; every one of them calls it, with its own list.

@@ -76,7 +76,7 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _initial(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """What an optimizer of torch starts from; empty for one that starts from nothing, and for any other."""
+    """The state that an optimizer of torch starts from; empty if it starts from nothing, or is not one of torch's."""
     kind: Any = type(optimizer)
     if not (kind.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")):
         return {}
@@ -93,7 +93,7 @@ def _initial(
 def _after_zeros(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """What a step with zeros leaves, with the count of steps set back."""
+    """The state that a step with zeros leaves, with the count of steps set back."""
     stand_in = nn.Parameter(parameter.detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)
     twin: Any = _twin(optimizer, settings, stand_in)

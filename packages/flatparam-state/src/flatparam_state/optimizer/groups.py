@@ -48,7 +48,7 @@ def settings_of(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> di
         if name not in home:
             raise FlatParamError(
                 f"no parameter group of the saved optimizer state holds {name!r}; it was saved from "
-                "another model, or the optimizer then did not hold this parameter"
+                "a different model, or the optimizer then did not hold this parameter"
             )
     first = {key: value for key, value in home[names[0]].items() if key not in _NAMES}
     for name in names[1:]:

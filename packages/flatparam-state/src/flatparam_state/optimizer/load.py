@@ -43,7 +43,7 @@ def load_optimizer_state(
         is_named: the optimizer's state has names as keys, not numbers; what it has for parameters without a saved
             state stays.
         chunker: what takes torch's sharded tensors apart.
-        other_states: take the states of another optimizer, too, as torch does; see `check_states`.
+        other_states: take the states of a different optimizer, too, as torch does; see `check_states`.
 
     Raises:
         FlatParamError: if something does not fit, naming the parameter, the state and what to do. Nothing is

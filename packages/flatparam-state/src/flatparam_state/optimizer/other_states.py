@@ -1,4 +1,4 @@
-"""Whether saved states are those of another optimizer than the one that they are loaded into."""
+"""Whether saved states are those of a different optimizer than the one that they are loaded into."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_states(
                 if found and (needed - found or (not needed and held - found and found - held)):
                     raise FlatParamError(
                         f"optimizer state of {fqn!r}: expected {_listed(needed or held)}, which "
-                        f"{type(optimizer).__name__} has, found {_listed(found)}: it is the state of another "
+                        f"{type(optimizer).__name__} has, found {_listed(found)}: it is the state of a different "
                         "optimizer, or of other settings; make the optimizer that was saved, or load "
                         "with other_states=True"
                     )

@@ -164,7 +164,7 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
             raise FlatParamError(
                 f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape {wanted[fqn].spec.shape}, found "
                 f"{other if not isinstance(value, (int, float, str)) else repr(value)}; the state was saved from "
-                "another model"
+                "a different model"
             )
     if not item.is_flat:
         (fqn,) = item.fqns

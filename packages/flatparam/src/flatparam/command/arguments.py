@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flatparam import __version__
+from flatparam.command.plan_arguments import add_plan
 from flatparam.command.values import dtype_name, natural, nbytes_of, positive, tolerance
 
 __all__ = ["EXPORTS", "FORMATS", "parser"]
@@ -94,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_run(groups)
+    add_plan(groups, functools.partial(_Later, "planning", "run"), STATUS)
+    _add_trace(groups)
     commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_verify(commands)
@@ -114,6 +118,21 @@ def _add_run(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     added.add_argument("SCRIPT", help="the program's file, and its arguments")
     added.add_argument("-m", metavar="MODULE", help="the program's module, and its arguments")
+
+
+def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `trace`, with its commands."""
+    text = "draw and compare traces: of runs (flatparam.trace) and of plans (flatparam plan --trace)"
+    added = groups.add_parser("trace", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=STATUS)
+    commands = added.add_subparsers(metavar="COMMAND", required=True)
+    draw = _command(
+        commands, "draw", "draw the traces of one or more ranks as one SVG picture", "tracing", "draw"
+    )
+    draw.add_argument("picture", metavar="SVG", type=Path, help="the picture to write")
+    draw.add_argument("traces", metavar="TRACE", type=Path, nargs="+", help="a trace")
+    diff = _command(commands, "diff", "show where two traces differ, in calls and in time", "tracing", "diff")
+    diff.add_argument("first", metavar="A", type=Path, help="a trace")
+    diff.add_argument("second", metavar="B", type=Path, help="another")
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

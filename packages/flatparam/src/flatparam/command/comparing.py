@@ -1,4 +1,4 @@
-"""`flatparam ckpt diff`: where do two checkpoints differ?"""
+"""`flatparam ckpt diff`: the differences between two checkpoints."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _to_convert(chosen: argparse.Namespace) -> Source:
 
 
 def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:
-    """Refuse to write into the checkpoint that is read; a run of ours may get another step."""
+    """Refuse to write into the checkpoint that is read; a run of ours may get a different step."""
     destination = chosen.destination.resolve()
     for path in (chosen.source, chosen.model, chosen.optimizer):
         if path is None:
@@ -81,7 +81,7 @@ def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:
             raise CheckpointError(
                 f"{chosen.destination} is in the checkpoint that is read, {path}",
                 path=chosen.destination,
-                hint="choose another place",
+                hint="choose a different place",
             )
 
 
@@ -115,5 +115,5 @@ def _check_space(destination: Path, nbytes: int) -> None:
         raise CheckpointError(
             f"{destination} needs {shown_nbytes(nbytes)}, and {shown_nbytes(free)} are free",
             path=destination,
-            hint="choose another place",
+            hint="choose a different place",
         )

@@ -127,7 +127,7 @@ def _put_first(folder: str) -> None:
 
 
 def _unwound(call: Any) -> Any:
-    """What `call()` returns; of an exception the interpreter shows no frame of ours."""
+    """The result of `call()`; the interpreter shows no frame of ours in the traceback of an exception."""
     try:
         return call()
     except SystemExit:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["DTYPES", "dtype_name", "natural", "nbytes_of", "positive", "tolerance"]
+__all__ = ["DTYPES", "dtype_name", "named_value", "natural", "nbytes_of", "positive", "tolerance", "worlds"]
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -65,3 +66,25 @@ def tolerance(text: str) -> float:
     if not number >= 0:
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text!r}")
     return number
+
+
+def named_value(text: str) -> tuple[str, Any]:
+    """A name and a value such as `layers=4`; what is no Python literal is a text."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def worlds(text: str) -> list[int]:
+    """World sizes: `8`, `8,16,24`, or `8..4096` for its powers of two."""
+    first, separator, last = text.partition("..")
+    if not separator:
+        return [positive(each) for each in text.split(",")]
+    sizes = [positive(first)]
+    while sizes[-1] * 2 <= positive(last):
+        sizes.append(sizes[-1] * 2)
+    return sizes

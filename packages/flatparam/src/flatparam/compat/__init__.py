@@ -1,4 +1,4 @@
-"""What knows torch's own FSDP: its objects are recognised, and its names can be made ours.
+"""The part that knows torch's own FSDP: it recognises torch's objects, and can make torch's names ours.
 
 This is the one place of the five packages that may import `torch.distributed.fsdp`, and it does so only in `install`.
 """

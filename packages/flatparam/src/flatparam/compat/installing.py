@@ -8,7 +8,8 @@ patched, in this order:
 3. torch's class itself, for whoever holds it elsewhere: a call makes a wrapper of ours, its static methods are ours;
 4. the start of processes by `multiprocessing`, which install it, too;
 5. the planner of `torch.distributed.checkpoint`, for optimizers that have no state yet;
-6. PEFT's functions for the state of an adapter, when a model is wrapped and PEFT is there.
+6. when a model is wrapped and they are there: PEFT's functions for the state of an adapter, and the configurations of
+   sharded states in fairseq2.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing_extensions import Self
 from flatparam.compat.adapters import patches_of_adapters
 from flatparam.compat.children import patch_of_children
 from flatparam.compat.holders import patches_of_holders
+from flatparam.compat.local_states import patches_of_local_states
 from flatparam.compat.names import FSDP, fsdp1_names
 from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.compat.patching import Patch, apply, restore
@@ -43,7 +45,7 @@ _in_place: list[Patch] = []
 
 @final
 class Installation:
-    """What `install` returns: a context whose end undoes what that call did."""
+    """The result of `install`: a context whose end undoes what that call did."""
 
     def __init__(self, patches: Sequence[Patch]) -> None:
         """Take the patches that the call put; none if all were in place before."""
@@ -82,7 +84,7 @@ def install() -> Installation:
         _refuse_if_late()
         patches = apply(_patches())
         _in_place[:] = patches
-        WHEN_WRAPPED.append(_notice_adapters)
+        WHEN_WRAPPED.append(_notice_programs)
         _LOGGER.info("install() made these names flatparam's: %s", _listed(patches))
         return Installation(tuple(patches))
 
@@ -95,18 +97,18 @@ def uninstall() -> None:
     with _LOCK:
         restore(_in_place)
         _in_place.clear()
-        WHEN_WRAPPED[:] = [notice for notice in WHEN_WRAPPED if notice is not _notice_adapters]
+        WHEN_WRAPPED[:] = [notice for notice in WHEN_WRAPPED if notice is not _notice_programs]
 
 
-def _notice_adapters() -> None:
-    """Patch PEFT if it has been imported since `install`; a model with an adapter may be being wrapped."""
+def _notice_programs() -> None:
+    """Patch PEFT and fairseq2 if they were imported since `install`; it may be their model that is being wrapped."""
     with _LOCK:
         if _in_place:
-            _in_place.extend(apply(list(patches_of_adapters())))
+            _in_place.extend(apply([*patches_of_adapters(), *patches_of_local_states()]))
 
 
 def torchs_own(module: str, name: str) -> Any:
-    """What `name` in torch's `module` is without our patches."""
+    """The object that `name` in torch's `module` is without our patches."""
     holder = importlib.import_module(module)
     with _LOCK:
         for patch in _in_place:

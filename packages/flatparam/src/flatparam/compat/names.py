@@ -84,7 +84,7 @@ class Name:
 
     @property
     def ours(self) -> Any:
-        """What the name stands for in our module.
+        """The object that the name stands for in our module.
 
         Raises:
             AttributeError: if our module lacks it.

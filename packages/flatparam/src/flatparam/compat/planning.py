@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` demands of a checkpoint that is loaded into what a first step starts from."""
+"""The entries that `torch.distributed.checkpoint` demands of a checkpoint before the optimizer's first step."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ from flatparam.in_place.clipping import have_torch_clip
 from flatparam.in_place.module import FSDPModule, class_for
 from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatparam.in_place.scaling import have_torch_scalers_agree
+from flatparam.in_place.spread import unit_that_holds
 from flatparam.resolving.arguments import DeviceMesh, Ranks
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.placement import own_modules
 from flatparam.sharding.units import shard_resolved
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError
-from flatparam_runtime import unit_of
+from flatparam_runtime import Nonfinite, unit_of
 
 __all__ = ["fully_shard"]
 
@@ -38,6 +39,7 @@ def fully_shard(
     offload_policy: Any = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    nonfinite: Nonfinite = ...,
 ) -> FSDPModule: ...
 
 
@@ -52,6 +54,7 @@ def fully_shard(
     offload_policy: Any = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    nonfinite: Nonfinite = ...,
 ) -> Sequence[FSDPModule]: ...
 
 
@@ -65,6 +68,7 @@ def fully_shard(
     offload_policy: Any = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    nonfinite: Nonfinite = "ignore",
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over ranks, in place, and return the module.
 
@@ -88,6 +92,7 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy()`, of flatparam or of torch, keeps shards and gradients in CPU memory.
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
+        nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model's modules decides.
 
     Returns:
         What was passed: the module, or the list.
@@ -116,6 +121,7 @@ def fully_shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored,
+            nonfinite=nonfinite,
         )
         for each in modules
     ]
@@ -156,6 +162,13 @@ def _check_module(module: Any) -> None:
             f"fully_shard: a module inside this {name} is wrapped in FullyShardedDataParallel; use one of the two for "
             "the whole model"
         )
+    for parameter_name, parameter in module.named_parameters():
+        holder = unit_that_holds(parameter)
+        if holder is not None and any(inside is module for inside in holder.module.modules()):
+            raise FlatParamError(
+                f"fully_shard: {parameter_name!r} of this {name} is in the unit of a module around it already, so "
+                "nothing is left to shard; call fully_shard for the modules inside first, then for those around them"
+            )
     for child_name, child in module.named_modules():
         if any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(child).__mro__):
             raise FlatParamError(

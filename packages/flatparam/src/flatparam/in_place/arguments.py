@@ -17,7 +17,7 @@ from flatparam.resolving.ignored import Ignored, resolve_ignored
 from flatparam.resolving.settings import Resolved
 from flatparam_comm import resolve_topology
 from flatparam_core import Precision
-from flatparam_runtime import Casting, Topology, UnitPlan
+from flatparam_runtime import Casting, Nonfinite, Topology, UnitPlan
 
 __all__ = ["check_flag", "freeing", "resolve_in_place"]
 
@@ -30,6 +30,7 @@ def resolve_in_place(
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: Any,
+    nonfinite: Nonfinite = "ignore",
 ) -> Resolved:
     """The settings of `module`; see `fully_shard`.
 
@@ -54,6 +55,7 @@ def resolve_in_place(
         casting=_casting(precision),
         storage_device=torch.device("cpu") if offloads else None,
         use_orig_params=True,
+        nonfinite=nonfinite,
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(

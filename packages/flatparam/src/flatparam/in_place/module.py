@@ -1,8 +1,8 @@
-"""What `fully_shard` makes of a module: FSDP2's methods, on the module itself."""
+"""The class that `fully_shard` gives a module: FSDP2's methods, on the module itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -144,6 +144,11 @@ class FSDPModule(_Base):
 
     # Gradients
 
+    @property
+    def skipped_steps(self) -> int:
+        """How often the steps after a backward pass were left out, on all ranks, by `nonfinite="skip"`."""
+        return runtime.skipped_steps(self)
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward pass is the last of several; this changes nothing.
 
@@ -226,8 +231,11 @@ class FSDPModule(_Base):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move or cast the shards as wholes; the parameters follow as views of them."""
-        with parameters.moving_shards(runtime.units_in(self), fn):
+        """Move or cast the shards as wholes; the parameters follow as views of them.
+
+        Inside `summon_full_params` the full parameters move instead, and only until it ends.
+        """
+        with parameters.moving_shards(parameters.not_summoned(runtime.units_in(self)), fn):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # State
@@ -277,27 +285,9 @@ class FSDPModule(_Base):
 
     # What torch's own ways to spread a model over ranks ask for
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Refuse torch's functions for distributed state, which would save this rank's parts of optimizer states.
-
-        Raises:
-            FlatParamError: on every rank, naming the functions to call.
-        """
-        refusing.refuse_torchs_functions(self._unit)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Iterable[str]:
-        """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
-        return refusing.NoDDP(self._unit)
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return True
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, managed: bool) -> None:
-        """Refuse torch's FSDP1 and `fully_shard`, which set this on each module inside what they are given."""
-        refusing.refuse_another_fsdp(self._unit)
+    _fqn_modifiers = refusing.refuse_torchs_functions
+    _ddp_params_and_buffers_to_ignore = refusing.DDP_ASKS
+    _is_fsdp_managed_module = refusing.FSDP_MARKS
 
     @property
     def _unit(self) -> runtime.Unit:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 from torch import nn
 
 from flatparam.sharding.extensions import chunker
+from flatparam.state.saving import collected
 from flatparam.state.streaming import streamed
 from flatparam_core import FlatParamError
 from flatparam_runtime import process_group_of, units_in
@@ -36,20 +37,16 @@ def save_state(
     """The state of `module`, by `collect`, which is torch's own `state_dict`.
 
     Args:
-        arguments: those by position, which torch's `state_dict` still takes: destination, prefix, whether variables
-            are kept.
-        named: the same by name; those by position go before.
+        arguments, named: see `flatparam.state.saving.collected`.
     """
-    destination, prefix, keep_vars = (*arguments, *list(named.values())[len(arguments) :])
-    state = destination
-    if state is None:
-        state = cast(Any, OrderedDict())
-        # Torch notes versions there.
-        state._metadata = OrderedDict()
+    return collected(arguments, named, collect, partial(_saving, module))
+
+
+@contextlib.contextmanager
+def _saving(module: nn.Module, state: dict[str, Any], prefix: str) -> Iterator[None]:
     with state_shown(module, sharded_form(module)) as stand_ins:
-        collect(destination=state, prefix=prefix, keep_vars=keep_vars)
-    stand_ins.resolve(state)
-    return state
+        yield
+    stand_ins.resolve(state, prefix)
 
 
 def load_state(

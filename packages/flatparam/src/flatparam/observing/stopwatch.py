@@ -45,7 +45,7 @@ def _times() -> _Times:
 
 @attrs.frozen
 class _OfRank:
-    """An attribute of a class that is another object on each rank."""
+    """An attribute of a class that is a different object on each rank."""
 
     read: Callable[[_Times], Any]
 

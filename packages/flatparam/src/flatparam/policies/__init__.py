@@ -1,1 +1,1 @@
-"""Which submodules of a model become units of their own."""
+"""Policies choose the submodules of a model that become units of their own."""

@@ -13,6 +13,7 @@ from torch import nn
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, WrapFunction
 from flatparam_comm import Collectives, Topology
+from flatparam_runtime import Nonfinite
 
 # The types are there at runtime too, for `typing.get_type_hints`, unless torch was built without them.
 if TYPE_CHECKING or dist.is_available():
@@ -59,6 +60,7 @@ class Arguments:
     device_mesh: DeviceMesh | None = None
     broadcast_buffers: bool = False
     clean_names: bool = False
+    nonfinite: Nonfinite = "ignore"
 
     def by_name(self) -> dict[str, Any]:
         """Each argument under its name."""

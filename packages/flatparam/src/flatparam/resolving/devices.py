@@ -1,4 +1,4 @@
-"""Which device full parameters are to live on."""
+"""The choice of the device that full parameters live on."""
 
 from __future__ import annotations
 

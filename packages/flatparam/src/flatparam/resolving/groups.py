@@ -1,4 +1,4 @@
-"""Which ranks share a shard, and which hold copies of it: from a strategy and what FSDP1 takes as groups."""
+"""The groups of ranks that share a shard, or hold copies of it: from a strategy and what FSDP1 takes as groups."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def resolve_groups(
 
 
 def _shared(topology: Topology, strategy: ShardingStrategy) -> Topology:
-    """The groups of the wrapper around, for a unit that a policy may have given another strategy."""
+    """The groups of the wrapper around, for a unit that a policy may have given a different strategy."""
     if strategy is ShardingStrategy.NO_SHARD and topology.replicate is None:
         return Topology(SingleCollectives(), topology.shard)
     if strategy not in HYBRID and topology.replicate is not None and topology.shard.size == 1:

@@ -1,4 +1,4 @@
-"""Which modules and parameters are left whole."""
+"""The modules and parameters that are left whole."""
 
 from __future__ import annotations
 

@@ -138,6 +138,7 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
         notices_replacement=not environment.skip_writeback_check,
         broadcast_buffers=bool(arguments.broadcast_buffers),
         use_orig_params=bool(arguments.use_orig_params),
+        nonfinite=arguments.nonfinite,
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     if arguments.mixed_precision is not None:

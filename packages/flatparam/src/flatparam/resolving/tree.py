@@ -1,4 +1,4 @@
-"""Which modules become units, and with which settings each: resolved for the whole tree before anything is wrapped."""
+"""The modules that become units, with the settings of each: resolved for the whole tree before one is wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules and buffers belong to the unit of a wrapper itself, and not to units inside."""
+"""The modules and buffers that belong to the unit of a wrapper itself, and not to units inside."""
 
 from __future__ import annotations
 

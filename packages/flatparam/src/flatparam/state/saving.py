@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from flatparam.wrapper.interior import Interior
 from flatparam_runtime import Unit
 from flatparam_state import clean_keys, is_sharded_tensor, state_shown
 
-__all__ = ["save_state"]
+__all__ = ["collected", "save_state"]
 
 
 def save_state(
@@ -31,9 +32,24 @@ def save_state(
     """The state of `wrapper`, in the form of its settings, by `collect`, which is torch's own `state_dict`.
 
     Args:
+        arguments, named: see `collected`.
+    """
+    return collected(arguments, named, collect, partial(_saving, wrapper, interior))
+
+
+def collected(
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+    collect: Callable[..., Any],
+    saving: Callable[[dict[str, Any], str], contextlib.AbstractContextManager[None]],
+) -> Any:
+    """The state that `collect`, which is torch's own `state_dict`, collects.
+
+    Args:
         arguments: those by position, which torch's `state_dict` still takes: destination, prefix, whether variables
             are kept.
         named: the same by name; those by position go before.
+        saving: entered while torch collects, with the state and the prefix of the names in it.
     """
     destination, prefix, keep_vars = (*arguments, *list(named.values())[len(arguments) :])
     state = destination
@@ -41,7 +57,7 @@ def save_state(
         state = cast(Any, OrderedDict())
         # Torch notes versions there.
         state._metadata = OrderedDict()
-    with _saving(wrapper, interior, state, prefix):
+    with saving(state, prefix):
         collect(destination=state, prefix=prefix, keep_vars=keep_vars)
     return state
 
@@ -82,7 +98,7 @@ def _check_form(unit: Unit, kind: StateDictType) -> None:
     if unit.plan.topology.shard.size == 1:
         warnings.warn(
             f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
-            stacklevel=5,
+            stacklevel=7,
         )
     elif kind is StateDictType.LOCAL_STATE_DICT and unit.plan.topology.mesh is not None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Which form the state of wrappers has: the settings of `state_dict_type`."""
+"""The settings of `state_dict_type`, which say which form the state of wrappers has."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _kinds_of(settings: StateDictSettings) -> tuple[StateDictType, type, type]:
 def resolve_settings(
     state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> StateDictSettings:
-    """The settings asked for.
+    """The settings that were asked for, checked and with their defaults.
 
     Raises:
         RuntimeError: if a configuration is not one of the form's.

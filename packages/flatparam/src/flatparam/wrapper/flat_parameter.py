@@ -78,13 +78,13 @@ def params(flat_param: FlatParameter) -> list[nn.Parameter] | None:
 
 
 def param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
-    """Where each original parameter is held: its name in the module, the module, and the module's name."""
+    """The place of each original parameter: its name in the module, the module, and the module's name."""
     infos = _handle(flat_param).param_infos
     return tuple(OfModule(each[0].param_name, each[0].module, each[0].module_name) for each in infos)
 
 
 def shared_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
-    """Where else original parameters are held that modules share, beside the first place."""
+    """The further places of original parameters that modules share, beside the first place of each."""
     return tuple(
         SharedOfModule(
             info.param_name,
@@ -100,7 +100,7 @@ def shared_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
 
 
 def shard_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
-    """Which part of each original parameter is in this rank's shard."""
+    """The part of each original parameter that is in this rank's shard."""
     found = []
     for fragment in flat_param.flat_layout.fragments(flat_param.rank):
         if not fragment.in_shard:

@@ -202,7 +202,7 @@ class HandleView(metaclass=_Sealed):
         """
         if module._parameters.get(param_name) is not tensor and not self._is_part(module, param_name, tensor):
             raise FlatParamError(
-                f"{self._held}: {param_name!r} cannot be given another tensor behind the unit's back; change its "
+                f"{self._held}: {param_name!r} cannot be given a different tensor behind the unit's back; change its "
                 "values inside FullyShardedDataParallel.summon_full_params(model)"
             )
 

@@ -1,9 +1,9 @@
-"""What torch's own ways to spread a model over ranks do with a wrapper: each is refused, by a name of ours to use."""
+"""Refusals: torch's own ways to spread a model over ranks do not take a wrapper, and the error names ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 import attrs
 
@@ -11,7 +11,7 @@ from flatparam.wrapper.ranks import ranks_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Unit
 
-__all__ = ["NoDDP", "refuse_another_fsdp", "refuse_join", "refuse_torchs_functions"]
+__all__ = ["DDP_ASKS", "FSDP_MARKS", "refuse_join", "refuse_torchs_functions"]
 
 _BEFORE = (
     "give it the module that is not wrapped, or call flatparam.install() before anything else, so that the class which "
@@ -21,7 +21,7 @@ _BEFORE = (
 
 @final
 @attrs.frozen(eq=False)
-class NoDDP:
+class _NoDDP:
     """The names that `DistributedDataParallel` asks a module to leave out; to list them refuses it."""
 
     _unit: Unit
@@ -52,27 +52,46 @@ def refuse_join(unit: Unit, **kwargs: object) -> NoReturn:
     )
 
 
-def refuse_another_fsdp(unit: Unit) -> NoReturn:
-    """Refuse torch's FSDP1 or `fully_shard`, which mark each module that they take over.
-
-    Raises:
-        FlatParamError: on every rank.
-    """
-    raise FlatParamError(
-        f"rank {ranks_of(unit).rank}: torch's FSDP1 or fully_shard was given a model that flatparam shards already. "
-        f"If a library did that, {_BEFORE}"
-    )
-
-
-def refuse_torchs_functions(unit: Unit) -> NoReturn:
-    """Refuse torch's functions for distributed state, which would save this rank's parts only.
+def refuse_torchs_functions(module: Any) -> NoReturn:
+    """Refuse torch's functions for distributed state, which ask each module for this, and would save parts only.
 
     Raises:
         FlatParamError: on every rank, naming the functions to call.
     """
+    rank = ranks_of(module._unit).rank
     raise FlatParamError(
-        f"rank {ranks_of(unit).rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and "
-        "would take this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
+        f"rank {rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and would take "
+        "this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
         "(get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, "
         "set_optimizer_state_dict, set_state_dict), with the same arguments"
     )
+
+
+def _refuse_another_fsdp(module: Any, value: object) -> NoReturn:
+    """Refuse torch's FSDP1 or `fully_shard`, which set this on each module that they take over.
+
+    Raises:
+        FlatParamError: on every rank.
+    """
+    rank = ranks_of(module._unit).rank
+    raise FlatParamError(
+        f"rank {rank}: torch's FSDP1 or fully_shard was given a model that flatparam shards already. "
+        f"If a library did that, {_BEFORE}"
+    )
+
+
+def _asked_by_ddp(module: Any) -> _NoDDP:
+    """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
+    return _NoDDP(module._unit)
+
+
+def _is_managed(module: Any) -> bool:
+    """Tell the compiler that the parameters are sharded."""
+    return True
+
+
+# For the classes of sharded modules, whose `_unit` is their unit.
+DDP_ASKS: Final = property(_asked_by_ddp)
+"""The attribute `_ddp_params_and_buffers_to_ignore`."""
+FSDP_MARKS: Final = property(_is_managed, _refuse_another_fsdp)
+"""The attribute `_is_fsdp_managed_module`."""

@@ -16,7 +16,7 @@ def read_part(
 ) -> Tensor:
     """Elements `span` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
 
-    Only these elements' blocks are read, unless the checkpoint has another memory order.
+    Only these elements' blocks are read, unless the checkpoint has a different memory order.
     """
     record = reader.record(path)
     shape = record.info.shape

@@ -66,7 +66,7 @@ def prepare_model(
         problems.append(f"the model lacks {_some(unexpected)}")
     if problems:
         raise CheckpointError(
-            f"{reader.path} is of another model: {'; '.join(problems[:_SHOWN])}",
+            f"{reader.path} is of a different model: {'; '.join(problems[:_SHOWN])}",
             path=reader.path,
             hint="build the model that was saved; load(strict=False) leaves what is missing as it is",
         )
@@ -89,7 +89,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _paths(reader: CheckpointReader, tensor: ModelTensor) -> list[str]:
-    """Where the checkpoint has `tensor`, under any of its names or theirs."""
+    """The paths at which the checkpoint has `tensor`, under any of its names or theirs."""
     manifest = reader.manifest
     paths = [join_path(("model", name)) for name in tensor.names]
     found = [manifest.aliases.get(path, path) for path in paths]

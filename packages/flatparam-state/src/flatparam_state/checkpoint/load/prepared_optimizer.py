@@ -58,7 +58,7 @@ def prepare_optimizer(
 
     Raises:
         CheckpointError: if there is none.
-        FlatParamError: if it does not fit; if it is that of another optimizer, unless `other_states`.
+        FlatParamError: if it does not fit; if it is that of a different optimizer, unless `other_states`.
     """
     saved = _saved_state(reader, model, at)
     made = load_optimizer_state(model, optimizer, saved, other_states=other_states)

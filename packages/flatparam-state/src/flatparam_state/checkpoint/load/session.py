@@ -32,7 +32,7 @@ class Loaded:
     extra: Any
     """The `extra` that was given to `save`; tensors are on the CPU."""
     rank_extra: Any
-    """This rank's own, or None if the checkpoint is of another world size."""
+    """This rank's own, or None if the checkpoint is of a different world size."""
     world_size: int
     """The world size of the save."""
     save_id: str
@@ -209,5 +209,5 @@ def _check_presence(directory: CheckpointDirectory, path: Path, nbytes: int, ran
             f"{path}: expected the {nbytes:,} bytes that rank {rank} wrote, found {said}",
             path=path,
             rank=rank,
-            hint=f"restore the file from a copy, or use another checkpoint of those of steps {directory.steps()}",
+            hint=f"restore the file from a copy, or use a different checkpoint of those of steps {directory.steps()}",
         )

@@ -79,7 +79,7 @@ def read_sealed(path: str | os.PathLike[str], *, follows_links: bool = True) -> 
         raise CheckpointError(
             f"{path}: damaged: {error}",
             path=path,
-            hint="use another checkpoint, or restore the file from a copy",
+            hint="use a different checkpoint, or restore the file from a copy",
         ) from error
 
 

@@ -49,7 +49,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{file}: not a manifest that this version reads: {error}",
             path=file,
-            hint="use another checkpoint",
+            hint="use a different checkpoint",
         ) from error
 
 
@@ -71,11 +71,11 @@ class CheckpointDirectory:
     root: Path
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, if there is one."""
+        """The path of the checkpoint of `step`, if there is one."""
         return self.root / f"step-{step:08d}"
 
     def temporary_path(self, step: int, save_id: str) -> Path:
-        """Where it is before it is committed."""
+        """The path of the checkpoint of `step` before it is committed."""
         return self.root / f"step-{step:08d}.tmp-{save_id}"
 
     def steps(self) -> list[int]:
@@ -219,7 +219,7 @@ class CheckpointDirectory:
         raise CheckpointError(
             f"{self.root}: none of the checkpoints {steps} is sound" + (f": {why}" if why else ""),
             path=self.root,
-            hint="restore one from a copy, or start anew in another directory",
+            hint="restore one from a copy, or start anew in a different directory",
         )
 
     def clean(self) -> None:

@@ -106,7 +106,7 @@ class Committer:
             raise CheckpointError(
                 f"{path}: there is a checkpoint of step {step} already, and nothing committed is ever changed",
                 path=path,
-                hint="delete it, or save to another directory",
+                hint="delete it, or save to a different directory",
             )
         aside = self.directory.set_aside(step)
         self._numbers.pop(step, None)

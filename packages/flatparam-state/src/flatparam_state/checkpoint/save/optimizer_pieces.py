@@ -37,7 +37,9 @@ def optimizers_by_name(
         return {("optimizer",): optimizer}
     for name in optimizer:
         if name in ("", "state", "param_groups"):
-            raise CheckpointError(f"{name!r} cannot be the name of an optimizer", hint="give it another one")
+            raise CheckpointError(
+                f"{name!r} cannot be the name of an optimizer", hint="give it a different one"
+            )
     return {("optimizer", name): each for name, each in optimizer.items()}
 
 

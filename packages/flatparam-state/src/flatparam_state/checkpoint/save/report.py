@@ -53,7 +53,7 @@ class RankReport:
         """The report of `rank` in `directory`.
 
         Raises:
-            CheckpointError: if it is not there, or of another save, or the file is not as it says.
+            CheckpointError: if it is not there, or of a different save, or the file is not as it says.
         """
         path = report_path(directory, rank)
         tree = read_sealed(path)
@@ -74,5 +74,5 @@ class RankReport:
 
 
 def report_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` reports."""
+    """The path of the report of rank `rank`."""
     return directory / f"rank-{rank:05d}.done"

@@ -111,7 +111,7 @@ def _data_start(file: ByteFile) -> int:
 
 def _bad(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: not a sound safetensors file: {why}", path=path, hint="use another checkpoint"
+        f"{path}: not a sound safetensors file: {why}", path=path, hint="use a different checkpoint"
     )
 
 

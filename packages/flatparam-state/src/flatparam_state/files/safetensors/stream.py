@@ -96,7 +96,7 @@ class TensorFileWriter:
             observe: is shown all bytes, in order.
 
         Raises:
-            ValueError: if another tensor, dtype or number of elements was announced.
+            ValueError: if a different tensor, dtype or number of elements was announced.
         """
         announced, info = self._left.pop()
         if announced != name:

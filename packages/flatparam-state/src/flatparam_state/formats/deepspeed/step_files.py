@@ -58,7 +58,7 @@ def step_directory(path: Path) -> Path:
         raise CheckpointError(
             f"{latest} says {tag!r}, and there is no such directory",
             path=step,
-            hint="copy it to its place, or give the directory of another step",
+            hint="copy it to its place, or give the directory of a different step",
         )
     return step
 
@@ -210,7 +210,7 @@ def read_model_parts(files: Sequence[Path]) -> list[Mapping[str, Any]]:
         root = open_archive(file, names=_NAMES).root
         with plausible(file):
             if not isinstance(root["module"], dict) or not isinstance(root["param_shapes"], list):
-                raise TypeError("`module` or `param_shapes` is of another type")
+                raise TypeError("`module` or `param_shapes` is of a different type")
             compared = {key: root.get(key) for key in ("frozen_param_fragments", "global_steps")}
             found.append(compared if found else root)
     return found
@@ -220,7 +220,7 @@ def check_complete(files: Files, ranks: Sequence[RankPart], models: Sequence[Map
     """See that the files are all those of one save.
 
     Raises:
-        CheckpointError: naming the file that is missing, too many, or of another save.
+        CheckpointError: naming the file that is missing, too many, or of a different save.
     """
     world_size, stage = ranks[0].world_size, ranks[0].stage
     if "ds_zero_partition_groups" in ranks[0].state:

@@ -17,7 +17,7 @@ _VISITS_A_BYTE: Final = 16
 
 @final
 class Budget:
-    """What is left of the memory, and of the visits to values, that a pickle of `nbytes` may cost.
+    """The rest of the memory, and of the visits to values, that a pickle of `nbytes` may cost.
 
     A value that is used in several places counts in each: whoever walks through a tree comes there again and again,
     and a pickle of 600 bytes can be a tree of a million leaves.

@@ -44,7 +44,7 @@ def pickle_of(root: Any) -> bytes:
     """The pickle of a tree of dictionaries, lists, tuples, plain values, `Global`, `PickledCall` and `Persistent`.
 
     Raises:
-        CheckpointError: for a value of another type.
+        CheckpointError: for a value of a different type.
     """
     out = io.BytesIO()
     out.write(pickle.PROTO + b"\x02")

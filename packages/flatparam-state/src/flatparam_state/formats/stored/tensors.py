@@ -75,7 +75,7 @@ class Storage:
                 f"{self.file}: the bytes [{self.start}, {self.start + self.nbytes}) are not what was written: expected "
                 f"checksum {self.crc:08x}, found {crc:08x}",
                 path=self.file,
-                hint="the file is damaged: copy it again, or use another checkpoint",
+                hint="the file is damaged: copy it again, or use a different checkpoint",
             )
         self.sound.add(self.start)
 

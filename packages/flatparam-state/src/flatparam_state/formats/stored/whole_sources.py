@@ -54,7 +54,7 @@ class StoredSource:
 @final
 @attrs.frozen(eq=False)
 class _TensorOfSource(Stored):
-    """A tensor of another source."""
+    """A tensor of a different source."""
 
     source: Source
     path: str
@@ -71,7 +71,7 @@ class _TensorOfSource(Stored):
 @final
 @attrs.frozen(eq=False)
 class _Reordered(Stored):
-    """A tensor that a checkpoint of ours has in another memory order; it is held once while it is read."""
+    """A tensor that a checkpoint of ours has in a different memory order; it is held once while it is read."""
 
     reader: CheckpointReader
     path: str
@@ -122,7 +122,7 @@ def select(source: Source, parts: Sequence[str]) -> StoredSource:
 @final
 @attrs.frozen
 class _Cast(Stored):
-    """A tensor in another dtype."""
+    """A tensor in a different dtype."""
 
     stored: Stored
 

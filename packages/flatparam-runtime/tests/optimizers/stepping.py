@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
-from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_runtime import units_in
 
-from ..models import seeded
-from ..worlds import assert_same_state, inputs, train
+from ..worlds import full_parameters, mean_gradients, seeded, sharded
 
 HERE = SingleCollectives()
 STEPS = 3
@@ -54,8 +53,42 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def wrapped(make: Callable[[], nn.Module] = net, ranks: Collectives | None = None, **how: Any) -> FSDP:
-    return FSDP(seeded(make), ranks, use_orig_params=True, **how)
+def sharded_net(
+    ranks: Collectives = HERE,
+    make: Callable[[], nn.Module] = net,
+    *,
+    original: bool = True,
+    each: bool = False,
+) -> nn.Module:
+    """The seeded module as one unit, or with a unit for each of its children too."""
+    units = [name for name, _ in make().named_children()] if each else []
+    return sharded(make, ranks, units=units, use_orig_params=original)
+
+
+def inputs(rank: int, count: int = STEPS) -> list[Tensor]:
+    """The batches of a rank."""
+    seeds = (100 * step + rank for step in range(count))
+    return [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, batches: Sequence[Tensor]) -> None:
+    """One step on each batch."""
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def train_on_mean(model: nn.Module, optimizer: optim.Optimizer, ranks: int, steps: int = STEPS) -> None:
+    """Train a local module on the mean of the gradients that the ranks' batches give."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        gradients = mean_gradients(
+            model, lambda each, rank, step=step: each(inputs(rank)[step]).square().mean(), ranks
+        )
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
 
 
 def adamw(model: nn.Module, **how: Any) -> optim.Optimizer:
@@ -66,17 +99,33 @@ def trained(model: nn.Module, optimizer: optim.Optimizer, count: int = STEPS, se
     train(model, optimizer, inputs(seed, count))
 
 
-def pair(**how: Any) -> tuple[FSDP, optim.Optimizer, nn.Module, optim.Optimizer]:
-    """A wrapped model of one rank and a plain one, each with its optimizer."""
-    model, plain = wrapped(ranks=HERE), seeded(net)
+def pair(**how: Any) -> tuple[nn.Module, optim.Optimizer, nn.Module, optim.Optimizer]:
+    """A sharded model of one rank and a plain one, each with its optimizer."""
+    model, plain = sharded_net(), seeded(net)
     return model, adamw(model, **how), plain, adamw(plain, **how)
 
 
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the full parameters of a model, sharded or plain; every rank calls it."""
+    if units_in(model):
+        return full_parameters(model)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
+    """Assert that both have the same parameters, in the bits."""
+    found, wanted = values_of(model), values_of(expected)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
 def assert_same_training(
-    model: FSDP, optimizer: optim.Optimizer, plain: nn.Module, expected: optim.Optimizer
+    model: nn.Module, optimizer: optim.Optimizer, plain: nn.Module, expected: optim.Optimizer
 ) -> None:
-    """The same parameters and the same state of each, in the bits."""
-    assert_same_state(model.state_dict(), plain.state_dict())
+    """Assert that both have the same parameters, and the same state of each, in the bits."""
+    assert_same_values(model, plain)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         found, wanted = optimizer.state.get(mine, {}), expected.state.get(theirs, {})
         assert set(found) == set(wanted)
@@ -85,7 +134,7 @@ def assert_same_training(
 
 
 def assert_clean(optimizer: optim.Optimizer) -> None:
-    """Groups and state know the model's parameters and nothing else."""
+    """Assert that groups and state know the model's parameters and nothing else."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert {id(p) for p in optimizer.state} <= held
     assert all(type(p) is nn.Parameter for group in optimizer.param_groups for p in group["params"])

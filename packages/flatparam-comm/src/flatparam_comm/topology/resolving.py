@@ -11,9 +11,8 @@ import attrs
 import torch.distributed as dist
 
 from flatparam_comm.collectives import Collectives
-from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.ranks_only import HasRanks, RanksOnly
 from flatparam_comm.shared_memory.engine import (
     SharedMemoryCollectives,
     as_process_group,
@@ -23,7 +22,8 @@ from flatparam_comm.shared_memory.engine import (
 from flatparam_comm.shared_memory.host import host_identity
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
-from flatparam_comm.topology import Topology
+from flatparam_comm.topology.ranks_only import HasRanks, RanksOnly
+from flatparam_comm.topology.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,7 +129,7 @@ def _default_collectives() -> Collectives:
     here = current_collectives()
     if here is not None:
         return here
-    group = c10d.default_group()
+    group = groups.default_group()
     if group is None:
         raise ValueError(
             "expected to be started as one of several ranks, found no process group: start the program with torchrun "

@@ -10,15 +10,24 @@ import pytest
 import torch
 from torch import nn, optim
 
-from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives
 from flatparam_runtime import set_flat_steps, tensors_stepped
 from flatparam_runtime.optimizers.divided import THREAD_GRAIN, can_be_divided
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 
-from ..models import seeded
-from ..worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
-from .stepping import HERE, KINDS, STEPS, net
+from ..worlds import check_same, full_parameters, run, seeded
+from .stepping import (
+    HERE,
+    KINDS,
+    STEPS,
+    assert_same_values,
+    inputs,
+    net,
+    sharded_net,
+    train,
+    train_on_mean,
+    values_of,
+)
 
 NUMEL = 8
 
@@ -30,8 +39,8 @@ def short_pieces() -> Iterator[None]:
         yield
 
 
-def wrapped(ranks: Collectives = HERE, original: bool = False) -> FSDP:
-    return FSDP(seeded(net), ranks, use_orig_params=original)
+def flat_net(ranks: Collectives = HERE, original: bool = False) -> nn.Module:
+    return sharded_net(ranks, original=original)
 
 
 def momentum(parameters: Any) -> optim.Optimizer:
@@ -56,14 +65,14 @@ def test_every_optimizer_has_the_bits_of_the_plain_one(
         cuts = False
 
     def rank(ranks: Collectives) -> Any:
-        model = wrapped(ranks, original)
+        model = flat_net(ranks, original)
         optimizer = kind(model.parameters(), **how)
         train(model, optimizer, inputs(ranks.rank, STEPS))
         long = [p for p in model.parameters() if p.numel() > NUMEL]
         assert all(can_be_divided(p, optimizer.state) for p in long) or not cuts
         short = any(0 < p.numel() <= NUMEL for p in model.parameters())
         return (
-            model.state_dict(),
+            full_parameters(model),
             tensors_stepped(optimizer),
             sum(-(-p.numel() // NUMEL) for p in long),
             short,
@@ -71,8 +80,8 @@ def test_every_optimizer_has_the_bits_of_the_plain_one(
 
     plain = seeded(net)
     train_on_mean(plain, kind(plain.parameters(), **how), 2, steps=STEPS)
-    for state, count, pieces, short in on_ranks(2, rank):
-        assert_same_state(state, plain.state_dict())
+    for state, count, pieces, short in run(2, rank):
+        check_same(state, values_of(plain))
         assert pieces > 1
         if not original:
             assert count == (pieces if cuts else 1)
@@ -82,7 +91,7 @@ def test_every_optimizer_has_the_bits_of_the_plain_one(
 
 def test_state_is_the_optimizers_own() -> None:
     """Whole tensors in their shapes, the same objects in each step, and one count of steps for all pieces."""
-    model = wrapped()
+    model = flat_net()
     optimizer = optim.AdamW(model.parameters())
     train(model, optimizer, inputs(0, 1))
     (flat,) = model.parameters()
@@ -98,16 +107,18 @@ def test_state_is_the_optimizers_own() -> None:
 
 def test_saved_and_loaded_between() -> None:
     """A state dict of an optimizer that has stepped pieces goes on in another one in the same bits."""
-    models = [wrapped(), wrapped()]
+    models = [flat_net(), flat_net()]
     optimizers = [optim.AdamW(model.parameters(), lr=0.1) for model in models]
     first, second = inputs(0, 2), inputs(1, 3)
     train(models[0], optimizers[0], first)
-    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
+    with torch.no_grad():
+        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            mine.copy_(theirs)
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, second)
         assert tensors_stepped(optimizer) == pieces_of(model)
-    assert_same_state(models[1].state_dict(), models[0].state_dict())
+    assert_same_values(models[1], models[0])
 
 
 @pytest.mark.parametrize("what", ["tensor lr", "sparse", "turned off", "state of another kind"])
@@ -131,15 +142,15 @@ def test_what_cannot_be_cut_is_stepped_whole(what: str) -> None:
             optimizer.step()
         return tensors_stepped(optimizer)
 
-    plain, model = seeded(net), wrapped()
+    plain, model = seeded(net), flat_net()
     stepped(plain)
     assert stepped(model) == (None if what == "turned off" else 1)
-    assert_same_state(model.state_dict(), plain.state_dict())
+    assert_same_values(model, plain)
 
 
 def test_gradients_come_and_go() -> None:
     """A step without a gradient changes nothing, and the next one with a gradient is in pieces again."""
-    model, plain = wrapped(), seeded(net)
+    model, plain = flat_net(), seeded(net)
     pairs = [(model, momentum(model.parameters())), (plain, momentum(plain.parameters()))]
     for x in inputs(0, 4):
         for each, optimizer in pairs:
@@ -147,7 +158,7 @@ def test_gradients_come_and_go() -> None:
             optimizer.step()
             optimizer.zero_grad()
             optimizer.step()
-    assert_same_state(model.state_dict(), plain.state_dict())
+    assert_same_values(model, plain)
     assert tensors_stepped(pairs[0][1]) == 0
     for each, optimizer in pairs:
         train(each, optimizer, inputs(1, 1))
@@ -156,7 +167,7 @@ def test_gradients_come_and_go() -> None:
 
 def test_state_that_the_step_makes_is_put_together() -> None:
     """If the optimizer finds some state and makes other in each piece, that is one tensor afterwards."""
-    model, plain = wrapped(), seeded(net)
+    model, plain = flat_net(), seeded(net)
     for each in (model, plain):
         optimizer = momentum(each.parameters())
         train(each, optimizer, inputs(0, 2))
@@ -168,12 +179,12 @@ def test_state_that_the_step_makes_is_put_together() -> None:
             assert state["momentum_buffer"].shape == parameter.shape
             assert state.keys() == {"momentum_buffer", "note"}
         assert tensors_stepped(optimizer) == (pieces_of(model) if each is model else None)
-    assert_same_state(model.state_dict(), plain.state_dict())
+    assert_same_values(model, plain)
 
 
 def test_state_that_was_cleared() -> None:
     """Without its buffer a parameter is stepped whole, which makes the buffer anew, and then in pieces again."""
-    model, plain = wrapped(), seeded(net)
+    model, plain = flat_net(), seeded(net)
     counts = []
     for each in (model, plain):
         optimizer = momentum(each.parameters())
@@ -184,27 +195,27 @@ def test_state_that_was_cleared() -> None:
             train(each, optimizer, [x])
             counts.append(tensors_stepped(optimizer))
     assert counts == [1, pieces_of(model), pieces_of(model), None, None, None]
-    assert_same_state(model.state_dict(), plain.state_dict())
+    assert_same_values(model, plain)
 
 
 def test_a_parameter_that_is_listed_twice() -> None:
     """It is stepped twice, as torch does, which warns of it: not in pieces, of which each would count once."""
     states = []
     for enabled in (True, False):
-        model = wrapped()
+        model = flat_net()
         with pytest.warns(UserWarning, match="duplicate parameters"):
             optimizer = optim.AdamW([*model.parameters()] * 2, lr=0.1)
         set_flat_steps(optimizer, enabled)
         train(model, optimizer, inputs(0, STEPS))
         (state,) = optimizer.state.values()
         assert float(state["step"]) == 2 * STEPS
-        states.append(model.state_dict())
-    assert_same_state(*states)
+        states.append(full_parameters(model))
+    check_same(*states)
 
 
 def test_a_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was raised comes out, and the count of steps is that of the elements that were stepped."""
-    model = wrapped()
+    model = flat_net()
     optimizer = optim.Adam(model.parameters())
     train(model, optimizer, inputs(0, 2))
     calls, step = [], torch.Tensor.addcdiv_
@@ -228,7 +239,7 @@ def test_a_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimizers_of_other_models() -> None:
     """Whatever parameters they hold, such as those of a lazy module that was never called, they step as ever."""
-    wrapped()
+    flat_net()
     lazy, linear = nn.LazyLinear(3), nn.Linear(2, 2)
     optimizer = momentum([*lazy.parameters(), *linear.parameters()])
     linear(torch.ones(1, 2)).sum().backward()
@@ -238,7 +249,7 @@ def test_optimizers_of_other_models() -> None:
 
 def test_a_step_is_noticed_by_autograd() -> None:
     """Autograd refuses to differentiate through a flat parameter that pieces of it have changed since."""
-    model = wrapped()
+    model = flat_net()
     optimizer = momentum(model.parameters())
     train(model, optimizer, inputs(0, 2))
     (flat,) = model.parameters()
@@ -251,7 +262,7 @@ def test_a_step_is_noticed_by_autograd() -> None:
 
 def test_other_parameters_are_left_alone() -> None:
     """What belongs to no unit is stepped as it is, however long."""
-    model, outside = wrapped(), nn.Parameter(torch.ones(3 * NUMEL))
+    model, outside = flat_net(), nn.Parameter(torch.ones(3 * NUMEL))
     optimizer = momentum([*model.parameters(), outside])
     for x in inputs(0, 2):
         optimizer.zero_grad()

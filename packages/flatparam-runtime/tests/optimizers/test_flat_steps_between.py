@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from flatparam import FullyShardedDataParallel as FSDP
-from flatparam_runtime import tensors_stepped
+from flatparam_runtime import summon_full_params, tensors_stepped
 
-from ..worlds import inputs
-from .stepping import assert_clean, assert_same_training, pair, trained
+from .stepping import assert_clean, assert_same_training, inputs, pair, trained
 
 
 def frozen_then_not(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
@@ -62,6 +60,18 @@ def one_state_cleared(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -
     del optimizer.state[next(iter(model.parameters()))]
 
 
+def state_added(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
+    for parameter, state in optimizer.state.items():
+        state["mine"] = torch.zeros_like(parameter)
+
+
+def state_renamed(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
+    for state in optimizer.state.values():
+        state["mine"] = state["exp_avg_sq"]
+        state["exp_avg_sq"] = state["mine"].clone()
+        state["step"] = state.pop("step")
+
+
 def loaded(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -82,21 +92,8 @@ def regrouped(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
     optimizer.add_param_group({"params": [moved], "weight_decay": 0.5})
 
 
-def in_double(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
-    model.double()
-    for state in optimizer.state.values():
-        state.update({name: value.double() for name, value in state.items() if name != "step"})
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x.double()).square().mean().backward()
-        optimizer.step()
-    model.float()
-    for state in optimizer.state.values():
-        state.update({name: value.float() for name, value in state.items() if name != "step"})
-
-
 def values_written(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
-    with FSDP.summon_full_params(model) if isinstance(model, FSDP) else torch.no_grad(), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
 
@@ -138,11 +135,12 @@ Events: Any = [
     (state_written, 2),
     (state_cleared, 2),
     (one_state_cleared, 3),
+    (state_added, 2),
+    (state_renamed, 2),
     (loaded, 2),
     (loaded_itself, 2),
     (from_a_file, 2),
     (regrouped, 3),
-    (in_double, 2),
     (values_written, 2),
     (closure, 2),
     (no_gradient_at_all, 2),

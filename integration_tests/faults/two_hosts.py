@@ -1,0 +1,135 @@
+"""Two hosts in one machine: two network namespaces that a virtual cable joins, with two ranks in each.
+
+    unshare --user --map-root-user --net python -m integration_tests.faults.two_hosts FAULT
+
+Ranks 0 and 1 are on the one host, 2 and 3 on the other. Each host shares memory, and gloo goes through the cable; each
+shard has a copy on the other host. Prints what every rank said, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["FAULTS", "NETEM", "main"]
+
+#: What happens to the cable after some steps.
+FAULTS: Final = ("none", "cut", "slow", "lossy")
+#: The arguments of netem(8) for a cable that is bad from the beginning.
+NETEM: Final = {"slow": ("delay", "100ms"), "lossy": ("loss", "5%")}
+_STEPS: Final = 12
+#: The step at which the cable is cut.
+_CUT: Final = 5
+_NEAR, _FAR = "10.77.0.1", "10.77.0.2"
+#: Seconds: the time limit of the process groups, and of everything.
+_LIMIT, _LONGEST = 60.0, 150.0
+
+
+def main(fault: str) -> int:
+    """Lay the cable, start the ranks, and print what they said; 77 if the system has no such fault."""
+    other = subprocess.Popen(["unshare", "--net", "--uts", "sh", "-c", "hostname far && exec sleep 1000"])
+    try:
+        time.sleep(0.5)
+        there = ["nsenter", f"--target={other.pid}", "--net", "--uts"]
+        for command in (
+            ["ip", "link", "set", "lo", "up"],
+            ["ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1"],
+            ["ip", "link", "set", "cable1", "netns", str(other.pid)],
+            ["ip", "address", "add", f"{_NEAR}/24", "dev", "cable0"],
+            ["ip", "link", "set", "cable0", "up"],
+            [*there, "ip", "link", "set", "lo", "up"],
+            [*there, "ip", "address", "add", f"{_FAR}/24", "dev", "cable1"],
+            [*there, "ip", "link", "set", "cable1", "up"],
+        ):
+            subprocess.run(command, check=True, capture_output=True)
+        if fault in NETEM:
+            added = subprocess.run(["tc", "qdisc", "add", "dev", "cable0", "root", "netem", *NETEM[fault]])
+            if added.returncode:
+                return 77
+        return _run(fault, there)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _run(fault: str, there: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = []
+        for rank in range(4):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "4",
+                "MASTER_ADDR": _NEAR,
+                "MASTER_PORT": "29571",
+                "GLOO_SOCKET_IFNAME": "cable0" if rank < 2 else "cable1",
+                # The system asks every second, not every five.
+                "FLATPARAM_RELAY_SILENCE": "1",
+            }
+            command = [sys.executable, "-m", "integration_tests.faults.two_hosts", "--rank", fault, directory]
+            ranks.append(subprocess.Popen([*there, *command] if rank >= 2 else command, env=environment))
+        deadline = time.monotonic() + _LONGEST
+        for each in ranks:
+            try:
+                each.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
+        said = [json.loads(path.read_text()) for path in sorted(Path(directory).glob("rank-*"))]
+        print(json.dumps({"said": said, "exits": [each.returncode for each in ranks]}))
+    return 0
+
+
+def _rank(fault: str, directory: str) -> None:
+    """One rank's program."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from flatparam import FullyShardedDataParallel, ShardingStrategy
+    from flatparam_comm import SharedMemoryCollectives, shared_memory
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT))
+    rank = dist.get_rank()
+    limit = timedelta(seconds=_LIMIT)
+    rows = [dist.new_group(each, timeout=limit) for each in ([0, 1], [2, 3])]
+    columns = [dist.new_group(each, timeout=limit) for each in ([0, 2], [1, 3])]
+    facts: dict[str, Any] = {"rank": rank, "losses": [], "kind": "", "text": ""}
+    try:
+        near = shared_memory(rows[rank // 2])
+        facts["shares"] = isinstance(near, SharedMemoryCollectives)
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),
+            (near, columns[rank % 2]),
+            ShardingStrategy.HYBRID_SHARD,
+            device_id=torch.device("cpu"),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(_STEPS):
+            if fault == "cut" and step == _CUT and rank == 0:
+                subprocess.run(["ip", "link", "set", "cable0", "down"], check=True)
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            facts["losses"].append(loss.item())
+    except Exception as error:
+        facts.update(kind=type(error).__name__, text=str(error))
+    Path(directory, f"rank-{rank}").write_text(json.dumps(facts))
+    # What is left of the groups waits for nobody.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        _rank(*sys.argv[2:])
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,217 @@
+"""The process groups of torch: what is known of one, what its ranks tell each other, and how one is made.
+
+torch names a group that only its own ranks make after a count that each rank keeps: up to 2.13 of the groups that the
+rank is in, and since 2.14 of the groups that it made, a count that also names the groups that all ranks make. If ranks
+have made different groups before, they would wait for groups of different names. So this file names such groups.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+import torch.distributed as dist
+
+from flatparam_comm.process_group.c10d import all_gather, first_of
+from flatparam_comm.process_group.exchanging import exchange_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "barrier",
+    "cpu_backend",
+    "current_device",
+    "default_group",
+    "exchange",
+    "has_cpu_backend",
+    "is_between_processes",
+    "members_of",
+    "name_of",
+    "new_subgroup",
+    "stop_waiting",
+    "store_of",
+    "timeout_of",
+]
+
+#: The backends whose groups are of several processes.
+_BETWEEN_PROCESSES: Final = ("gloo", "nccl", "xccl", "mpi", "ucc")
+
+
+def default_group() -> ProcessGroup | None:
+    """torch's default process group, or None if there is none (yet)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def name_of(group: ProcessGroup) -> str:
+    """The name of a group, which is the same on all of its ranks."""
+    return str(group.group_name)
+
+
+def is_between_processes(group: ProcessGroup) -> bool:
+    """Whether the group's backends connect processes: others, such as a fake one, only stand for groups."""
+    config = str(first_of("get_backend_config")(group))
+    return any(backend in config for backend in _BETWEEN_PROCESSES)
+
+
+def store_of(group: ProcessGroup, prefix: str, timeout: timedelta) -> Any:
+    """A connection of its own to the group's store, with keys that begin with `prefix`; None if there is none."""
+    store = group.get_group_store() if hasattr(group, "get_group_store") else None
+    if store is None or not hasattr(store, "clone"):
+        return None
+    own = store.clone()
+    own.set_timeout(timeout)
+    return first_of("PrefixStore")(prefix, own)
+
+
+def stop_waiting(group: ProcessGroup) -> None:
+    """Make everything that this process waits for on a gloo group fail at once; the group is of no use any more.
+
+    gloo has no call for this, and ignores `abort` and `shutdown`. But if a receive times out, it closes all of the
+    group's connections. For a different backend nothing happens.
+    """
+    if cpu_backend(group) != "gloo":
+        return
+    backend: Any = group._get_backend(torch.device("cpu"))
+    peer = 1 if group.rank() == 0 else 0
+    contexts = len(getattr(getattr(backend, "options", None), "_devices", [None]))
+    for tag in range(contexts):
+        # The error is the timeout; or the connections were closed before.
+        with suppress(RuntimeError):
+            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
+
+
+def cpu_backend(group: ProcessGroup) -> str:
+    """The name of the group's backend for CPU tensors, in lower case; empty if there is none."""
+    try:
+        return str(group._get_backend(torch.device("cpu")).name()).lower()
+    except RuntimeError:
+        return ""
+
+
+def exchange(value: object, group: ProcessGroup) -> list[Any]:
+    """Every rank's value, in the order of the group's ranks."""
+    device = _control_device(group)
+    gathered = exchange_bytes(
+        pickle.dumps(value),
+        group.size(),
+        lambda output, shard: all_gather(output, shard, group).wait(),
+        device,
+    )
+    return [pickle.loads(each) for each in gathered]
+
+
+def _control_device(group: ProcessGroup) -> torch.device:
+    """The device that small facts travel on: the CPU, unless the group has no backend there."""
+    if not torch.accelerator.is_available() or has_cpu_backend(group):
+        return torch.device("cpu")
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """The accelerator's device that this thread works on; there must be an accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "the caller has looked for an accelerator"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def has_cpu_backend(group: ProcessGroup) -> bool:
+    """Whether the group moves CPU tensors at all."""
+    return "cpu" in first_of("get_backend_config")(group)
+
+
+def members_of(group: ProcessGroup) -> list[int]:
+    """The numbers that the group's ranks have in the world, in the order of the group."""
+    return list(first_of("get_process_group_ranks")(group))
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Return when every rank of the group has called it."""
+    # Without the device NCCL guesses one from the global rank, and warns.
+    device = _control_device(group)
+    devices = None if device.type == "cpu" else [device.index]
+    first_of("barrier")(group=group, device_ids=devices)
+
+
+def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | None:
+    """A new process group of some of this group's ranks, with its backends and its timeout; None on the others.
+
+    The numbers are those within `group`. Every rank of `group` calls it.
+    """
+    members = members_of(group)
+    chosen = [members[rank] for rank in ranks]
+    options = {"backend": first_of("get_backend_config")(group), "timeout": timeout_of(group)}
+    is_member = members.index(first_of("get_rank")()) in ranks
+    made: ProcessGroup
+    if len(members) == first_of("get_world_size")():
+        made = first_of("new_group")(chosen, **options)
+        return made if is_member else None
+    # torch's default is that every rank of the *world* must call; inside a smaller group only its members can.
+    name = _NAMES.agree(group, chosen)
+    if not is_member:
+        return None
+    with _NAMES.given_by_torch_to_be(name):
+        made = first_of("new_group")(chosen, use_local_synchronization=True, **options)
+    return made
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """The time limit of the group's collectives (torch has no public getter), or None if no backend tells it.
+
+    Without it, a subgroup of a group with a limit of 10 seconds would wait for torch's 30 minutes.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    for device in (accelerator or torch.device("cuda"), torch.device("cpu")):
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:
+            # The group has no backend for this kind of device.
+            continue
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+@final
+class _Names:
+    """The names of groups that are made inside a group: the same on all of its ranks, whatever groups these made."""
+
+    __slots__ = ("_last", "_replacing")
+
+    def __init__(self) -> None:
+        """Begin with a process that has made no such group."""
+        self._last = 0
+        self._replacing = threading.Lock()
+
+    def agree(self, group: ProcessGroup, ranks: Sequence[int]) -> str:
+        """A name that no group of these ranks has had. Every rank of `group` calls it, and gets the same."""
+        self._last = 1 + max(exchange(self._last, group))
+        return f"flatparam {self._last}: {' '.join(map(str, ranks))}"
+
+    @contextmanager
+    def given_by_torch_to_be(self, name: str) -> Iterator[None]:
+        """Inside, torch calls the group that this thread makes `name`, and leaves its own counts as they are."""
+        module: Any = dist.distributed_c10d
+        thread = threading.get_ident()
+        with self._replacing:
+            of_torch = module._process_group_name
+
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return name if threading.get_ident() == thread else of_torch(*args, **kwargs)
+
+            module._process_group_name = ours
+            try:
+                yield
+            finally:
+                module._process_group_name = of_torch
+
+
+_NAMES: Final = _Names()

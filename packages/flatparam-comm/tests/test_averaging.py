@@ -1,0 +1,104 @@
+"""The two factors by which a sum over ranks becomes a mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatparam_comm import gradient_divisors
+from flatparam_comm.transfer.averaging import averaging_over
+
+RANKS = st.integers(min_value=1, max_value=1 << 20)
+
+
+@given(RANKS)
+def test_the_product_is_the_number_of_ranks(ranks: int) -> None:
+    """The divisions before and after the sum divide by the number of ranks, exactly."""
+    before, after = gradient_divisors(ranks)
+    assert before * after == ranks
+
+
+@given(RANKS)
+def test_the_first_is_a_power_of_two(ranks: int) -> None:
+    """The first factor is a power of two, so that it rounds nothing; and at least one."""
+    before, _ = gradient_divisors(ranks)
+    assert before >= 1
+    assert math.frexp(before)[0] == 0.5
+
+
+def rule_of_the_specification(ranks: int) -> int:
+    """Row S-034: start at one, and double as long as it divides ``ranks`` and is smaller than what is left."""
+    factor = 1
+    while ranks % factor == 0 and ranks / factor > factor:
+        factor *= 2
+    return factor
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factors"),
+    [
+        (1, (1, 1)),
+        (2, (2, 1)),
+        (3, (2, 1.5)),
+        (4, (2, 2)),
+        (6, (4, 1.5)),
+        (8, (4, 2)),
+        (12, (4, 3)),
+        (16, (4, 4)),
+        (64, (8, 8)),
+        (1000, (16, 62.5)),
+    ],
+)
+def test_the_rule(ranks: int, factors: tuple[float, float]) -> None:
+    """The factors are FSDP1's, worked out by hand here."""
+    assert gradient_divisors(ranks) == factors
+    assert rule_of_the_specification(ranks) == factors[0]
+
+
+@given(RANKS)
+def test_neither_factor_leaves_the_range(ranks: int) -> None:
+    """The first factor is at most twice the square root of the ranks, so no summand underflows before the sum."""
+    before, after = gradient_divisors(ranks)
+    assert before <= 2 * math.sqrt(ranks)
+    assert after <= ranks
+
+
+WIDE = frozenset({torch.float32, torch.bfloat16})
+
+
+@given(RANKS, st.booleans(), st.sampled_from([WIDE, frozenset({torch.float16}), WIDE | {torch.float16}]))
+def test_where_a_mean_is_divided(ranks: int, premultiplies: bool, dtypes: frozenset[torch.dtype]) -> None:
+    """All divisions together are by the number of ranks, and those before the last are by powers of two."""
+    averaging = averaging_over(ranks, float(ranks), dtypes, premultiplies=premultiplies)
+    assert averaging.before * averaging.after / averaging.factor == ranks
+    for factor in (averaging.before, averaging.factor):
+        assert math.frexp(factor)[0] == 0.5
+    assert (averaging.before, averaging.factor, averaging.after).count(1.0) >= (
+        1 if averaging.after > 1 else 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "premultiplies", "dtype", "expected"),
+    [
+        # One division, of the shard, which is copied anyway.
+        (2, False, torch.float32, (2, 1, 1)),
+        (8, False, torch.float32, (1, 1, 8)),
+        (3, False, torch.bfloat16, (1, 1, 3)),
+        (8, True, torch.bfloat16, (1, 1 / 8, 1)),
+        (6, True, torch.float32, (1, 1 / 4, 1.5)),
+        # The range of float16 is too small for the sum.
+        (8, True, torch.float16, (4, 1, 2)),
+        (8, False, torch.float16, (4, 1, 2)),
+    ],
+)
+def test_the_places_of_divisions(
+    ranks: int, premultiplies: bool, dtype: torch.dtype, expected: tuple[float, float, float]
+) -> None:
+    """There is one division if one is enough: in the collective, or of the shard."""
+    found = averaging_over(ranks, float(ranks), frozenset({dtype}), premultiplies=premultiplies)
+    assert (found.before, found.factor, found.after) == expected

@@ -1,0 +1,140 @@
+"""The connections between relays: here the ranks are objects of one process, and listen in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from flatparam_comm.relay.settings import RelaySettings
+from flatparam_comm.relay.star import Ended, Said, Star
+
+HELLO, BYE = {"text": "hello"}, {"text": "bye"}
+
+
+@pytest.fixture
+def stars() -> Iterator[Callable[[int], Star]]:
+    """A function that makes the star of a rank; all of a test share a store."""
+    with contextlib.ExitStack() as stack:
+        store = dist.HashStore()
+
+        def make(rank: int) -> Star:
+            star = Star(rank, store, RelaySettings())
+            stack.callback(star.drop)
+            star.open()
+            return star
+
+        yield make
+
+
+def heard(star: Star, others: list[Star], count: int) -> list[Said | Ended]:
+    """The first `count` news of `star`, while the others listen too: rank 0 has to accept and to pass on."""
+    news: list[Said | Ended] = []
+    while len(news) < count:
+        for other in others:
+            for _ in other.listen(0.0):
+                pass
+        news.extend(star.listen(0.02))
+    return news
+
+
+def test_rank_0_passes_on_what_each_rank_says(stars: Callable[[int], Star]) -> None:
+    """What a rank says reaches all others, also those that connect later, which hear the last words of each rank."""
+    first, second = stars(0), stars(1)
+    second.say(HELLO)
+    assert heard(first, [second], 1) == [Said(1, HELLO)]
+    assert first.is_connected
+    assert second.is_connected
+    first.say(BYE)
+    assert heard(second, [first], 1) == [Said(0, BYE)]
+    third = stars(2)
+    late = heard(third, [first, second], 2)
+    assert sorted(late, key=lambda each: each.rank) == [Said(0, BYE), Said(1, HELLO)]
+    third.say(HELLO)
+    assert heard(second, [first, third], 1) == [Said(2, HELLO)]
+    first.say_for(1, BYE)
+    assert heard(third, [first], 1) == [Said(1, BYE)]
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_the_end_of_a_connection_is_heard(stars: Callable[[int], Star], politely: bool) -> None:
+    """Rank 0 hears that a rank has gone, after its last words, however it went."""
+    first, second = stars(0), stars(1)
+    second.say(HELLO)
+    heard(first, [second], 1)
+    second.say(BYE)
+    if politely:
+        second.close()
+    else:
+        second.drop()
+    said, ended = heard(first, [], 2)
+    assert said == Said(1, BYE)
+    assert isinstance(ended, Ended)
+    assert (ended.rank, ended.reason) == (1, "the connection was closed")
+    assert not first.is_connected
+    # Nobody hears it, and nothing is raised.
+    first.say(HELLO)
+
+
+def test_a_stranger_is_not_heard(stars: Callable[[int], Star]) -> None:
+    """A connection that does not know the secret, or does not begin with a line of JSON, is dropped."""
+    store = dist.HashStore()
+    first = Star(0, store, RelaySettings())
+    try:
+        first.open()
+        told = json.loads(store.get("address"))
+        hellos = (b'{"secret": "guessed", "rank": 1}\n', b"no JSON\n", b'{"rank": 1}\n', b"", b"x" * 5000)
+        for hello in hellos:
+            with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
+                if hello:
+                    stranger.sendall(hello)
+                stranger.shutdown(socket.SHUT_WR)
+                assert list(first.listen(5.0)) == []
+            assert not first.is_connected
+    finally:
+        first.close()
+    assert not store.check(["address"])
+
+
+def test_an_address_that_nobody_listens_at(stars: Callable[[int], Star]) -> None:
+    """A rank whose address of rank 0 leads nowhere goes on, hears nothing, and can be closed."""
+    store = dist.HashStore()
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    told = {"host": ["elsewhere"], "space": "", "names": ["127.0.0.1"], "port": port, "secret": ""}
+    store.set("address", json.dumps(told))
+    second = Star(1, store, RelaySettings())
+    assert list(second.listen(0.0)) == []
+    assert not second.is_connected
+    second.say(HELLO)
+    second.close()
+    second.wake()
+
+
+def test_waking_ends_the_wait(stars: Callable[[int], Star]) -> None:
+    """`wake` has `listen` return without news, however often it was called."""
+    first = stars(0)
+    for _ in range(3):
+        first.wake()
+    assert list(first.listen(600.0)) == []
+
+
+def test_the_interface_that_a_user_names_comes_first(
+    monkeypatch: pytest.MonkeyPatch, stars: Callable[[int], Star]
+) -> None:
+    """Other hosts try the addresses of GLOO_SOCKET_IFNAME's interfaces, then MASTER_ADDR, then the name of the host."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such-interface")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "main.example")
+    store = dist.HashStore()
+    first = Star(0, store, RelaySettings())
+    first.open()
+    names = json.loads(store.get("address"))["names"]
+    first.close()
+    assert names.index("main.example") < names.index(socket.gethostname())
+    assert names[0] == ("127.0.0.1" if os.path.exists("/sys/class/net/lo") else "main.example")

@@ -1,0 +1,1 @@
+"""What a program will cost on its ranks, found by running it without memory and without communication."""

@@ -1,0 +1,12 @@
+"""What cannot be planned."""
+
+from __future__ import annotations
+
+from typing import final
+
+__all__ = ["PlanError"]
+
+
+@final
+class PlanError(RuntimeError):
+    """A program, or a setup, that cannot be planned; the message says why, and what to do."""

@@ -1,0 +1,209 @@
+"""`flatparam.plan` and `flatparam plan`: what they say, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam import Plan, PlanError, plan
+from flatparam.command import main
+from flatparam.planning.costs import measure
+from flatparam.planning.fitting import fit
+from flatparam.planning.profile import profile_named
+from flatparam.planning.program import TrainingProgram
+from flatparam.planning.setup import Setup
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Block(nn.Module):
+    """A unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x) * 0.5)
+
+
+class Model(nn.Module):
+    """Tokens to scores."""
+
+    def __init__(self, width: int = 32, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def planned(**settings: object) -> Plan:
+    """A plan of the model."""
+    return plan(Model, **{"batch": 2, "sequence": 8, "world_size": 4, "wrap": ("Block",), **settings})
+
+
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_a_module_is_planned_and_stays_as_it_is(on: str) -> None:
+    """A given module is copied, whatever device it is on."""
+    with torch.device(on):
+        model = Model()
+    before = {name: (id(p), p.device) for name, p in model.named_parameters()}
+    found = plan(model, batch=2, sequence=8, world_size=4, wrap=("Block",))
+    assert before == {name: (id(p), p.device) for name, p in model.named_parameters()}
+    assert found.numel == sum(p.numel() for p in model.parameters())
+    assert found.costs.resting == planned().costs.resting
+
+
+def test_a_plan_is_what_happens() -> None:
+    """The numbers that autograd keeps with a product are counted, too."""
+    setup = Setup(world_size=4, wrap=("Block",), max_norm=1.0, accumulate=2)
+    program = TrainingProgram.of(Model, batch=2, sequence=8)
+    found = plan(Model, batch=2, sequence=8, world_size=4, wrap=("Block",), max_norm=1.0, accumulate=2)
+    assert found.costs.errors(measure(program, setup, setup.topology())) == {}
+
+
+def test_the_units_of_a_plan() -> None:
+    """What units hold, gather and send; the last one is kept between the passes."""
+    units = {unit.facts.name: unit for unit in planned().units}
+    assert list(units) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    assert [unit.gathers for unit in units.values()] == [1, 2, 2, 1]
+    assert all(unit.reductions == 1 for unit in units.values())
+    block = units["blocks.0"]
+    assert block.facts.full_nbytes == (32 * 32 + 32) * 4 == 4 * block.facts.shard_nbytes
+    assert block.sent_nbytes == 3 * block.facts.full_nbytes * 3 // 4
+
+
+def test_links_of_two_hosts() -> None:
+    """In a ring one of a host's ranks sends to another host."""
+    found = planned(ranks_per_host=2)
+    sent = found.costs.steps[-1].sent_nbytes
+    assert sum(found.links.values()) == 2 * sent
+    assert abs(found.links["to other hosts"] - sent) <= 1
+    assert planned(ranks_per_host=4).links["to other hosts"] == 0
+
+
+def test_an_accelerators_schedule_gathers_ahead() -> None:
+    """An accelerator takes memory for units that are gathered ahead."""
+    assert planned(device="accelerator").numel == planned().numel
+    assert (
+        planned(device="accelerator").costs.steps[-1].collectives.keys()
+        == planned().costs.steps[-1].collectives.keys()
+    )
+
+
+def test_a_profile_predicts_the_time() -> None:
+    """The parts of a step add up, and the picture has every unit."""
+    found = planned(profile="h100", device="accelerator").prediction
+    assert found is not None
+    assert found.seconds >= found.computing > 0
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.2)
+    assert "blocks.1" in found.picture("svg")
+    assert json.loads(found.picture("json"))["traceEvents"]
+
+
+def test_profiles_ship_and_wrong_ones_are_refused(tmp_path: Path) -> None:
+    """The four profiles are read; a file without a number says so."""
+    for name in ("h100", "h200", "a100", "mi300x"):
+        assert profile_named(name).flops["bfloat16"] > 1e14
+    with pytest.raises(PlanError, match="expected a hardware profile"):
+        profile_named("h900")
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('name = "x"\n')
+    with pytest.raises(PlanError, match="source"):
+        profile_named(wrong)
+
+
+def test_fit_chooses_the_fastest_that_fits() -> None:
+    """The choice is within the budget, and no other that fits is faster; without any that fits, it says how much."""
+    program = TrainingProgram.of(Model, batch=2, sequence=8)
+    setup = Setup(world_size=4, wrap=("Block",))
+    everything = fit(program, setup, memory=10**9, profile="h100")
+    assert everything.best.prediction.seconds == min(each.prediction.seconds for each in everything.plans)
+    least = min(each.peak.nbytes for each in everything.plans)
+    assert fit(program, setup, memory=least, profile="h100").best.peak.nbytes == least
+    with pytest.raises(PlanError, match=f"{least:,}"):
+        fit(program, setup, memory=least - 1, profile="h100")
+
+
+class Chooses(Model):
+    """Looks at a value."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(tokens))
+        return self.head(x if bool(x.sum() > 0) else -x)
+
+
+class Selects(Model):
+    """Makes a shape of values."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(tokens))
+        return self.head(x[x.sum(-1) > 0])
+
+
+@pytest.mark.parametrize("kind", [Chooses, Selects])
+def test_what_depends_on_values_is_refused(kind: type[nn.Module]) -> None:
+    """A plan does not guess."""
+    with pytest.raises(PlanError, match="plan"):
+        plan(kind, batch=2, sequence=8, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"strategy": "half"}, "hybrid:N"),
+        ({"strategy": "hybrid:3"}, "divisor"),
+        ({"rank": 4}, "rank"),
+        ({"wrap": ("Layer",)}, "Block"),
+        ({"optimizer": "newton"}, "adamw"),
+        ({"transport": "pigeon"}, "gloo"),
+    ],
+)
+def test_wrong_setups_are_refused(settings: dict[str, object], match: str) -> None:
+    """With what was expected."""
+    with pytest.raises(PlanError, match=match):
+        planned(**settings)
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A factory with arguments, as a table, as JSON, side by side, checked and drawn."""
+    source = Path(__file__).read_text(encoding="utf-8").partition("def planned")[0]
+    (tmp_path / "planned_models.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    model = ["plan", "planned_models:Model", "--arg", "depth=2", "--wrap", "Block", "--sequence", "8"]
+    assert main([*model, "--world", "4", "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "on 4 ranks" in said
+    assert "all " in said
+    assert "as planned" in said
+    assert main([*model, "--world", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["setup"]["world_size"] == 2
+    assert main([*model, "--world", "2..8"]) == 0
+    assert "8 ranks" in capsys.readouterr().out
+    assert main([*model, "--compare", "full,grad_op", "--profile", "a100"]) == 0
+    assert "bound by" in capsys.readouterr().out
+    assert main([*model, "--fit", "1GB", "--profile", "h100"]) == 0
+    assert "chosen" in capsys.readouterr().out
+    assert main([*model, "--profile", "h200", "--svg", "step.svg", "--trace", "step.json"]) == 0
+    assert Path("step.svg").read_text().startswith("<svg")
+    assert json.loads(Path("step.json").read_text())
+    capsys.readouterr()
+    assert main(["plan", "planned_models:Nothing"]) == 2
+    assert "MODULE:FUNCTION" in capsys.readouterr().err
+
+
+def test_many_plans_are_kept_at_once() -> None:
+    """A plan gives the addresses back that it was made with; a refused one does, too."""
+    plans = []
+    for _ in range(40):
+        plans.append(planned(steps=1))
+        with pytest.raises(PlanError):
+            plan(Chooses, batch=2, sequence=8, world_size=2)
+    assert len({each.peak.nbytes for each in plans}) == 1

@@ -1,0 +1,111 @@
+"""Plan ten transformers, run them, and write what both say to docs/plans.md: `python tools/plans`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+PAGE: Final = ROOT / "docs" / "plans.md"
+PICTURE: Final = ROOT / "docs" / "pictures" / "plan.svg"
+BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
+
+
+def main() -> int:
+    """Write the page and its picture; returns how many numbers were wrong."""
+    import torch
+
+    from plans.configurations import CONFIGURATIONS
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows, wrong = [], 0
+    for name, configuration in CONFIGURATIONS.items():
+        row, errors = compared(name, configuration)
+        rows.append(row)
+        wrong += errors
+        sys.stdout.write(" | ".join(row) + "\n")
+    PAGE.write_text(page(rows, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")
+    return wrong
+
+
+def compared(name: str, configuration: object) -> tuple[list[str], int]:
+    """The row of a configuration, planned and run, and how many of its numbers were wrong."""
+    from flatparam.planning.costs import measure
+    from flatparam.planning.rehearsal import rehearse
+    from flatparam.planning.setup import Setup
+    from plans.configurations import Configuration
+
+    assert isinstance(configuration, Configuration), "the table has no others"
+    setup = Setup(wrap=configuration.units, **configuration.settings)
+    program = configuration.program()
+    planned = rehearse(program, setup).costs
+    real = measure(program, setup, setup.topology())
+    errors = planned.errors(real)
+    said = ", ".join(
+        f"{key}={str(value).removeprefix('torch.')}" for key, value in configuration.settings.items()
+    )
+    sent = planned.steps[-1].sent_nbytes, real.steps[-1].sent_nbytes
+    resting = planned.resting.nbytes, real.resting.nbytes
+    cells = [f"{name}: {configuration.what}", f"`{said}`"]
+    for plan, run in (resting, (planned.peak, real.peak), sent):
+        cells += [f"{plan:,}", f"{plan - run:,}"]
+    return [*cells, f"{len(dict(real.facts()))}", f"{len(errors)}"], len(errors)
+
+
+def page(rows: Sequence[Sequence[str]], text: str) -> str:
+    """The page `text` with the table."""
+    head = [
+        "transformer",
+        "setup",
+        "at rest",
+        "error",
+        "peak",
+        "error",
+        "sent in a step",
+        "error",
+        "numbers",
+        "wrong",
+    ]
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    versions = f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
+    body = f"{BEGIN}\n\n{table}\n\nBytes of one rank, on the CPU; {versions}.\n\n{END}"
+    new, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
+    if not count:
+        raise LookupError(f"expected the markers {BEGIN} and {END} in {PAGE}, found none")
+    return new
+
+
+def picture() -> str:
+    """The predicted step of a Llama-like model of eight blocks on 16 cards of two hosts."""
+    import torch
+
+    from flatparam import plan
+    from plans.models import llama
+
+    sizes = {"layers": 8, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256}
+    found = plan(
+        lambda: llama(**sizes),
+        sequence=4096,
+        world_size=16,
+        wrap="LlamaBlock",
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        device="accelerator",
+        profile="h100",
+    )
+    assert found.prediction is not None, "a profile was given"
+    return found.prediction.picture("svg")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tools")]
+    sys.exit(1 if main() else 0)
