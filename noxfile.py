@@ -108,7 +108,7 @@ def alone(session: nox.Session) -> None:
             assert_absent(session, above)
         if stop is None or name == stop:
             session.log(f"Testing {name} with nothing above it")
-            pytest(session, "-m", "not gpu", f"packages/{name}/tests", *extra)
+            pytest(session, "-m", "not gpu and not long", f"packages/{name}/tests", *extra)
         if name == stop:
             return
 
@@ -132,7 +132,8 @@ def integration(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """The integration tests that take long: tools from end to end, every workload of the benchmark; not in `tests`."""
     install_all_layers(session)
-    pytest(session, "-m", "long and not gpu", "integration_tests", *session.posargs)
+    many_ranks = "packages/flatparam/tests/test_many_ranks.py"
+    pytest(session, "-m", "long and not gpu", "integration_tests", many_ranks, *session.posargs)
 
 
 @nox.session

@@ -5,6 +5,7 @@ After a message was changed on purpose, `python docs/test_errors.py` writes the 
 
 import copy
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -295,9 +296,13 @@ def optimizer_group_of_another_model() -> None:
 # Several ranks
 
 
-def on_two_ranks(program: Callable[[Collectives], object], **options: Any) -> None:
+WORLD_SIZES = [2]
+"""The last is the number of ranks that the cases run on."""
+
+
+def on_ranks(program: Callable[[Collectives], object], **options: Any) -> None:
     with pytest.raises(RankError) as caught:
-        run_threads(2, program, **options)
+        run_threads(WORLD_SIZES[-1], program, **options)
     assert caught.value.__cause__ is not None
     raise caught.value.__cause__ from None
 
@@ -336,7 +341,7 @@ def different(
             model = FSDP(Blocks(), **more)
         model(torch.ones(1, 2, dtype=next(model.parameters()).dtype)).sum().backward()
 
-    return partial(on_two_ranks, program)
+    return partial(on_ranks, program)
 
 
 def different_models(world: Collectives) -> None:
@@ -534,9 +539,9 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         ),
     },
     "Several ranks": {
-        "called a collective on one rank only": partial(on_two_ranks, only_rank_0_saves),
-        "called different collectives on different ranks": partial(on_two_ranks, different_calls),
-        "made different models on different ranks": partial(on_two_ranks, different_models),
+        "called a collective on one rank only": partial(on_ranks, only_rank_0_saves),
+        "called different collectives on different ranks": partial(on_ranks, different_calls),
+        "made different models on different ranks": partial(on_ranks, different_models),
         "made fewer layers on a rank": different(1, depth=1),
         "used a different dtype on a rank": different(1, dtype=torch.float64),
         "wrapped differently on a rank": different(1, units=False),
@@ -545,14 +550,14 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
             1, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
         ),
         "used a different `use_orig_params` on a rank": different(1, use_orig_params=True),
-        "began with different weights on a rank (a warning)": partial(on_two_ranks, different_weights),
-        "froze a parameter on a rank": partial(on_two_ranks, frozen_on_one),
-        "stepped an optimizer that depends on shapes": partial(on_two_ranks, stepped_by_shape),
-        "left a parameter out of a rank's optimizer": partial(on_two_ranks, left_out_of_an_optimizer),
-        "ran different units of the same size later on": partial(on_two_ranks, swapped_later),
-        "left a unit out on a rank": partial(on_two_ranks, left_out),
-        "ran different units of the same size on different ranks": partial(on_two_ranks, different_units),
-        "passed tensors that do not fit to a collective": partial(on_two_ranks, wrong_size),
+        "began with different weights on a rank (a warning)": partial(on_ranks, different_weights),
+        "froze a parameter on a rank": partial(on_ranks, frozen_on_one),
+        "stepped an optimizer that depends on shapes": partial(on_ranks, stepped_by_shape),
+        "left a parameter out of a rank's optimizer": partial(on_ranks, left_out_of_an_optimizer),
+        "ran different units of the same size later on": partial(on_ranks, swapped_later),
+        "left a unit out on a rank": partial(on_ranks, left_out),
+        "ran different units of the same size on different ranks": partial(on_ranks, different_units),
+        "passed tensors that do not fit to a collective": partial(on_ranks, wrong_size),
         "asked for a world of no ranks": lambda: run_threads(0, print),
         "killed a rank that is a thread": lambda: run_threads(2, print, faults=[Fault(action=Kill())]),
         "asked a ledger for transfers that it did not keep": lambda: ByteLedger().transfers,
@@ -596,6 +601,25 @@ def test_row_says_what_happens(what: str, provoke: Provoke) -> None:
     row = row_of(what, provoke)
     there = row in PAGE.read_text(encoding="utf-8").splitlines()
     assert there, f"docs/errors.md has not this row (`python docs/test_errors.py` writes them):\n{row}"
+
+
+@pytest.mark.parametrize(
+    "provoke",
+    [
+        pytest.param(provoke, id=what)
+        for _, what, provoke in rows()
+        if isinstance(provoke, partial) and provoke.func is on_ranks
+    ],
+)
+def test_many_ranks_take_few_words(monkeypatch: pytest.MonkeyPatch, provoke: Provoke) -> None:
+    """With 64 ranks a message is short, its first line above all, and names sets of ranks by ranges."""
+    monkeypatch.setattr(sys.modules[__name__], "WORLD_SIZES", [64])
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - every class of error
+        provoke()
+    lines = str(raised.value).splitlines()
+    assert len(lines[0]) <= 200 or not re.search(r"ranks \d", lines[0]), lines[0]
+    assert sum(map(len, lines)) < 1000
+    assert not re.search(r"\d, \d+, \d+, \d+", str(raised.value))
 
 
 def test_page_has_no_other_rows() -> None:

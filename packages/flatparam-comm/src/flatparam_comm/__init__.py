@@ -25,7 +25,7 @@ from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
-from flatparam_comm.rank_texts import said_by_ranks, told_ranks
+from flatparam_comm.rank_texts import said_by_ranks, told_by_ranks, told_ranks
 from flatparam_comm.relay.process import set_relay, tell_failure, telling
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
@@ -152,6 +152,7 @@ __all__ = [
     "resolve_topology",
     "run_threads",
     "said_by_ranks",
+    "told_by_ranks",
     "scaled",
     "sent_nbytes",
     "set_relay",

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import attrs
 
 from flatparam_comm.errors import CollectiveError, describe_call
-from flatparam_comm.rank_texts import said_by_ranks
 from flatparam_comm.threads.rng import GeneratorStates
 
 __all__ = ["Baton", "ErrorFactory", "Waiting"]
@@ -74,12 +73,12 @@ class _Turn:
 class Baton:
     """Make one for a world; each rank calls `begin` first and `finish` last, and `block` / `pause` / `poll` between.
 
-    If no rank can go on, `on_stuck` makes the error from a text that says what each rank is doing.
+    If no rank can go on, `on_stuck` makes the error from what each rank is doing, in words.
     """
 
     __slots__ = ("_clock", "_failure", "_on_stuck", "_turns", "finished")
 
-    def __init__(self, size: int, on_stuck: Callable[[str], ErrorFactory]) -> None:
+    def __init__(self, size: int, on_stuck: Callable[[Sequence[tuple[int, str]]], ErrorFactory]) -> None:
         """Make a baton for ranks that have not begun; `start` hands it out."""
         states = GeneratorStates.capture()
         self._turns = [_Turn(rank, states) for rank in range(size)]
@@ -196,8 +195,7 @@ class Baton:
             return min(paused, key=lambda turn: turn.wakes_at)
         blocked = next((turn for turn in order if turn.state is _State.BLOCKED), None)
         if blocked is not None:
-            doing = said_by_ranks([(turn.rank, self.doing(turn.rank)) for turn in self._turns])
-            self.fail(self._on_stuck(doing))
+            self.fail(self._on_stuck([(turn.rank, self.doing(turn.rank)) for turn in self._turns]))
         return blocked
 
     def _can_run(self, turn: _Turn) -> bool:

@@ -13,6 +13,7 @@ from flatparam_comm import checks
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
+from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_comm.threads.baton import Baton, ErrorFactory, Waiting
 from flatparam_comm.threads.meeting import Meeting, MeetingCall, MeetingGroup, Post
 from flatparam_comm.threads.transfer import Cargo, Staged, stage_all_gather, stage_broadcast, stage_reduction
@@ -48,15 +49,20 @@ class ThreadWorld:
 
     def left_open(self) -> str:
         """A text of the collectives that some ranks called and others never did; empty if there are none."""
-        return "; ".join(meeting.describe() for group in self.groups for meeting in group.open.values())
+        return "\n".join(
+            meeting.describe("these ranks have all finished")
+            for group in self.groups
+            for meeting in group.open.values()
+        )
 
-    def _stuck(self, doing: str) -> ErrorFactory:
+    def _stuck(self, doing: Sequence[tuple[int, str]]) -> ErrorFactory:
         """The error if no rank can go on: ranks diverge, or wait in a circle."""
         for group in self.groups:
             for meeting in group.open.values():
                 if not meeting.agrees():
                     return _mismatch(meeting)
-        text = f"no rank can go on: {doing}; make every rank call the same collectives in the same order"
+        advice = "make every rank call the same collectives in the same order"
+        text = told_by_ranks("no rank can go on", doing, advice)
         return lambda rank, op, label: DeadlockError(rank, op, label, text)
 
 
@@ -248,8 +254,5 @@ class ThreadPending:
 
 
 def _mismatch(meeting: Meeting) -> ErrorFactory:
-    text = (
-        f"the ranks' calls differ: {meeting.describe()}; "
-        "make every rank call the same collectives, of the same sizes, in the same order"
-    )
+    text = meeting.describe("make every rank call the same collectives, of the same sizes, in the same order")
     return lambda rank, op, label: MismatchError(rank, op, label, text)

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from flatparam_comm.errors import describe_call
-from flatparam_comm.rank_texts import said_by_ranks, told_ranks
+from flatparam_comm.rank_texts import told_by_ranks, told_ranks
 from flatparam_comm.threads.transfer import Cargo
 
 __all__ = ["MeetingCall", "Meeting", "MeetingGroup", "Post"]
@@ -72,15 +72,14 @@ class Meeting:
         group = f"call {self.number} of the group of ranks {told_ranks(self.members)}"
         return f"{group}; not called by {told_ranks(absent)}"
 
-    def describe(self) -> str:
-        """A text of each rank's call."""
+    def describe(self, advice: str) -> str:
+        """A text that says that the ranks' calls differ, and what each has called."""
         said = [
             (rank, "has not called yet" if post is None else f"called {post.call.describe()}")
             for rank, post in zip(self.members, self.posts, strict=True)
         ]
-        return (
-            f"in call {self.number} of the group of ranks {told_ranks(self.members)}: {said_by_ranks(said)}"
-        )
+        group = f"call {self.number} of the group of ranks {told_ranks(self.members)}"
+        return told_by_ranks(f"the ranks' calls differ: in {group}", said, advice)
 
 
 @attrs.define(eq=False)

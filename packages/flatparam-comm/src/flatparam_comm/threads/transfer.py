@@ -59,25 +59,23 @@ def stage_all_gather(cargoes: Sequence[Cargo], *, late: bool) -> Staged:
     """Stage an all-gather: every rank gets every rank's source."""
     _follow_all(cargoes)
     with torch.no_grad():
-        sources = tuple(cargo.source.detach() for cargo in cargoes)
-        parts = tuple(source.clone() for source in sources) if late else sources
+        parts = tuple(cargo.source.detach().view(-1) for cargo in cargoes)
+        if late:
+            # One tensor for all ranks: with many ranks, copies of parts would be most of the time.
+            parts = (torch.cat(parts),)
     return _staged(cargoes, [parts] * len(cargoes), late=late)
 
 
 def stage_reduction(cargoes: Sequence[Cargo], op: ReduceOp, *, scatter: bool, late: bool) -> Staged:
     """Stage a reduction: every rank gets its slice of the result (`scatter`), or all of it."""
     _follow_all(cargoes)
-    sources = [cargo.source.detach() for cargo in cargoes]
-    pieces = len(cargoes) if scatter else 1
     with torch.no_grad():
-        # Each piece is a tensor of its own, so that a rank's piece keeps no other piece alive.
-        reduced = [
-            _reduce(
-                [source.view(-1).chunk(pieces)[piece] if source.numel() else source for source in sources], op
-            )
-            for piece in range(pieces)
-        ]
-    return _staged(cargoes, [(reduced[rank if scatter else 0],) for rank in range(len(cargoes))], late=late)
+        total = _reduce([cargo.source.detach().view(-1) for cargo in cargoes], op)
+        pieces: Sequence[Tensor] = [total] * len(cargoes)
+        if scatter:
+            # Each piece is a tensor of its own, so that a rank's piece keeps no other piece alive.
+            pieces = [piece.clone() for piece in total.tensor_split(len(cargoes))]
+    return _staged(cargoes, [(piece,) for piece in pieces], late=late)
 
 
 def stage_broadcast(cargoes: Sequence[Cargo], root: int, *, late: bool) -> Staged:

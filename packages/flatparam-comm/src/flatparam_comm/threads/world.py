@@ -19,7 +19,7 @@ import torch
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.decorators.faults import Fault, FaultyCollectives, Kill
 from flatparam_comm.errors import CollectiveError, MismatchError, PeerError, RankError, WorldTimeout
-from flatparam_comm.rank_texts import said_by_ranks
+from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_comm.threads.current import set_current_collectives
 from flatparam_comm.threads.engine import ThreadWorld
 from flatparam_comm.threads.rng import GeneratorStates, accelerator_in_use
@@ -148,9 +148,9 @@ def _oversee(world: ThreadWorld, threads: Sequence[threading.Thread], timeout: f
         # This is mostly KeyboardInterrupt, which is raised in the main thread only.
         _stop(world, threads, f"the world was stopped by {type(error).__name__}")
         raise
-    where = said_by_ranks([(rank, _whereabouts(world, rank, thread)) for rank, thread in enumerate(threads)])
+    where = [(rank, _whereabouts(world, rank, thread)) for rank, thread in enumerate(threads)]
     _stop(world, threads, f"the world was stopped after {timeout} s")
-    raise WorldTimeout(f"run_threads: not done after {timeout} s: {where}")
+    raise WorldTimeout(told_by_ranks(f"run_threads: not done after {timeout} s", where))
 
 
 def _wait_interruptibly(event: threading.Event, timeout: float | None) -> bool:
@@ -184,8 +184,7 @@ def _raise_failure(world: ThreadWorld, outcomes: Sequence[_Outcome]) -> None:
     failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     left_open = world.left_open()
     if not failed and left_open:
-        text = f"the ranks' calls differ: {left_open}; these ranks have all finished"
-        failed = [(0, MismatchError(0, "run_threads", "", text))]
+        failed = [(0, MismatchError(0, "run_threads", "", left_open))]
     if not failed:
         return
     rank, error = next(((rank, error) for rank, error in failed if not _is_consequence(error)), failed[0])

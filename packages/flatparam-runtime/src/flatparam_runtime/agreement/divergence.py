@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatparam_comm import FlatParamError, Topology, said_by_ranks
+from flatparam_comm import FlatParamError, Topology, told_by_ranks
 from flatparam_runtime.agreement.fingerprint import Deed
 from flatparam_runtime.unit.unit import Unit
 
@@ -38,20 +38,22 @@ def agree_on_deed(topology: Topology, deed: Deed) -> None:
 
 
 def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
-    told = said_by_ranks(
-        [
-            (r, f"was at {'the end of its pass' if deed is None else f'the {deed}'}")
-            for r, deed in enumerate(everyone)
-        ]
-    )
+    deeds = [
+        (r, f"was at {'the end of its pass' if deed is None else f'the {deed}'}")
+        for r, deed in enumerate(everyone)
+    ]
     if any(deed is not None and deed.kind == "step" for deed in everyone):
-        return (
-            f"rank {rank}: the ranks have stepped differently: {told}; every rank must step the same optimizers, with "
-            "the same hyper-parameters (a scaler that skips steps must do so on all ranks: use ShardedGradScaler)"
+        return told_by_ranks(
+            f"rank {rank}: the ranks have stepped differently",
+            deeds,
+            "every rank must step the same optimizers, with the same hyper-parameters (a scaler that skips steps must "
+            "do so on all ranks: use ShardedGradScaler)",
         )
-    return (
-        f"rank {rank}: the ranks run different units: {told}; every rank must call the same units in the same order "
-        "(guard data-dependent branches so that all ranks take the same one)"
+    return told_by_ranks(
+        f"rank {rank}: the ranks run different units",
+        deeds,
+        "every rank must call the same units in the same order (guard data-dependent branches so that all ranks take "
+        "the same one)",
     )
 
 
@@ -63,12 +65,13 @@ def check_training(units: Sequence[Unit]) -> None:
     for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
         for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
             if len(set(flags)) > 1:
-                told = said_by_ranks(
-                    [(r, "trains it" if on else "has frozen it") for r, on in enumerate(flags)]
-                )
+                about = f"parameter {fqn!r} of unit {unit.name!r}"
                 raise DivergenceError(
-                    f"rank {rank_of(unit.topology)}: parameter {fqn!r} of unit {unit.name!r} is not trained on all "
-                    f"ranks: {told}; set requires_grad in the same way on every rank"
+                    told_by_ranks(
+                        f"rank {rank_of(unit.topology)}: {about} is not trained on all ranks",
+                        [(r, "trains it" if on else "has frozen it") for r, on in enumerate(flags)],
+                        "set requires_grad in the same way on every rank",
+                    )
                 )
 
 

@@ -9,7 +9,7 @@ from typing import final
 
 import attrs
 
-from flatparam_comm import said_by_ranks
+from flatparam_comm import told_by_ranks, told_ranks
 from flatparam_runtime.agreement.divergence import DivergenceError, rank_of
 from flatparam_runtime.unit.unit import Unit
 
@@ -67,8 +67,8 @@ def _warn_of_weights(everyone: Sequence[Mapping[str, int]]) -> None:
     first = everyone[0].get(about)
     others = [rank for rank, found in enumerate(everyone) if found.get(about) != first]
     warnings.warn(
-        f"the ranks begin with different weights: {about} has different values on ranks {others} than on rank 0, so "
-        "the trained weights are a mixture; seed all ranks alike, load the same state on all, or pass "
+        f"the ranks begin with different weights: {about} has different values on ranks {told_ranks(others)} than on "
+        "rank 0, so the trained weights are a mixture; seed all ranks alike, load the same state on all, or pass "
         "sync_module_states=True",
         stacklevel=2,
     )
@@ -94,10 +94,10 @@ def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:
     place = next(
         i for i in range(max(map(len, everyone)) + 1) if len({_at(facts, i) for facts in everyone}) > 1
     )
-    told = said_by_ranks([(r, f"has {_told(_at(facts, place))}") for r, facts in enumerate(everyone)])
-    return (
-        f"rank {rank}: the ranks have different models: {told}; build, wrap and configure the model in the same way on "
-        "every rank"
+    return told_by_ranks(
+        f"rank {rank}: the ranks have different models",
+        [(r, f"has {_told(_at(facts, place))}") for r, facts in enumerate(everyone)],
+        "build, wrap and configure the model in the same way on every rank",
     )
 
 
