@@ -161,6 +161,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def load(session: nox.Session) -> None:
+    """Long, wide, large and disturbed jobs, with the figures that docs/reliability.md has (`-- --rows L1`); half an hour."""
+    install_all_layers(session)
+    python(session, "-m", "integration_tests.load", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)

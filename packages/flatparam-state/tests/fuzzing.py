@@ -2,6 +2,7 @@
 
 Property: whatever the bytes of a checkpoint are, a reader returns, or raises CheckpointError; it takes little memory,
 and it ends. Mutations know the formats: a changed manifest is sealed anew, a changed pickle gets the right checksum.
+Coverage guides the search: a case whose reading goes from a line to a line as none before it is changed further.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+import flatparam_state
 from flatparam_comm import SingleCollectives
 from flatparam_runtime import Span
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
@@ -37,6 +41,8 @@ from flatparam_state.formats import open_source, verify_source, write_hugging_fa
 
 from .formats.samples import state
 
+LONGEST = 8
+"""The changes that a case inherits, at most."""
 MEMORY_NBYTES = 2**30
 """More than a reader takes of a file of some kilobytes, and than the process takes beside it."""
 SECONDS = 60
@@ -162,7 +168,14 @@ MAKE: dict[str, Callable[[Path], Path]] = {
 def change(file: Path, choose: random.Random) -> None:
     """Change a file of a checkpoint, in half of the cases so that its checksums and lengths stay right."""
     data = file.read_bytes()
-    if choose.randrange(2):
+    if choose.randrange(2) and _change_soundly(file, data, choose):
+        return
+    file.write_bytes(mutated(data, choose))
+
+
+def _change_soundly(file: Path, data: bytes, choose: random.Random) -> bool:
+    """Change a file within its format; returns False if earlier changes have left none."""
+    try:
         if data.startswith(b'{"sha256"'):
             data = _sealed(_as_json(mutated_tree(read_sealed(file), choose)))
         elif file.suffix == ".safetensors" and len(data) > 8:
@@ -173,12 +186,22 @@ def change(file: Path, choose: random.Random) -> None:
             data = _as_json(mutated_tree(json.loads(data), choose))
         elif file.suffix == ".pt":
             _change_pickle(file, choose)
-            return
+            return True
         else:
-            data = mutated(data, choose)
-    else:
-        data = mutated(data, choose)
+            return False
+    except (
+        CheckpointError,
+        ValueError,
+        RecursionError,
+        KeyError,
+        zipfile.BadZipFile,
+        OSError,
+        EOFError,
+        NotImplementedError,
+    ):
+        return False
     file.write_bytes(data)
+    return True
 
 
 def _as_json(tree: Any) -> bytes:
@@ -214,26 +237,86 @@ def read(path: Path) -> bool:
     return True
 
 
-class Fuzzer:
-    """Copies of checkpoints, changed at random and read."""
+class Ways:
+    """The ways through the readers that cases have gone: pairs of lines of which one came after the other."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self) -> None:
+        self._home = str(Path(flatparam_state.__file__).parent)
+        self._seen: set[tuple[Any, int, int]] = set()
+        self.grew = False
+        """Whether the last case has gone a new way."""
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def __enter__(self) -> None:
+        self.grew = False
+        sys.settrace(self._enter)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(self._home):
+            return None
+        before, code = 0, frame.f_code
+
+        def line(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+            nonlocal before
+            way = (code, before, frame.f_lineno)
+            before = frame.f_lineno
+            if way not in self._seen:
+                self._seen.add(way)
+                self.grew = True
+            return line
+
+        return line
+
+
+class Fuzzer:
+    """Copies of checkpoints, changed at random and read.
+
+    A case is a chain of numbers: what each number does to a checkpoint is the same whenever it is done.
+    """
+
+    def __init__(self, directory: Path, seed: int, *, guided: bool = True) -> None:
         self._directory, self._seed = directory, seed
+        self._guided = guided
+        self.ways = {name: Ways() for name in MAKE}
+        self.corpus: dict[str, list[tuple[int, ...]]] = {name: [()] for name in MAKE}
+        """The cases of each format that went new ways."""
         self.paths = {name: make(directory / name) for name, make in MAKE.items()}
         for name, path in self.paths.items():
-            assert read(path), f"{name} is sound, and was refused"
+            with self._watched(name):
+                assert read(path), f"{name} is sound, and was refused"
 
-    def case(self, name: str, number: int) -> bool:
-        """Carry out one case, the same whenever it is; whether the changed checkpoint was taken."""
-        choose = random.Random(f"{self._seed} {name} {number}")
+    def _watched(self, name: str) -> AbstractContextManager[None]:
+        return self.ways[name] if self._guided else nullcontext()
+
+    def chain(self, name: str, number: int) -> tuple[int, ...]:
+        """The next case: one of the corpus, and a change more."""
+        choose = random.Random(f"{self._seed} {name} {number} chain")
+        corpus = self.corpus[name]
+        # The last ones went the newest ways.
+        return (*choose.choice([(), choose.choice(corpus), choose.choice(corpus[-10:])])[-LONGEST:], number)
+
+    def case(self, name: str, chain: tuple[int, ...]) -> bool:
+        """Carry out one case, and note whether it went a new way; returns whether the changed checkpoint was taken."""
         whole = self.paths[name]
         home = self._directory / "changed"
         shutil.rmtree(home, ignore_errors=True)
         shutil.copytree(whole if whole.is_dir() else whole.parent, home)
-        files = sorted(path for path in home.rglob("*") if path.is_file() and path.name != "lock")
-        for file in choose.sample(files, choose.choice([1, 1, min(2, len(files))])):
-            change(file, choose)
-        return read(home if whole.is_dir() else home / whole.name)
+        for number in chain:
+            choose = random.Random(f"{self._seed} {name} {number}")
+            files = sorted(path for path in home.rglob("*") if path.is_file() and path.name != "lock")
+            for file in choose.sample(files, choose.choice([1, 1, min(2, len(files))])):
+                change(file, choose)
+        with self._watched(name):
+            taken = read(home if whole.is_dir() else home / whole.name)
+        if self.ways[name].grew:
+            self.corpus[name].append(chain)
+            self.ways[name].grew = False
+        return taken
 
 
 def limit_memory() -> None:
@@ -243,19 +326,24 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def chain_of(text: str) -> tuple[int, ...]:
+    """The chain that `--case` was given: `12,57,103`."""
+    return tuple(map(int, text.split(",")))
+
+
 def main() -> int:
     """Fuzz for some minutes; returns 1, and says how to repeat it, if a case breaks the property."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--case", nargs=2, metavar=("FORMAT", "NUMBER"), help="repeat one case of a seed")
+    parser.add_argument("--case", nargs=2, metavar=("FORMAT", "NUMBERS"), help="repeat one case of a seed")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         fuzzer = Fuzzer(Path(directory), chosen.seed)
         limit_memory()
         if chosen.case:
-            sys.stdout.write(f"taken: {fuzzer.case(chosen.case[0], int(chosen.case[1]))}\n")
+            sys.stdout.write(f"taken: {fuzzer.case(chosen.case[0], chain_of(chosen.case[1]))}\n")
             return 0
         ends, number, taken = time.monotonic() + 60 * chosen.minutes, 0, dict.fromkeys(MAKE, 0)
         while time.monotonic() < ends:
@@ -263,16 +351,21 @@ def main() -> int:
                 # A hang raises in the case itself, with its traceback.
                 signal.signal(signal.SIGALRM, _hang)
                 signal.alarm(SECONDS)
+                chain = fuzzer.chain(name, number)
                 try:
-                    taken[name] += fuzzer.case(name, number)
+                    taken[name] += fuzzer.case(name, chain)
                 except BaseException:
                     traceback.print_exc()
-                    sys.stdout.write(f"to repeat it: --seed {chosen.seed} --case {name} {number}\n")
+                    told = ",".join(map(str, chain))
+                    sys.stdout.write(f"to repeat it: --seed {chosen.seed} --case {name} {told}\n")
                     return 1
                 finally:
                     signal.alarm(0)
             number += 1
-        sys.stdout.write(f"seed {chosen.seed}: {number} cases of each format; taken: {taken}\n")
+        sys.stdout.write(f"seed {chosen.seed}: {number} cases of each format\n")
+        for name in MAKE:
+            ways, corpus = len(fuzzer.ways[name]), len(fuzzer.corpus[name])
+            sys.stdout.write(f"{name}: {taken[name]} taken, {ways} ways, {corpus} cases that found one\n")
     return 0
 
 

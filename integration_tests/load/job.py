@@ -1,0 +1,86 @@
+"""A tiny GPT that trains on the source of the standard library: the job that is put under load."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatparam import FullyShardedDataParallel
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives
+from tools.gpt.corpus import read_corpus
+from tools.gpt.model import GPT, Block
+from tools.gpt.shape import Shape
+
+__all__ = ["GLOBAL_ROWS", "batches", "ddp", "resources", "sharded", "train"]
+
+SHAPE: Final = Shape(layers=2, width=32, heads=2, context=32)
+GLOBAL_ROWS: Final = 8
+_TEXT_NBYTES: Final = 2**20
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(SHAPE)
+
+
+def sharded(collectives: Collectives, **arguments: Any) -> FullyShardedDataParallel:
+    """The model, sharded over the ranks; each block is a unit."""
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(
+        _model(), process_group=collectives, auto_wrap_policy=policy, use_orig_params=True, **arguments
+    )
+
+
+def ddp(collectives: Collectives) -> nn.Module:
+    """The model in torch's DistributedDataParallel, over the default group."""
+    return DistributedDataParallel(_model())
+
+
+def batches(rank: int, size: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """The numbers of the steps and this rank's rows of each, which depend on the step alone."""
+    text = torch.frombuffer(bytearray(read_corpus(None).text[:_TEXT_NBYTES]), dtype=torch.uint8).long()
+    rows = GLOBAL_ROWS // size
+    step = first
+    while True:
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(text) - SHAPE.context - 1, (GLOBAL_ROWS,), generator=generator)
+        mine = starts[rank * rows : (rank + 1) * rows]
+        yield step, torch.stack([text[start : start + SHAPE.context + 1] for start in mine])
+        step += 1
+
+
+def train(
+    collectives: Collectives,
+    make: Callable[[Collectives], nn.Module],
+    steps: int,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """Train for some steps; returns this rank's losses."""
+    model = make(collectives)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    losses = []
+    for step, rows in batches(collectives.rank, collectives.size):
+        if step == steps:
+            break
+        loss = model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        on_step(step, losses[-1])
+    return losses
+
+
+def resources() -> tuple[int, int, int]:
+    """The bytes of this process that are resident, its open files, and its threads."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files = len(os.listdir("/proc/self/fd"))
+    return pages * os.sysconf("SC_PAGE_SIZE"), files, threading.active_count()
