@@ -162,7 +162,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def load(session: nox.Session) -> None:
-    """Long, wide, large and disturbed jobs, with the figures that docs/reliability.md has (`-- --rows L1`); half an hour."""
+    """Long, wide, large and disturbed jobs, with their figures (`-- --rows L1 L4`); half an hour, not in `tests`."""
     install_all_layers(session)
     python(session, "-m", "integration_tests.load", *session.posargs)
 

@@ -87,11 +87,12 @@ def test_on_other_ranks(kind: str, form: str, option: str, tmp_path: Path) -> No
     assert_goes_on(three, losses, 0, ranks=3)
 
 
-def test_clipping(tmp_path: Path) -> None:
-    """Clipped gradients are those with torch's FSDP1 but for the last bits, and a resumed run is the one that went on."""
-    losses = trained(tmp_path, FORMS[0], "sft", "--clip")
-    assert trained(tmp_path, FORMS[0], "sft", "--clip", "--resume=2") == losses
-    theirs = trained(tmp_path / "theirs", FORMS[0], "sft", "--clip", run=())
+@pytest.mark.parametrize("option", ["--clip", "--accumulate", "--checkpointing"])
+def test_options(option: str, tmp_path: Path) -> None:
+    """The run is that with torch's FSDP1 but for the last bits of clipping, and a resumed one is the one that went on."""
+    losses = trained(tmp_path, FORMS[0], "sft", option)
+    assert trained(tmp_path, FORMS[0], "sft", option, "--resume=2") == losses
+    theirs = trained(tmp_path / "theirs", FORMS[0], "sft", option, run=())
     assert sorted(losses) == sorted(theirs)
     for key, values in losses.items():
         assert values == pytest.approx(theirs[key], rel=1e-5)

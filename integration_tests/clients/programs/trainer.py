@@ -2,7 +2,8 @@
 
 It has four steps, and saves after every second one, or with `--batch=6`, which are the sequences of a rank, after each. With
 `--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. With `--lora` it trains an
-adapter of PEFT, and with `--bf16` in bfloat16.
+adapter of PEFT, with `--bf16` in bfloat16, with `--accumulate` each step has two micro-batches, with `--checkpointing`
+activations are computed again, with `--clip` gradients are clipped, and with `--generate` it generates at the end.
 """
 
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
@@ -51,6 +53,8 @@ def main() -> None:
         lr_scheduler_type="constant",
         use_cpu=True,
         bf16="--bf16" in sys.argv,
+        gradient_accumulation_steps=2 if "--accumulate" in sys.argv else 1,
+        max_grad_norm=0.1 if "--clip" in sys.argv else 1.0,
         report_to=[],
         disable_tqdm=True,
         fsdp=True,
@@ -62,6 +66,7 @@ def main() -> None:
             "use_orig_params": True,
             "sync_module_states": False,
             "cpu_ram_efficient_loading": False,
+            "activation_checkpointing": "--checkpointing" in sys.argv,
         },
     )
     model: Any = GPT2LMHeadModel(config)
@@ -76,6 +81,14 @@ def main() -> None:
         if "loss" in entry:
             rank, step = trainer.args.process_index, int(entry["step"]) - 1
             print(f"\nloss {rank} {step} {entry['loss']!r}\n", end="", flush=True)
+    if "--generate" in sys.argv:
+        ids = torch.arange(4).view(1, 4)
+        with FullyShardedDataParallel.summon_full_params(trainer.model_wrapped, writeback=False):
+            told = trainer.accelerator.unwrap_model(trainer.model_wrapped).generate(
+                ids, max_new_tokens=8, do_sample=False
+            )
+        value = sum((place + 1) * token for place, token in enumerate(told[0].tolist()))
+        print(f"\nloss {trainer.args.process_index} 4 {float(value)!r}\n", end="", flush=True)
     print(f"\nclass {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
 
 

@@ -3,6 +3,7 @@
 It has four steps, and saves after every second one, or with `--batch=6`, which are the texts of a rank, after each. With
 `--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. KIND is `sft`, `dpo` or
 `reward`. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it clips gradients.
+With `--accumulate` each step has two micro-batches, and with `--checkpointing` activations are computed again.
 """
 
 import copy
@@ -74,6 +75,8 @@ def main() -> None:
         max_grad_norm=0.1 if "--clip" in sys.argv else 0.0,
         use_cpu=True,
         bf16="--bf16" in sys.argv,
+        gradient_accumulation_steps=2 if "--accumulate" in sys.argv else 1,
+        gradient_checkpointing="--checkpointing" in sys.argv,
         report_to=[],
         disable_tqdm=True,
         fsdp=True,
