@@ -49,7 +49,9 @@ def choices_of(plan: Plan, before: Plan, plain: Plan, memory: int) -> tuple[str,
         lines.append(f"{_named([unit.facts.name for unit in group])}: {_told(group, gathers)}")
     root = plan.units[0].facts
     if root.numel:
-        lines.append(f"{root.name}: the other parameters, full from the forward to the end of the backward pass")
+        lines.append(
+            f"{root.name}: the other parameters, full from the forward to the end of the backward pass"
+        )
     names = plan.setup.checkpointing
     if names:
         lines.append(f"activations recomputed: {_named(names)}")
