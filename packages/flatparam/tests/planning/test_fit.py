@@ -1,6 +1,7 @@
 """The planner: what it chooses within a budget of memory, for `flatparam.wrap.planned` and `flatparam plan --fit`."""
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -131,6 +132,23 @@ def test_what_a_replay_says_of_kept_units_is_what_a_rehearsal_says(accumulate: i
     assert said.seconds == pytest.approx(found.prediction.seconds, rel=0.02)
 
 
+def test_a_search_replays_the_step_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of replays grows with the logarithm of the number of units."""
+    deep = TrainingProgram.of(functools.partial(Model, 16, 20), batch=1, sequence=4)
+    replay = Replay(plan_of(deep, setup(wrap=("Block",)), profile="h100").rehearsal, profile_named("h100"))
+    replays: list[int] = []
+    whole = Replay.seconds_with
+
+    def counted(self: Replay, *args: Any) -> float:
+        replays.append(1)
+        return whole(self, *args)
+
+    monkeypatch.setattr(Replay, "seconds_with", counted)
+    assert replay.best(PLENTY) is not None
+    orders = 2
+    assert len(replays) <= orders * (2 + math.ceil(math.log2(20)))
+
+
 def test_the_choice_is_within_the_budget_and_not_slower_than_the_default() -> None:
     """Whatever the budget is, each block with FULL_SHARD is no better, if it fits."""
     plain = plan(Model, batch=2, sequence=8, profile="h100", **_of(setup(wrap=("Block",))))
@@ -205,7 +223,8 @@ def wrapped(world: Collectives, memory: int, **arguments: Any) -> tuple[list[str
     torch.manual_seed(0)
     policy = planned(memory, "h100", batch=2, sequence=8)
     groups = arguments.pop("groups", lambda whole: whole)(world)
-    model = FullyShardedDataParallel(Model(), process_group=groups, auto_wrap_policy=policy, **arguments)
+    module = Model(depth=arguments.pop("depth", 4))
+    model = FullyShardedDataParallel(module, process_group=groups, auto_wrap_policy=policy, **arguments)
     loss = model(torch.arange(16).view(2, 8)).sum()
     loss.backward()
     units = {unit.name: unit.plan.free_after_forward for unit in units_in(model)}
@@ -245,6 +264,17 @@ def test_the_policy_keeps_the_groups_of_a_hybrid_strategy() -> None:
     assert all(each == found[0] for each in found)
     assert found[0][0][0] == "strategy hybrid:2 on 4 ranks"
     assert False in found[0][1].values()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_policy_wraps_what_is_not_sharded(ranks: int) -> None:
+    """One rank, and NO_SHARD, have nothing to gather: the blocks are units, and nothing is chosen to be kept."""
+    strategy = ShardingStrategy.NO_SHARD
+    choices, units, _ = run_threads(
+        ranks, functools.partial(wrapped, sharding_strategy=strategy, depth=2), PLENTY
+    )[0]
+    assert {"blocks.0", "blocks.1"} <= units.keys()
+    assert any(line.startswith("blocks.0") and line.endswith("whole on each rank") for line in choices)
 
 
 def refused(world: Collectives, **arguments: Any) -> str:

@@ -46,7 +46,8 @@ def choices_of(plan: Plan, before: Plan, plain: Plan, memory: int) -> tuple[str,
         else:
             groups.append([unit])
     for group in groups:
-        lines.append(f"{_named([unit.facts.name for unit in group])}: {_told(group, gathers)}")
+        told = "whole on each rank" if plan.setup.shard_size == 1 else _told(group, gathers)
+        lines.append(f"{_named([unit.facts.name for unit in group])}: {told}")
     root = plan.units[0].facts
     if root.numel:
         lines.append(

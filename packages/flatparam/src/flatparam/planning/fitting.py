@@ -202,8 +202,8 @@ class _Search:
         except Exception:
             # The program uses a parameter of a module outside of its forward pass; whatever it raises, it cannot be.
             return []
-        called = [unit.facts.name for unit in plan.units if unit.gathers or unit.reductions]
-        if not set(names) <= set(called):
+        called = {each.unit for each in plan.rehearsal.entries if each.kind in ("kernels", "unshard")}
+        if not set(names) <= called:
             return self._with_units(before, [name for name in names if name in called])
         self.plans.append(plan)
         return [plan]
