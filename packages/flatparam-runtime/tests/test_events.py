@@ -153,3 +153,35 @@ def test_the_schedule_is_the_same_in_every_run() -> None:
     assert first[0] == first[1]
     for _ in range(9):
         assert run(2, schedule) == first
+
+
+@attrs.define(eq=False)
+class Waits:
+    """An instrument that also hears of waits, and keeps all as lines."""
+
+    heard: list[str] = attrs.field(factory=list)
+
+    def on_event(self, event: Event) -> None:
+        self.heard.append(f"{event.kind} {event.unit}")
+
+    def on_wait(self, unit: str, operation: str) -> None:
+        self.heard.append(f"wait {operation} {unit}")
+
+
+def test_waits_are_told_to_the_instruments_that_ask_for_them() -> None:
+    """Each use and each finish has its wait before it, and nothing of the unit between; other instruments hear none."""
+
+    def schedule(collectives: Collectives) -> tuple[list[str], list[str]]:
+        module = sharded(Stack, collectives, units=["blocks.0", "blocks.1"])
+        log, waits = EventLog(), Waits()
+        with observe(module, log), observe(module, waits):
+            step(module, collectives.rank)
+        return log.lines(), waits.heard
+
+    for lines, heard in run(2, schedule):
+        assert [line for line in heard if not line.startswith("wait ")] == lines == FULL_SHARD
+        for kind, operation in (("use", "all_gather"), ("finish", "reduce_scatter")):
+            ends = [number for number, line in enumerate(heard) if line.startswith(f"{kind} ")]
+            assert ends
+            for number in ends:
+                assert heard[number - 1] == f"wait {operation} {heard[number].partition(' ')[2]}"

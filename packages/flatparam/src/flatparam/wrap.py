@@ -3,6 +3,7 @@
 from flatparam.policies.by_hand import _ConfigAutoWrap as _ConfigAutoWrap
 from flatparam.policies.by_hand import enable_wrap, wrap
 from flatparam.policies.choosing import _recursive_wrap as _recursive_wrap
+from flatparam.policies.planned import PlannedPolicy, planned
 from flatparam.policies.policy import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -27,9 +28,11 @@ from flatparam.policies.policy import (
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
+    "PlannedPolicy",
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "planned",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

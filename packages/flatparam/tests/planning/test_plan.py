@@ -124,10 +124,8 @@ def test_fit_chooses_the_fastest_that_fits() -> None:
     setup = Setup(world_size=4, wrap=("Block",))
     everything = fit(program, setup, memory=10**9, profile="h100")
     assert everything.best.prediction.seconds == min(each.prediction.seconds for each in everything.plans)
-    least = min(each.peak.nbytes for each in everything.plans)
-    assert fit(program, setup, memory=least, profile="h100").best.peak.nbytes == least
-    with pytest.raises(PlanError, match=f"{least:,}"):
-        fit(program, setup, memory=least - 1, profile="h100")
+    with pytest.raises(PlanError, match="the smallest"):
+        fit(program, setup, memory=1000, profile="h100")
 
 
 class Chooses(Model):

@@ -1,17 +1,24 @@
 """`flatparam.trace` and `flatparam trace`: what a run and a plan did, drawn and compared."""
 
+import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from flatparam import FullyShardedDataParallel, plan, trace
+from flatparam import FullyShardedDataParallel, ShardingStrategy, plan, trace
 from flatparam.command import main
 from flatparam.observing.picture import Picture
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
+from flatparam_comm.testing import PATIENCE
+from flatparam_runtime import units_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -51,6 +58,9 @@ def test_a_run_is_traced_drawn_and_compared(tmp_path: Path, capsys: pytest.Captu
     assert all(piece.end >= piece.begin for piece in picture.pieces)
     assert picture.curve is not None
     assert picture.curve.points[-1][1] == 0
+    waits = [piece.name for piece in picture.pieces if piece.lane == "waiting"]
+    assert waits.count("wait for all_gather 1") == 2
+    assert waits.count("wait for reduce_scatter (root)") == 1
     drawn = tmp_path / "both.svg"
     assert main(["trace", "draw", str(drawn), *paths]) == 0
     assert "computing, rank1" in drawn.read_text()
@@ -64,6 +74,87 @@ def test_a_run_is_traced_drawn_and_compared(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     for line in said.splitlines():
         assert not ("all_gather" in line and "beside" in line and "wait" not in line), line
+
+
+def heights(world: Collectives, directory: str, **arguments: Any) -> tuple[int, int, int]:
+    """The peak of a second step's curve, its line, and the line by hand, of three equal blocks and a root."""
+    model = FullyShardedDataParallel(
+        make(), process_group=world, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments
+    )
+    model(torch.ones(2, 8)).sum().backward()
+    path = Path(directory, f"rank{world.rank}.json")
+    with trace(model, path):
+        model(torch.ones(2, 8)).sum().backward()
+    curve = Picture.read(path.read_text()).curve
+    assert curve is not None
+    return max(height for _, height in curve.points), curve.line, units_in(model)[0].unsharded_nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "others"),
+    [
+        ({}, 2),
+        ({"backward_prefetch": None}, 1),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, 3),
+    ],
+)
+def test_the_line_is_the_formula(tmp_path: Path, arguments: dict[str, Any], others: int) -> None:
+    """The root, its flat gradients, and some blocks at once; the curve does not go above that."""
+    most, line, one = run_threads(2, functools.partial(heights, **arguments), str(tmp_path))[0]
+    assert line == (2 + others) * one
+    assert 0 < most <= line
+
+
+PROGRAM = """
+import sys
+import torch
+import flatparam
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import run_threads
+
+class Block(torch.nn.Linear):
+    pass
+
+def train(world):
+    model = torch.nn.Sequential(Block(4, 4), Block(4, 4))
+    wrapped = flatparam.FullyShardedDataParallel(
+        model, process_group=world, auto_wrap_policy=ModuleWrapPolicy({Block}), sync_module_states=True
+    )
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+    flatparam.plan(torch.nn.Linear(4, 4), torch.ones(2, 4), world_size=2) if world.rank == 0 else None
+    world.barrier()
+
+run_threads(2, train)
+print(sys.argv[1:])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("by_command", [True, False])
+def test_a_whole_program_is_traced(tmp_path: Path, by_command: bool) -> None:
+    """The command, or the variable, leaves a trace of each rank with every step, and none of what is planned."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    folder = tmp_path / "traces"
+    command, environment = [sys.executable, str(script), "--fast"], dict(os.environ)
+    if by_command:
+        command[1:1] = ["-m", "flatparam", "trace", "--out", str(folder)]
+    else:
+        environment["FLATPARAM_TRACE"] = str(folder)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "['--fast']" in done.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
+    picture = Picture.read((folder / "rank0.json").read_text())
+    assert {piece.unit for piece in picture.pieces} == {"(root)", "0", "1"}
+    assert {piece.lane for piece in picture.pieces} == {"computing", "communication", "waiting"}
+    gathers = [piece.unit for piece in picture.pieces if piece.name.startswith("all_gather")]
+    assert gathers.count("0") == 4
+    assert picture.curve is not None
+    assert 0 < max(height for _, height in picture.curve.points) <= picture.curve.line
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ class Reductions:
     def _advance(self, *, keep: int = 1) -> None:
         """Move the oldest reduction on to the copies; up to `keep` of these stay in flight, if they can."""
         unit, reduction = self._reducing.popleft()
+        if unit.observers.instruments:
+            unit.observers.waits(unit, "reduce_scatter")
         unit.observers.tell(unit, "finish", reduction.replicate())
         self._replicating.append((unit, reduction))
         keeps = unit.overlaps_reductions and reduction.is_under_way

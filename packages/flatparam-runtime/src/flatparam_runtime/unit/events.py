@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Protocol, final
+from typing import Final, Literal, Protocol, final, runtime_checkable
 
 import attrs
 
@@ -34,11 +34,20 @@ class Event:
 
 
 class Instrument(Protocol):
-    """A receiver of events; it must not raise and must not change the unit."""
+    """A receiver of events; it must not raise and must not change the unit.
+
+    If it also has a method `on_wait(unit, operation)`, that is called with the names of a unit and of a collective
+    ("all_gather", "reduce_scatter") just before the host waits for that; `use` or `finish` of the unit is the end.
+    """
 
     def on_event(self, event: Event) -> None:
         """Receive `event`, which has just happened on this rank."""
         ...
+
+
+@runtime_checkable
+class _Waits(Protocol):
+    def on_wait(self, unit: str, operation: str) -> None: ...
 
 
 @final
@@ -98,3 +107,9 @@ class Observers:
             event = Event(kind, unit.name, unit.phase, nbytes)
             for instrument in self.instruments:
                 instrument.on_event(event)
+
+    def waits(self, unit: _Unit, operation: str) -> None:
+        """Report that the host is about to wait for a collective of the unit, to the instruments that ask for it."""
+        for instrument in self.instruments:
+            if isinstance(instrument, _Waits):
+                instrument.on_wait(unit.name, operation)

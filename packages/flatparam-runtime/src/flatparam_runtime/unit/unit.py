@@ -243,6 +243,8 @@ class Unit:
         if self.residency is not Residency.UNSHARDING or self._gather is None:
             return
         trained = [handle.trained for handle in self.handles]
+        if self.observers.instruments:
+            self.observers.waits(self, "all_gather")
         self._gather.finish()
         for handle, before in zip(self.handles, trained, strict=True):
             if handle.trained is not before:

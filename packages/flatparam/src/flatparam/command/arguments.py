@@ -45,6 +45,15 @@ deepspeed (ZeRO). A path's format is found out by looking. No process group, no 
 and no code in a checkpoint is run.
 
 """
+_TRACE_EXAMPLES: Final = """\
+examples:
+  flatparam trace --out traces train.py --steps 3
+  torchrun --nproc-per-node 2 -m flatparam trace --out traces train.py --steps 3
+  FLATPARAM_TRACE=traces torchrun --nproc-per-node 2 train.py --steps 3
+  flatparam trace draw both.svg traces/rank0.json traces/rank1.json
+  flatparam trace diff traces/rank0.json plan.json
+
+"""
 _RUN_EXAMPLES: Final = """\
 examples:
   python -m flatparam run train.py --epochs 3
@@ -122,8 +131,19 @@ def _add_run(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `trace`, with its commands."""
-    text = "draw and compare traces: of runs (flatparam.trace) and of plans (flatparam plan --trace)"
-    added = groups.add_parser("trace", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=STATUS)
+    text = "record, draw and compare traces: of runs (flatparam.trace) and of plans (flatparam plan --trace)"
+    added = groups.add_parser(
+        "trace",
+        help=text,
+        usage="flatparam trace [-h] COMMAND ...\n       flatparam trace --out FOLDER [--] SCRIPT ...\n"
+        "       flatparam trace --out FOLDER -m MODULE ...",
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=_TRACE_EXAMPLES + STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.add_argument(
+        "--out", metavar="FOLDER", help="run a program as `flatparam run` does; each rank leaves a trace here"
+    )
     commands = added.add_subparsers(metavar="COMMAND", required=True)
     draw = _command(
         commands, "draw", "draw the traces of one or more ranks as one SVG picture", "tracing", "draw"

@@ -18,6 +18,7 @@ examples:
   flatparam plan LlamaConfig --arg num_hidden_layers=32 --wrap LlamaDecoderLayer --batch 2 --sequence 4096
   flatparam plan config.json --wrap LlamaDecoderLayer --world 8..4096
   flatparam plan models:make --wrap Block --compare full,grad_op,hybrid:8 --profile h100
+  flatparam plan models:make --world 64 --fit 80GB --profile h100
   flatparam plan models:make --wrap Block --world 8 --check
 
 Nothing is allocated, computed or sent. The wrapper, the runtime and the optimizer run a few steps on tensors without
@@ -80,7 +81,7 @@ def _add_step(added: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CLASS",
-        help="recompute the activations of the modules of this class; repeatable",
+        help="recompute the activations of the modules of this class, or of this name (blocks.3); repeatable",
     )
     step.add_argument("--steps", type=positive, default=2, help="steps to run (default: 2)")
 
@@ -130,7 +131,10 @@ def _add_output(added: argparse.ArgumentParser) -> None:
         "--profile", metavar="NAME", help="predict the time: h100, h200, a100, mi300x, or a TOML file"
     )
     output.add_argument(
-        "--fit", type=nbytes_of, metavar="SIZE", help="choose the fastest setup whose peak is at most SIZE"
+        "--fit",
+        type=nbytes_of,
+        metavar="SIZE",
+        help="choose units, what is kept, recomputation and strategy for the fastest step whose peak is at most SIZE",
     )
     output.add_argument("--svg", type=Path, metavar="FILE", help="draw the predicted step")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write the predicted step for Perfetto")

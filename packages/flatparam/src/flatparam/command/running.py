@@ -11,6 +11,7 @@ from types import FrameType
 from flatparam.command.arguments import parser
 from flatparam.command.output import say
 from flatparam.command.programs import run_program
+from flatparam.resolving.environment import TRACE_FOLDER
 
 __all__ = ["main"]
 
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):
         # Its arguments are the program's, and so are its signals and its errors.
         return run_program(given[1:])
+    if given[:2] == ["trace", "--out"] and len(given) > 3:
+        # So are those of a program that is traced; processes that it starts leave traces, too.
+        os.environ[TRACE_FOLDER] = os.path.abspath(given[2])
+        return run_program(given[3:])
     chosen = parser().parse_args(given)
     # Imports torch, which takes seconds: not for help.
     from flatparam_state import CheckpointError

@@ -18,6 +18,8 @@ _LEFT: Final = 130
 _WIDTH: Final = 1000
 _LANE: Final = 26
 _CURVE: Final = 110
+_LINE: Final = "by the formula"
+"""The name of the counter, in a trace, that stays at a curve's line."""
 
 
 @final
@@ -86,7 +88,16 @@ class Picture:
                 {"name": self.curve.name, "ph": "C", "pid": 0, "ts": at * 1e6, "args": {"bytes": nbytes}}
                 for at, nbytes in self.curve.points
             ]
-        return json.dumps({"traceEvents": events, "otherData": {"title": self.title}})
+        told: dict[str, object] = {"title": self.title}
+        if self.curve is not None:
+            told |= {"curve": self.curve.name, "line": self.curve.line}
+            if self.curve.points:
+                ends = (self.curve.points[0][0], self.curve.points[-1][0])
+                events += [
+                    {"name": _LINE, "ph": "C", "pid": 0, "ts": at * 1e6, "args": {"bytes": self.curve.line}}
+                    for at in ends
+                ]
+        return json.dumps({"traceEvents": events, "otherData": told})
 
     @classmethod
     def read(cls, text: str) -> Picture:
@@ -111,14 +122,18 @@ class Picture:
                 if event["ph"] == "X"
             ]
             points = tuple(
-                (event["ts"] / 1e6, event["args"]["bytes"]) for event in events if event["ph"] == "C"
+                (event["ts"] / 1e6, event["args"]["bytes"])
+                for event in events
+                if event["ph"] == "C" and event["name"] != _LINE
             )
-            title = found["otherData"]["title"]
+            told = found["otherData"]
+            title, name = told["title"], told.get("curve", "memory")
+            line = told.get("line", max((height for _, height in points), default=0))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"expected a trace that flatparam has written, found {type(error).__name__}: {error}"
             ) from error
-        curve = Curve("memory", points, max(height for _, height in points)) if points else None
+        curve = Curve(name, points, line) if points else None
         return cls(title, pieces, curve)
 
     @classmethod

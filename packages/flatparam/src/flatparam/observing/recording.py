@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
 from torch import nn
 
+from flatparam.observing.formula import peak_of_units
 from flatparam.observing.picture import Curve, Picture, Piece
-from flatparam_runtime import Event, observe, units_in
+from flatparam_runtime import Event, Unit, observe, units_in
 
-__all__ = ["trace"]
+__all__ = ["Recorder", "trace"]
 
 COMPUTING: Final = "computing"
 COMMUNICATION: Final = "communication"
+WAITING: Final = "waiting"
+_ROOT: Final = "(root)"
 
 
 @contextlib.contextmanager
@@ -26,14 +31,20 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
 
     Perfetto shows the file; `flatparam trace draw` makes a picture of the files of several ranks, and
     `flatparam trace diff` compares two. One lane has the units that compute, one what is sent: gathers from their issue
-    until they are used, reductions from their issue until they are over. The curve is the memory of full parameters and
-    of flat gradients. Times are the host's: on an accelerator, those at which the host queued the work.
+    until they are used, reductions from their issue until they are over, and one the waits of the host for these. The
+    curve is the memory of full parameters and of flat gradients, and its line is the peak by the formula of
+    `docs/memory.md`. Times are the host's: on an accelerator, those at which the host queued the work.
+
+    To record a whole program, from its first wrapper on, start it by `flatparam trace --out FOLDER train.py`, or with
+    `FLATPARAM_TRACE=FOLDER` in the environment.
 
     Args:
         model: a wrapped or sharded model; every rank may trace itself, to a path of its own.
         path: a file that ends in `.json`.
     """
-    recorder = _Recorder({unit.module: unit.name for unit in units_in(model)})
+    recorder = Recorder()
+    for unit in units_in(model):
+        recorder.units[unit.module] = unit
     hooks = nn.modules.module
     before = hooks.register_module_forward_pre_hook(recorder.enters)
     after = hooks.register_module_forward_hook(recorder.leaves, always_call=True)
@@ -48,19 +59,22 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
 
 @final
 @attrs.define(eq=False)
-class _Recorder:
-    """An instrument that turns events into pieces of lanes."""
+class Recorder:
+    """An instrument that turns events into pieces of lanes, until it has `most` of them."""
 
-    modules: dict[nn.Module, str]
+    most: int = sys.maxsize
+    units: MutableMapping[nn.Module, Unit] = attrs.field(factory=weakref.WeakKeyDictionary)
     pieces: list[Piece] = attrs.field(factory=list)
     heights: list[tuple[float, int]] = attrs.field(factory=list)
     clock: Callable[[], float] = time.perf_counter
     _began: float = attrs.field(init=False)
     _in_use: int = 0
-    _running: list[tuple[str, float]] = attrs.field(factory=list)
+    _running: list[tuple[Unit, float]] = attrs.field(factory=list)
     """The units whose forward calls are running, with the time since which each computes."""
     _sending: dict[tuple[str, str], float] = attrs.field(factory=dict)
     _backward: dict[str, float] = attrs.field(factory=dict)
+    _waiting: dict[tuple[str, str], float] = attrs.field(factory=dict)
+    _line: int = 0
 
     @_began.default
     def _now_is_zero(self) -> float:
@@ -70,23 +84,28 @@ class _Recorder:
         return self.clock() - self._began
 
     def _computed(self, unit: str, begin: float, what: str) -> None:
-        self.pieces.append(Piece(COMPUTING, unit, f"{what} {unit}", begin, self._now()))
+        self._add(Piece(COMPUTING, unit, f"{what} {unit}", begin, self._now()))
+
+    def _add(self, piece: Piece) -> None:
+        if len(self.pieces) < self.most:
+            self.pieces.append(piece)
 
     def enters(self, module: nn.Module, args: Any) -> None:
         """A module is called."""
-        if module not in self.modules:
+        if module not in self.units:
             return
         if self._running:
             unit, begin = self._running[-1]
-            self._computed(unit, begin, "forward")
-        self._running.append((self.modules[module], self._now()))
+            self._computed(unit.name, begin, "forward")
+        # It gets its name in the first pass.
+        self._running.append((self.units[module], self._now()))
 
     def leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module has returned."""
-        if module not in self.modules or not self._running:
+        if module not in self.units or not self._running:
             return
         unit, begin = self._running.pop()
-        self._computed(unit, begin, "forward")
+        self._computed(unit.name, begin, "forward")
         if self._running:
             self._running[-1] = (self._running[-1][0], self._now())
 
@@ -100,6 +119,9 @@ class _Recorder:
             self._sent("all_gather", unit)
             if not self._running:
                 self._backward[unit] = now
+            elif self._running[-1][0].name == unit:
+                # It has waited for its own parameters, and begins to compute now.
+                self._running[-1] = (self._running[-1][0], now)
         elif event.kind == "reduce":
             self._sending["reduce_scatter", unit] = now
             self._changed(event.nbytes)
@@ -108,20 +130,37 @@ class _Recorder:
             self._changed(-event.nbytes)
         elif event.kind == "reshard":
             self._changed(-event.nbytes)
+            if not self._line:
+                # At the end of the program, the units may be gone.
+                self.know_line()
         if event.kind in ("reshard", "reduce") and unit in self._backward:
             self._computed(unit, self._backward.pop(unit), "backward")
 
     def _sent(self, what: str, unit: str) -> None:
         begin = self._sending.pop((what, unit), None)
         if begin is not None:
-            self.pieces.append(Piece(COMMUNICATION, unit, f"{what} {unit}", begin, self._now()))
+            self._add(Piece(COMMUNICATION, unit, f"{what} {unit}", begin, self._now()))
+        begin = self._waiting.pop((what, unit), None)
+        if begin is not None:
+            self._add(Piece(WAITING, unit, f"wait for {what} {unit}", begin, self._now()))
+
+    def on_wait(self, unit: str, operation: str) -> None:
+        """See `Instrument`."""
+        self._waiting[operation, unit] = self._now()
 
     def _changed(self, nbytes: int) -> None:
         self._in_use += nbytes
-        self.heights.append((self._now(), self._in_use))
+        if len(self.pieces) < self.most:
+            self.heights.append((self._now(), self._in_use))
+
+    def know_line(self) -> None:
+        """Work out the peak by the formula, while the units are there; the largest of several models counts."""
+        roots = [unit for unit in self.units.values() if unit.name == _ROOT]
+        for root in roots:
+            self._line = max(self._line, peak_of_units(units_in(root.module)))
 
     def picture(self, title: str) -> Picture:
         """What was recorded."""
-        most = max((height for _, height in self.heights), default=0)
-        curve = Curve("unit buffers", tuple(self.heights), most) if self.heights else None
+        self.know_line()
+        curve = Curve("unit buffers", tuple(self.heights), self._line) if self.heights else None
         return Picture(title, self.pieces, curve)

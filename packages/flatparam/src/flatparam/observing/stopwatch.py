@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flatparam_comm import current_collectives
 
-__all__ = ["SimpleProfiler", "is_info_wanted"]
+__all__ = ["SimpleProfiler", "is_info_wanted", "rank_here"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class SimpleProfiler:
     @classmethod
     def dump_and_reset(cls, msg: str) -> None:
         """Log `msg` and the results, on rank 0 and with `TORCH_DISTRIBUTED_DEBUG=INFO`, and forget them."""
-        if _rank() == 0 and is_info_wanted():
+        if rank_here() == 0 and is_info_wanted():
             _LOGGER.info("%s %s", msg, dict(cls.results))
         cls.reset()
 
@@ -113,7 +113,8 @@ def is_info_wanted() -> bool:
     return bool(dist.get_debug_level() == dist.DebugLevel.INFO)  # type: ignore[attr-defined]
 
 
-def _rank() -> int:
+def rank_here() -> int:
+    """The rank of this process, or of this thread if the ranks are threads."""
     here = current_collectives()
     if here is not None:
         return here.rank

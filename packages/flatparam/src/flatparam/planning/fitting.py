@@ -1,7 +1,8 @@
-"""The fastest way to train a program within a budget of memory, found by planning every way that is worth trying."""
+"""The fastest way to train a program within a budget of memory: its units, and what each of them does."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -9,14 +10,21 @@ import attrs
 
 from flatparam.observing.table import columns, shown_nbytes, shown_seconds
 from flatparam.planning.errors import PlanError
+from flatparam.planning.explaining import choices_of, way_of
 from flatparam.planning.plan import Plan, plan_of
 from flatparam.planning.profile import Profile, profile_named
 from flatparam.planning.program import TrainingProgram
+from flatparam.planning.replay import Keeping, Replay
 from flatparam.planning.setup import Setup
+from flatparam.planning.units import NamedUnits, Outline, outline_of
 
 __all__ = ["Fitted", "fit"]
 
-_STRATEGIES: Final = ("full", "grad_op", "hybrid", "hybrid_grad_op")
+_FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
+_TRIES: Final = 3
+"""How often a choice is made again with less memory, if a rehearsal takes more than its replay."""
+_NOTICED: Final = 0.1
+"""The part of a step that communication must take for it to be worth a try to recompute activations for."""
 
 
 @final
@@ -26,6 +34,10 @@ class Fitted:
 
     memory: int
     plans: tuple[Plan, ...]
+    plain: Plan
+    """The plan with each block as a unit that is freed after the forward pass."""
+    choices: tuple[str, ...]
+    """What was chosen, a line for each choice."""
 
     @property
     def best(self) -> Plan:
@@ -37,24 +49,32 @@ class Fitted:
         return plan.peak.nbytes <= self.memory
 
     def table(self) -> str:
-        """Every way that was tried, and why the first was chosen."""
+        """Every way that was tried, and what the first consists of."""
         rows = [["", "peak", "predicted step", "sent by a rank", ""]]
         for plan in self.plans:
-            seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
             sent = shown_nbytes(plan.costs.steps[-1].sent_nbytes)
             verdict = "chosen" if plan is self.best else "fits" if self.fits(plan) else "does not fit"
             rows.append(
-                [_way(plan.setup), shown_nbytes(plan.peak.nbytes), shown_seconds(seconds), sent, verdict]
+                [
+                    way_of(plan.setup),
+                    shown_nbytes(plan.peak.nbytes),
+                    shown_seconds(_seconds(plan)),
+                    sent,
+                    verdict,
+                ]
             )
-        return "\n".join([f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows)])
+        return "\n".join(
+            [f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows), "", *self.choices]
+        )
 
     def facts(self) -> dict[str, Any]:
         """The ways as plain values."""
         return {
             "memory": self.memory,
+            "choices": list(self.choices),
             "ways": [
                 {
-                    "way": _way(plan.setup),
+                    "way": way_of(plan.setup),
                     "fits": self.fits(plan),
                     "chosen": plan is self.best,
                     **plan.facts(),
@@ -64,62 +84,203 @@ class Fitted:
         }
 
 
-def _way(setup: Setup) -> str:
-    parts = [setup.strategy]
-    if setup.checkpointing:
-        parts.append(f"checkpointing {', '.join(setup.checkpointing)}")
-    return ", ".join(parts)
+def fit(
+    program: TrainingProgram,
+    setup: Setup,
+    *,
+    memory: int,
+    profile: str | Path | Profile,
+    only_units: bool = False,
+) -> Fitted:
+    """Choose the units of `program` and what they do, for the least predicted time with a peak of at most `memory`.
 
-
-def fit(program: TrainingProgram, setup: Setup, *, memory: int, profile: str | Path | Profile) -> Fitted:
-    """Plan `program` with every strategy, with and without recomputing the activations of its units.
+    Chosen are the modules that are units, whether each frees its parameters after the forward pass, how far ahead units
+    are gathered, the blocks whose activations are recomputed, and the strategy. The search lays rehearsed steps out
+    anew, and what it chooses is rehearsed. Each block as a unit with FULL_SHARD is always among the ways, so the choice
+    is never predicted to be slower than that, if that fits.
 
     Args:
-        setup: what is not varied. If it wraps by names of classes, these are what may be checkpointed.
+        setup: what is not varied. If it says how to wrap, those units are the blocks.
         memory: the most bytes that a rank may have in use at once.
         profile: the hardware, for the time of a step.
+        only_units: leave the strategy and the activations as they are.
 
     Raises:
         PlanError: if no way fits; the message says how much the smallest takes.
     """
-    chosen = profile_named(profile)
-    found = [plan_of(program, each, profile=chosen) for each in _ways(setup)]
-    order = sorted(
-        found,
-        key=lambda plan: (
-            plan.peak.nbytes > memory,
-            plan.peak.nbytes
-            if plan.peak.nbytes > memory or plan.prediction is None
-            else plan.prediction.seconds,
-        ),
-    )
-    if order[0].peak.nbytes > memory:
-        least = order[0]
+    search = _Search(program, setup, memory, profile_named(profile), only_units)
+    search.run()
+    order = sorted(search.plans, key=search.rank)
+    best = order[0]
+    if best.peak.nbytes > memory:
         raise PlanError(
             f"expected a way to train with a peak of at most {memory:,} bytes on each rank, found that the smallest, "
-            f"{_way(least.setup)}, takes {least.peak.nbytes:,}; take more ranks, a smaller batch, smaller units, or "
-            "offload the shards"
+            f"{way_of(best.setup)}, takes {best.peak.nbytes:,}; take more ranks, a smaller batch, smaller units, "
+            f"{'recomputed activations, ' if only_units else ''}or offload the shards"
         )
-    return Fitted(memory, tuple(order))
+    plain = search.plans[0]
+    return Fitted(
+        memory, tuple(order), plain, choices_of(best, search.before.get(id(best), best), plain, memory)
+    )
 
 
-def _ways(setup: Setup) -> list[Setup]:
-    """The setups that are worth trying, what was asked for among them."""
-    strategies = [setup.strategy]
-    for name in _STRATEGIES:
-        inside = setup.ranks_per_host
-        if name.startswith("hybrid"):
-            if setup.world_size <= inside or setup.world_size % inside:
-                continue
-            name = f"{name}:{inside}"
-        if name not in strategies:
-            strategies.append(name)
-    names = (setup.wrap,) if isinstance(setup.wrap, str) else setup.wrap
-    units = tuple(names) if isinstance(names, tuple) and all(isinstance(each, str) for each in names) else ()
-    recomputed = [setup.checkpointing]
-    recomputed += [each for each in ((), units) if each not in recomputed]
-    return [
-        attrs.evolve(setup, strategy=strategy, checkpointing=checkpointing)
-        for strategy in strategies
-        for checkpointing in recomputed
-    ]
+def _seconds(plan: Plan) -> float:
+    return 0.0 if plan.prediction is None else plan.prediction.seconds
+
+
+@attrs.define(eq=False)
+class _Search:
+    """What was rehearsed so far."""
+
+    program: TrainingProgram
+    setup: Setup
+    memory: int
+    profile: Profile
+    only_units: bool
+    plans: list[Plan] = attrs.field(factory=list)
+    """Every plan, in the order in which they were made: the first has each block as a unit with FULL_SHARD."""
+    before: dict[int, Plan] = attrs.field(factory=dict)
+    """For a plan that keeps units, by its id, the same one without."""
+
+    def rank(self, plan: Plan) -> tuple[bool, float, int]:
+        """The order of plans: those that fit by their time, and then the others by their peak."""
+        peak = plan.peak.nbytes
+        return (peak > self.memory, peak if peak > self.memory else _seconds(plan), peak)
+
+    @property
+    def best(self) -> Plan:
+        """The best plan so far."""
+        return min(self.plans, key=self.rank)
+
+    def run(self) -> None:
+        """Rehearse what is worth it."""
+        outline = outline_of(self.program)
+        for strategy in self._strategies():
+            self._structures(attrs.evolve(self.setup, strategy=strategy), outline)
+        self._keep()
+        self._prefetch()
+
+    def _strategies(self) -> list[str]:
+        """The strategies that free their parameters: what is kept is chosen for each unit."""
+        name, colon, number = self.setup.strategy.partition(":")
+        found = [_FREEING.get(name, "hybrid") + colon + number]
+        size = self.setup.ranks_per_host
+        several = self.setup.world_size > size and self.setup.world_size % size == 0
+        if not self.only_units:
+            found = ["full", *found, *([f"hybrid:{size}"] if several else [])]
+        return list(dict.fromkeys(found))
+
+    def _structures(self, setup: Setup, outline: Outline) -> None:
+        """Rehearse each block as a unit; with more units; and, if need be, with smaller ones and recomputation."""
+        if setup.wrap is None:
+            setup = attrs.evolve(setup, wrap=NamedUnits(dict.fromkeys(outline.blocks, True)))
+        plain = self._plan(setup)
+        blocks = _names(plain)
+        rest = [name for name in outline.rest if not any(_touch(name, block) for block in blocks)]
+        found = [plain, *self._with_units(plain, [*blocks, *rest])]
+        smallest = min(found, key=lambda plan: plan.peak.nbytes)
+        recomputes = not (self.only_units or setup.checkpointing) and bool(blocks)
+        if smallest.peak.nbytes <= self.memory:
+            if recomputes:
+                self._recompute(min(found, key=self.rank), blocks)
+            return
+        parts = [name for name in outline.parts if any(_is_inside(name, block) for block in blocks)]
+        whole = [block for block in blocks if not any(_is_inside(name, block) for name in parts)]
+        others = [name for name in _names(smallest) if name not in blocks]
+        smaller = self._with_units(smallest, [*parts, *whole, *others])
+        for plan in [smallest, *smaller] if recomputes else []:
+            if self._recompute(plan, blocks):
+                return
+
+    def _with_units(self, before: Plan, names: list[str]) -> list[Plan]:
+        """The plan with units of these names, if all are called and the program runs with them."""
+        if set(names) == set(_names(before)):
+            return []
+        setup = attrs.evolve(before.setup, wrap=NamedUnits(dict.fromkeys(names, True)))
+        try:
+            plan = plan_of(self.program, setup, profile=self.profile)
+        except Exception:
+            # The program uses a parameter of a module outside of its forward pass; whatever it raises, it cannot be.
+            return []
+        called = {each.unit for each in plan.rehearsal.entries if each.kind in ("kernels", "unshard")}
+        if not set(names) <= called:
+            return self._with_units(before, [name for name in names if name in called])
+        self.plans.append(plan)
+        return [plan]
+
+    def _recompute(self, before: Plan, blocks: list[str]) -> bool:
+        """Rehearse with the activations of all blocks recomputed, and of as few of the first as fit; whether one fits.
+
+        The activations of the first blocks wait longest.
+        """
+        prediction = before.prediction
+        excess = before.peak.nbytes - self.memory
+        if excess <= 0 and prediction and prediction.exposed < _NOTICED * prediction.seconds:
+            return True
+        every = self._plan(attrs.evolve(before.setup, checkpointing=tuple(blocks)))
+        if excess <= 0 or every.peak.nbytes > self.memory:
+            return every.peak.nbytes <= self.memory
+        saved = (before.peak.nbytes - every.peak.nbytes) / len(blocks)
+        for _ in range(_TRIES):
+            count = math.ceil(excess / saved)
+            if count >= len(blocks):
+                break
+            plan = self._plan(attrs.evolve(before.setup, checkpointing=tuple(blocks[:count])))
+            if plan.peak.nbytes <= self.memory:
+                break
+            excess += plan.peak.nbytes - self.memory
+        return True
+
+    def _keep(self) -> None:
+        """Rehearse what the replays choose to keep, the most promising first, until no other can be better."""
+        promising = []
+        for plan in list(self.plans):
+            if plan.peak.nbytes <= self.memory:
+                replay = Replay(plan.rehearsal, self.profile)
+                keeping = replay.best(self.memory)
+                if keeping is not None and keeping.names:
+                    promising.append((keeping, replay, plan))
+        for keeping, replay, plan in sorted(promising, key=lambda each: each[0].seconds):
+            if keeping.seconds < _seconds(self.best):
+                self._kept(keeping, replay, plan)
+
+    def _kept(self, keeping: Keeping | None, replay: Replay, before: Plan) -> None:
+        budget = self.memory
+        for _ in range(_TRIES):
+            if keeping is None or not keeping.names:
+                return
+            wrap = NamedUnits({name: name not in keeping.names for name in _names(before)})
+            plan = self._plan(attrs.evolve(before.setup, wrap=wrap))
+            self.before[id(plan)] = before
+            if plan.peak.nbytes <= self.memory:
+                return
+            budget -= plan.peak.nbytes - self.memory
+            keeping = replay.best(budget)
+
+    def _prefetch(self) -> None:
+        """Rehearse the best plan with one more unit gathered ahead than the device does by itself."""
+        best = self.best
+        if self.rank(best)[0] or best.setup.forward_prefetch:
+            return
+        depth = 2 if best.setup.device == "accelerator" else 1
+        frees = {unit.facts.name: unit.facts.frees_after_forward for unit in best.units[1:]}
+        plan = self._plan(attrs.evolve(best.setup, wrap=NamedUnits(frees, depth)))
+        self.before[id(plan)] = self.before.get(id(best), best)
+
+    def _plan(self, setup: Setup) -> Plan:
+        plan = plan_of(self.program, setup, profile=self.profile)
+        self.plans.append(plan)
+        return plan
+
+
+def _names(plan: Plan) -> list[str]:
+    """The names of the units, without the root."""
+    return [unit.facts.name for unit in plan.units[1:]]
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
+
+
+def _touch(name: str, other: str) -> bool:
+    return name == other or _is_inside(name, other) or _is_inside(other, name)

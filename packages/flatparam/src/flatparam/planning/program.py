@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam.planning.errors import PlanError
-from flatparam.planning.setup import Setup, classes_named
+from flatparam.planning.setup import Setup, modules_named
 from flatparam_comm import Topology
 
 __all__ = ["Inputs", "TrainingProgram", "Trained", "Watcher", "train"]
@@ -187,8 +187,8 @@ def _checkpoint(model: nn.Module, names: tuple[str, ...]) -> None:
     # A private module of torch, as the guide about activation checkpointing uses it.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    classes = classes_named(model, names)
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))
+    chosen = modules_named(model, names)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
 
 
 def _materialise(module: nn.Module) -> None:

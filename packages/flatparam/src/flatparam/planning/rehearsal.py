@@ -12,6 +12,7 @@ from typing import Any, final
 import attrs
 from torch import nn
 
+from flatparam.observing.whole_program import nothing_recorded
 from flatparam.planning.costs import Costs, Counting, recorded, states_of, without_collector
 from flatparam.planning.hollow import HollowMemory, Log
 from flatparam.planning.kernels import Work
@@ -228,6 +229,7 @@ def _rehearsed(
         memory,
         observer.stack,
         acting_as(NoStreams(runs_ahead=observer.is_ahead)),
+        nothing_recorded(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -13,6 +13,7 @@ from torch import nn
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.planning.errors import PlanError
 from flatparam.planning.ranks import TRANSPORTS, Call, lone_topology
+from flatparam.policies.planned import PlannedPolicy
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, SingleCollectives, Topology
 
@@ -70,7 +71,7 @@ class Setup:
     optimizer: str | Optimize = "adamw"
     cpu_offload: bool = False
     checkpointing: tuple[str, ...] = attrs.field(default=(), validator=attrs.validators.instance_of(tuple))
-    """The names of the classes whose activations are recomputed."""
+    """The names of the modules, or of their classes, whose activations are recomputed."""
     use_orig_params: bool = False
     accumulate: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     """The micro-batches of a step; all but the last are inside `no_sync()`."""
@@ -158,6 +159,8 @@ class Setup:
     def policy(self, model: nn.Module) -> Any:
         """The policy that chooses the units of `model`."""
         wrap = self.wrap
+        if isinstance(wrap, PlannedPolicy):
+            raise PlanError("wrap: planned() plans by itself while a model is wrapped; plan by --fit instead")
         if isinstance(wrap, str):
             wrap = (wrap,)
         if isinstance(wrap, int):
@@ -200,3 +203,17 @@ def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Modul
             f"{', '.join(sorted(repeated)) or 'none'}"
         )
     return tuple(kinds[name] for name in names)
+
+
+def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
+    """The modules in `model` that have these names, as `blocks.3`, or are of a class with such a name.
+
+    Raises:
+        PlanError: if the model has no such module.
+    """
+    modules = dict(model.named_modules())
+    named = [name for name in names if name in modules]
+    classes = classes_named(model, [name for name in names if name not in modules])
+    return {modules[name] for name in named} | {
+        each for each in modules.values() if isinstance(each, classes)
+    }

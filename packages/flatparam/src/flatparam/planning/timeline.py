@@ -15,7 +15,7 @@ from flatparam.planning.ranks import Call
 from flatparam.planning.rehearsal import Entry, Rehearsal
 from flatparam_comm import sent_nbytes
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "predict", "seconds_of_call"]
 
 COMPUTING: Final = "computing"
 COMMUNICATION: Final = "communication"
@@ -166,7 +166,7 @@ def predict(found: Rehearsal, profile: str | Path | Profile) -> Prediction:
             flops += sum(found.works[number].flops for number in numbers)
             streams.run(entry, [seconds[number] for number in numbers])
         elif entry.kind == "issued" and entry.call is not None:
-            streams.issue(entry, entry.call, _seconds(chosen, found, entry.call))
+            streams.issue(entry, entry.call, seconds_of_call(chosen, found, entry.call))
         elif entry.kind == "waited" and entry.call is not None:
             streams.wait(entry.call)
         heights.append((streams.compute, found.log.sizes[entry.place - 1] if entry.place else 0))
@@ -187,7 +187,8 @@ def predict(found: Rehearsal, profile: str | Path | Profile) -> Prediction:
     )
 
 
-def _seconds(profile: Profile, found: Rehearsal, call: Call) -> float:
+def seconds_of_call(profile: Profile, found: Rehearsal, call: Call) -> float:
+    """The time of a collective: its latency and the bytes of a ring, over links or over the network."""
     members, size = call.members, found.setup.ranks_per_host
     sent = sent_nbytes(call.op, call.nbytes, rank=members.index(found.setup.rank), size=len(members))
     hosts = {rank // size for rank in members}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam.policies.planned import PlannedPolicy
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, WrapFunction
 from flatparam_comm import Collectives, Topology
 from flatparam_runtime import Nonfinite
@@ -32,7 +33,7 @@ Ranks: TypeAlias = (
     | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
 )
 """The ranks to shard over; a pair or a `Topology` also says which ranks hold copies."""
-Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | WrapFunction
+Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | PlannedPolicy | WrapFunction
 """A policy: it chooses the submodules that become units."""
 Ignorable: TypeAlias = Iterable[nn.Module] | Iterable[nn.Parameter]
 """The things to leave whole: all modules, or all parameters."""

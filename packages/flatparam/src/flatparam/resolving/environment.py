@@ -1,4 +1,4 @@
-"""The environment variables that FSDP1 reads; this is the one place that reads any."""
+"""The environment variables that FSDP1 reads, and our own; this is the one place that reads any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Final, final
 import attrs
 from typing_extensions import Self
 
-__all__ = ["Environment"]
+__all__ = ["TRACE_FOLDER", "Environment"]
+
+TRACE_FOLDER: Final = "FLATPARAM_TRACE"
+"""The variable that has the folder of traces."""
 
 _EFFECTS: Final = {
     "FSDP_USE_FAKE_ALL_GATHER": "parameters are not gathered: every result is wrong, and only timings mean something",
@@ -30,6 +33,8 @@ class Environment:
     fake_reduce: bool = False
     nodes_of: int | None = None
     """Ranks per node as torchrun says (`LOCAL_WORLD_SIZE`), or `None`."""
+    trace_folder: str | None = None
+    """Where each rank leaves a trace of the program (`FLATPARAM_TRACE`), or `None`."""
 
     @classmethod
     def read(cls) -> Self:
@@ -41,6 +46,7 @@ class Environment:
             _is_on("FSDP_USE_FAKE_ALL_GATHER"),
             _is_on("FSDP_USE_FAKE_REDUCE"),
             int(local) if local.isdigit() else None,
+            os.environ.get(TRACE_FOLDER) or None,
         )
 
 

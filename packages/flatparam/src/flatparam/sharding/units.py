@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from flatparam.observing import whole_program
 from flatparam.observing.debug_log import watch_for_debugging
 from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving.settings import Resolved
@@ -69,6 +70,8 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         initialise=initialise,
     )
     watch_for_debugging(unit)
+    if resolved.environment.trace_folder is not None:
+        whole_program.record(unit, resolved.environment.trace_folder)
     mark_for_compiler(modules)
     return unit
 
