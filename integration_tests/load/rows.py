@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import statistics
 import struct
 import subprocess
@@ -19,11 +20,11 @@ from torch import nn
 
 from flatparam import Checkpointer, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import Collectives
+from flatparam_comm import Collectives, set_relay
 from flatparam_comm.testing import run_processes
 from integration_tests.load.job import batches, ddp, resources, sharded, train
 
-__all__ = ["ROWS", "many_units", "oversubscribed", "saves", "soak", "wide"]
+__all__ = ["ROWS", "guards", "many_units", "oversubscribed", "saves", "soak", "wide"]
 
 Figures = dict[str, str]
 _LONG: Final = 3600.0
@@ -267,12 +268,37 @@ def saves(count: int = 500) -> Figures:
     return figures
 
 
+# The cost of the guards
+
+
+def _timed(world: Collectives, steps: int, guarded: bool) -> list[float]:
+    set_relay(guarded)
+    moments: list[float] = []
+    train(world, sharded, steps, lambda step, loss: moments.append(time.perf_counter()))
+    return [after - before for before, after in itertools.pairwise(moments)]
+
+
+def guards(steps: int = 300, turns: int = 8) -> Figures:
+    """A step with the relay and the comparison of positions, and without, in turns: the least time of a step counts."""
+    least: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(turns):
+        for guarded, found in least.items():
+            found.append(min(run_processes(2, _timed, steps, guarded, timeout=_LONG, pg_timeout=120)[0]))
+    with_guards, without = (1000 * statistics.median(least[guarded]) for guarded in (True, False))
+    return {
+        "steps": f"{turns} times {steps} with guards and as many without, in turns",
+        "a step, with and without": f"{with_guards:.2f} and {without:.2f} ms, medians of the least of each turn",
+        "cost": f"{with_guards / without - 1:+.1%}",
+    }
+
+
 ROWS: Final[dict[str, Any]] = {
     "L1": soak,
     "L2": oversubscribed,
     "L3": many_units,
     "L4": wide,
     "L5": saves,
+    "guards": guards,
 }
 BRIEF: Final[dict[str, Any]] = {
     "L1": functools.partial(soak, 100),
@@ -280,5 +306,6 @@ BRIEF: Final[dict[str, Any]] = {
     "L3": functools.partial(many_units, 20, 5),
     "L4": functools.partial(wide, 512, 4),
     "L5": functools.partial(saves, 8),
+    "guards": functools.partial(guards, 5, 1),
 }
 """The same in a moment, for the tests."""

@@ -82,7 +82,7 @@ class Reducer:
     _ranks: int = attrs.field()
     _of_parts: TakesParts | None = attrs.field()
     """The shard group, if it can sum gradients from where autograd leaves them."""
-    _is_sharded: bool = attrs.field(init=False)
+    _is_sharded: bool = attrs.field()
     """Whether a flat parameter is on several ranks, so that the first sum is over these."""
 
     @_ranks.default
@@ -110,6 +110,7 @@ class Reducer:
             hooks,
             ranks=self._ranks,
             of_parts=self._of_parts,
+            is_sharded=self._is_sharded,
         )
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:

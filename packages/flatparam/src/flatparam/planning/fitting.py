@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any, Final, final
@@ -20,6 +21,7 @@ from flatparam.planning.units import NamedUnits, Outline, outline_of
 
 __all__ = ["Fitted", "fit"]
 
+_LOGGER = logging.getLogger(__name__)
 _FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
 _TRIES: Final = 3
 """How often a choice is made again with less memory, if a rehearsal takes more than its replay."""
@@ -199,8 +201,10 @@ class _Search:
         setup = attrs.evolve(before.setup, wrap=NamedUnits(dict.fromkeys(names, True)))
         try:
             plan = plan_of(self.program, setup, profile=self.profile)
-        except Exception:
-            # The program uses a parameter of a module outside of its forward pass; whatever it raises, it cannot be.
+        except Exception as error:
+            # Mostly the program uses a parameter of a module outside of its forward pass; whatever it raises, it cannot
+            # be trained so.
+            _LOGGER.info("left out: units %s, with which the program raises %r", ", ".join(names), error)
             return []
         called = {each.unit for each in plan.rehearsal.entries if each.kind in ("kernels", "unshard")}
         if not set(names) <= called:
