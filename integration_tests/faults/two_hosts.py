@@ -17,12 +17,14 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["FAULTS", "NETEM", "main"]
+from integration_tests.faults.cable import Cable
+
+__all__ = ["FAULTS", "main"]
 
 #: What happens to the cable after some steps.
 FAULTS: Final = ("none", "cut", "slow", "lossy")
-#: The arguments of netem(8) for a cable that is bad from the beginning.
-NETEM: Final = {"slow": ("delay", "100ms"), "lossy": ("loss", "5%")}
+#: A cable that is bad from the beginning: seconds of delay, and the fraction of the packets that is lost.
+_BAD: Final = {"slow": (0.1, 0.0), "lossy": (0.0, 0.05)}
 _STEPS: Final = 12
 #: The step at which the cable is cut.
 _CUT: Final = 5
@@ -32,14 +34,14 @@ _LIMIT, _LONGEST = 60.0, 150.0
 
 
 def main(fault: str) -> int:
-    """Lay the cable, start the ranks, and print what they said; 77 if the system has no such fault."""
+    """Lay the cable, start the ranks, and print what they said."""
     other = subprocess.Popen(["unshare", "--net", "--uts", "sh", "-c", "hostname far && exec sleep 1000"])
     try:
+        Cable(("cable0", "cable1"), *_BAD.get(fault, (0.0, 0.0))).lay()
         time.sleep(0.5)
         there = ["nsenter", f"--target={other.pid}", "--net", "--uts"]
         for command in (
             ["ip", "link", "set", "lo", "up"],
-            ["ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1"],
             ["ip", "link", "set", "cable1", "netns", str(other.pid)],
             ["ip", "address", "add", f"{_NEAR}/24", "dev", "cable0"],
             ["ip", "link", "set", "cable0", "up"],
@@ -48,10 +50,6 @@ def main(fault: str) -> int:
             [*there, "ip", "link", "set", "cable1", "up"],
         ):
             subprocess.run(command, check=True, capture_output=True)
-        if fault in NETEM:
-            added = subprocess.run(["tc", "qdisc", "add", "dev", "cable0", "root", "netem", *NETEM[fault]])
-            if added.returncode:
-                return 77
         return _run(fault, there)
     finally:
         other.kill()

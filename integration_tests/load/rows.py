@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from torch import nn
 from flatparam import Checkpointer, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, set_relay
+from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.testing import run_processes
 from integration_tests.load.job import batches, ddp, resources, sharded, train
 
@@ -271,24 +274,37 @@ def saves(count: int = 500) -> Figures:
 # The cost of the guards
 
 
-def _timed(world: Collectives, steps: int, guarded: bool) -> list[float]:
+def _timed(world: Collectives, steps: int, guarded: bool, watched: bool) -> tuple[float, float, float]:
+    """The median of a step; and if `watched`, the median of the guards' calls in seconds, and how many a step makes."""
     set_relay(guarded)
+    inside: list[float] = []
+    begin = GroupCalls.begin
+
+    def watch(*arguments: Any) -> None:
+        before = time.perf_counter()
+        begin(*arguments)
+        inside.append(time.perf_counter() - before)
+
     moments: list[float] = []
-    train(world, sharded, steps, lambda step, loss: moments.append(time.perf_counter()))
-    return [after - before for before, after in itertools.pairwise(moments)]
+    with mock.patch.object(GroupCalls, "begin", watch) if watched else contextlib.nullcontext():
+        train(world, sharded, steps, lambda step, loss: moments.append(time.perf_counter()))
+    step = statistics.median(after - before for before, after in itertools.pairwise(moments))
+    return step, statistics.median(inside or [0.0]), len(inside) / steps
 
 
 def guards(steps: int = 300, turns: int = 8) -> Figures:
-    """A step with the relay and the comparison of positions, and without, in turns: the least time of a step counts."""
-    least: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(turns):
-        for guarded, found in least.items():
-            found.append(min(run_processes(2, _timed, steps, guarded, timeout=_LONG, pg_timeout=120)[0]))
-    with_guards, without = (1000 * statistics.median(least[guarded]) for guarded in (True, False))
+    """A step with the relay and the comparison of positions and without, in turns; and the time that it is inside."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(turns):
+        for guarded in (True, False) if turn % 2 else (False, True):
+            found[guarded].append(run_processes(2, _timed, steps, guarded, False, timeout=_LONG)[0][0])
+    step, seconds, calls = run_processes(2, _timed, steps, True, True, timeout=_LONG)[0]
+    each = [f"{1000 * statistics.median(found[guarded]):.2f}" for guarded in (True, False)]
+    spread = [f"{1000 * time:.2f}" for time in (min(found[False]), max(found[False]))]
     return {
         "steps": f"{turns} times {steps} with guards and as many without, in turns",
-        "a step, with and without": f"{with_guards:.2f} and {without:.2f} ms, medians of the least of each turn",
-        "cost": f"{with_guards / without - 1:+.1%}",
+        "a step, with and without": f"{each[0]} and {each[1]} ms; the turns without are {spread[0]} to {spread[1]} ms",
+        "inside the guards": f"{calls:.0f} calls of {1e6 * seconds:.0f} us, {calls * seconds / step:.1%} of a step",
     }
 
 

@@ -287,8 +287,9 @@ class GroupCalls:
         relay = self._relay
         assert relay is not None, "only the relay knows of failures"
         if failure.is_death and self._page is not None:
-            last = self._page.last_of(failure.rank) or "none"
-            failure = attrs.evolve(failure, message=f"{failure.message}; its last collective was {last}")
+            last = self._page.last_of(failure.rank)
+            told = f"; its last collective was {last or 'none'}" if last is not None else ""
+            failure = attrs.evolve(failure, message=failure.message + told)
         cause = failure.as_cause()
         if failure.diverged:
             return MismatchError(site.rank, site.op, site.label, prefix + failure.message)

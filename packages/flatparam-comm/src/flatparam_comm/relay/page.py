@@ -107,10 +107,12 @@ class Page:
         """The ranks of this host that have not issued collective `number` of the group; numbered within the world."""
         return [rank for rank, words in self._found if max(words[1 : 1 + 2 * _REMEMBERED : 2]) >> 31 < number]
 
-    def last_of(self, rank: int) -> str:
-        """The last collective of `rank` of the world; empty if nobody knows."""
+    def last_of(self, rank: int) -> str | None:
+        """The last collective of `rank` of the world, empty if there was none; None if its memory is not known."""
         theirs = dict(self._found).get(rank)
-        return "" if theirs is None else bytes(theirs.cast("B")[_TEXT]).rstrip(b"\0").decode(errors="replace")
+        return (
+            None if theirs is None else bytes(theirs.cast("B")[_TEXT]).rstrip(b"\0").decode(errors="replace")
+        )
 
     def describe_late(self, number: int) -> str:
         """Which ranks have not issued collective `number`, and what they issued last; empty if there are none."""

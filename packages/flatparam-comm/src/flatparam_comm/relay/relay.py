@@ -20,7 +20,7 @@ from flatparam_comm.relay.board import Board
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.settings import RelaySettings
-from flatparam_comm.relay.star import Ended, Said, Star
+from flatparam_comm.relay.star import CLOSED, Ended, Said, Star
 
 __all__ = ["Relay"]
 
@@ -287,6 +287,8 @@ class Relay:
             return attrs.evolve(known, is_final=True)
         process = f"process {self._pids.get(rank, 'unknown')}"
         text = f"{process} has ended without a word ({reason}): killed, crashed, or ended by os._exit()"
+        if reason != CLOSED:
+            text = f"{process} has ended, or its host cannot be reached any more ({reason})"
         return FailureReport.death(rank, text)
 
     def _break_groups(self) -> None:

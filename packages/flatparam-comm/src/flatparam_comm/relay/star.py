@@ -23,8 +23,10 @@ import attrs
 from flatparam_comm.relay.host import host_identity
 from flatparam_comm.relay.settings import RelaySettings
 
-__all__ = ["Ended", "Said", "Star"]
+__all__ = ["CLOSED", "Ended", "Said", "Star"]
 
+#: The reason of an end that the other process, or its system, has told of.
+CLOSED: Final = "the connection was closed"
 _KEY: Final = "address"
 #: Keepalive packets without an answer until a host is gone.
 _UNANSWERED: Final = 3
@@ -45,7 +47,7 @@ class Said:
 @final
 @attrs.frozen
 class Ended:
-    """The end of the connection to `rank`, for a `reason` that the system gave."""
+    """The end of the connection to `rank`, for a `reason` that the system gave; it was closed, or it was lost."""
 
     rank: int
     reason: str
@@ -59,12 +61,15 @@ class _Line:
     socket: socket.socket
     rank: int = -1
     buffer: bytearray = attrs.field(factory=bytearray)
+    lost: str = ""
+    """Why a message could not be sent, which the system says only once."""
 
     def send(self, message: bytes) -> bool:
         """Send a whole line; returns whether that was possible."""
         try:
             self.socket.sendall(message)
-        except OSError:
+        except OSError as error:
+            self.lost = self.lost or str(error.strerror or error)
             return False
         return True
 
@@ -74,11 +79,12 @@ class _Line:
         try:
             data = self.socket.recv(1 << 16)
             if not data:
-                reason = "the connection was closed"
-        except TimeoutError:
-            data = b""
+                reason = f"the connection was lost: {self.lost}" if self.lost else CLOSED
         except OSError as error:
-            data, reason = b"", f"the connection was lost ({error.strerror})"
+            # The socket's own timeout has no number; that of the system, which asked in vain, has one.
+            data = b""
+            if not isinstance(error, TimeoutError) or error.errno is not None:
+                reason = f"the connection was lost: {error.strerror}"
         self.buffer += data
         *lines, rest = bytes(self.buffer).split(b"\n")
         self.buffer[:] = rest
