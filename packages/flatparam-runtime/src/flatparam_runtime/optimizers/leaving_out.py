@@ -7,16 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-import torch
 from torch import optim
 
-from flatparam_comm import FlatParamError, FlatParameter, FlatParamHandle, handle_of, owner_of
+from flatparam_comm import FlatParamError
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP
-from flatparam_runtime.unit.registry import holder_of
+from flatparam_runtime.unit.registry import holder_of_parameter
 
-__all__ = ["handle_of_parameter", "step_instead"]
+__all__ = ["step_instead"]
 
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 #: The attribute that a gradient scaler sets while it steps an optimizer that looks at it.
@@ -72,25 +71,14 @@ def _have_found(guards: list[NonfiniteGuard]) -> bool:
 
 def _guards_of(optimizer: optim.Optimizer) -> list[NonfiniteGuard]:
     """The guards of the trees whose parameters the optimizer holds."""
-    if not NonfiniteGuard.are_there:
-        return []
     found: list[NonfiniteGuard] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            handle = handle_of_parameter(parameter)
-            unit = None if handle is None else holder_of(handle)
+            unit = holder_of_parameter(parameter)
             guard = None if unit is None else unit.observers.guard
             if guard is not None and guard not in found:
                 found.append(guard)
     return found
-
-
-def handle_of_parameter(parameter: torch.Tensor) -> FlatParamHandle | None:
-    """The flat parameter that `parameter` is, or is a part of; None if it is neither."""
-    if isinstance(parameter, FlatParameter):
-        return handle_of(parameter)
-    owner = owner_of(parameter) if isinstance(parameter, torch.nn.Parameter) else None
-    return None if owner is None else owner[0]
 
 
 def _twin(optimizer: optim.Optimizer) -> optim.Optimizer:

@@ -17,14 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatparam_comm import FlatParameter, owner_of
 from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.optimizers.divided import is_long
-from flatparam_runtime.optimizers.leaving_out import handle_of_parameter, step_instead
+from flatparam_runtime.optimizers.leaving_out import step_instead
 from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
-from flatparam_runtime.unit.registry import holder_of
+from flatparam_runtime.unit.registry import holder_of_parameter
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
 
@@ -64,7 +65,7 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return None
     _note_step(optimizer)
-    instead = step_instead(optimizer, args, kwargs)
+    instead = step_instead(optimizer, args, kwargs) if NonfiniteGuard.are_there else None
     _choose_segments(optimizer)
     return instead
 
@@ -95,8 +96,7 @@ def _note_step(optimizer: optim.Optimizer) -> None:
     noted: list[Fingerprint] = []
     for group in optimizer.param_groups:
         # The parameters of one group are one tree's, mostly; if not, another group or optimizer has the rest.
-        handle = next(filter(None, map(handle_of_parameter, group["params"])), None)
-        unit = None if handle is None else holder_of(handle)
+        unit = next(filter(None, map(holder_of_parameter, group["params"])), None)
         fingerprint = None if unit is None else unit.observers.fingerprint
         if fingerprint is not None and fingerprint not in noted:
             noted.append(fingerprint)

@@ -6,12 +6,20 @@ import weakref
 from collections.abc import Iterator
 from itertools import islice
 
-from torch import nn
+from torch import Tensor, nn
 
-from flatparam_comm import FlatParamHandle, each_module
+from flatparam_comm import FlatParameter, FlatParamHandle, each_module, handle_of, owner_of
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["holder_of", "inside", "register_unit", "revive_units", "unit_of", "units_in"]
+__all__ = [
+    "holder_of",
+    "holder_of_parameter",
+    "inside",
+    "register_unit",
+    "revive_units",
+    "unit_of",
+    "units_in",
+]
 
 _UNIT = "_flatparam_unit"
 """The attribute of a module that holds its unit, so that both have the same lifetime."""
@@ -39,6 +47,16 @@ def holder_of(handle: FlatParamHandle) -> Unit | None:
     """The unit that holds a flat parameter, or `None`."""
     reference = _HOLDERS.get(handle)
     return None if reference is None else reference()
+
+
+def holder_of_parameter(parameter: Tensor) -> Unit | None:
+    """The unit whose flat parameter `parameter` is, or is a part of; None if it is neither."""
+    if isinstance(parameter, FlatParameter):
+        handle = handle_of(parameter)
+    else:
+        owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+        handle = None if owner is None else owner[0]
+    return None if handle is None else holder_of(handle)
 
 
 def units_in(module: nn.Module) -> tuple[Unit, ...]:
