@@ -20,6 +20,7 @@ from flatparam_comm.testing import run_processes
 pytestmark = pytest.mark.processes
 
 FORWARD = "rank 1 failed first in forward pass of unit 'inner' with ValueError: a bug"
+BACKWARD = "rank 1 failed first in backward pass with ValueError: a bug"
 BARE = "rank 1 failed first with ValueError: a bug"
 
 
@@ -67,6 +68,18 @@ class Outer(nn.Module):
         return output
 
 
+class Faulty(torch.optim.SGD):
+    """An optimizer whose step raises, if it is told to."""
+
+    fault = ""
+
+    def step(self, closure: Any = None) -> None:
+        """A step, or the fault."""
+        if self.fault == "step":
+            _raise()
+        super().step(closure)
+
+
 def _raise(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("a bug")
 
@@ -76,12 +89,19 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, lives: boo
     faulty = Inner()
     collectives = shared_memory(comm) if through == "shared memory" else comm
     model = FullyShardedDataParallel(Outer(faulty, collectives), collectives)
+    optimizer = Faulty(model.parameters(), lr=0.1)
     told = Path(directory, f"rank-{comm.rank}")
     try:
         for step in range(4):
             if step == 2 and comm.rank == 1:
                 faulty.arm(fault)
-            model(torch.ones(2, 4)).sum().backward()
+                optimizer.fault = fault
+            output = model(torch.ones(2, 4))
+            loss = output.sum()
+            if optimizer.fault == "loss":
+                loss.register_hook(_raise)
+            loss.backward()
+            optimizer.step()
             model.zero_grad()
             model.state_dict()
     except PeerError as error:
@@ -104,8 +124,12 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, lives: boo
         ("forward", True, FORWARD),
         ("forward", False, FORWARD),
         ("hook", True, FORWARD),
-        ("backward", True, "rank 1 failed first in backward pass with an exception: its own output"),
-        ("backward", False, BARE),
+        ("backward", True, BACKWARD),
+        ("backward", False, BACKWARD),
+        ("loss", True, BACKWARD),
+        ("loss", False, BACKWARD),
+        ("step", True, "rank 1 failed first in step of Faulty with "),
+        ("step", False, BARE),
         (
             "state_dict",
             True,

@@ -55,8 +55,6 @@ def _wait_for_it(comm: ProcessGroupCollectives, directory: str) -> None:
 
 
 def _fails(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
-    # The program that forgets its exception is not given as long as by default.
-    os.environ["FLATPARAM_RELAY_FORGIVENESS"] = "2"
     _steps(comm)
     if comm.rank != 1:
         _wait_for_it(comm, directory)

@@ -11,6 +11,7 @@ from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
 from flatparam_runtime.optimizers.shape_rules import allow_shards
 from flatparam_runtime.optimizers.stepping import notice_optimizers, set_flat_steps, tensors_stepped
+from flatparam_runtime.passes.backward import notice_failed_passes
 from flatparam_runtime.passes.hooks import register_forward_method
 from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module, skipped_steps
@@ -88,6 +89,7 @@ __all__ = [
     "inspecting",
     "memory_view",
     "no_sync",
+    "notice_failed_passes",
     "notice_optimizers",
     "observe",
     "process_group_of",

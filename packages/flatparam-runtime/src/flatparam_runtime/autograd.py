@@ -6,6 +6,7 @@
 | `_C._will_engine_execute_node` | whether this run computes what arrives at a node | the same |
 | `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
 | `autograd._profiler_enabled` | whether somebody profiles | no ranges are shown |
+| `autograd.graph._engine_run_backward` | that a backward pass has raised | nobody is told of what it was |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "current_run",
     "in_backward",
     "in_range",
+    "on_failed_run",
     "profiled",
     "untraced",
     "will_run",
@@ -63,6 +65,28 @@ _IS_PROFILED: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_ena
 current_run: Final[Callable[[], int]] = _TASK
 #: Have a function called when the autograd run that this thread is in has computed everything.
 call_at_end: Final[Callable[[Callable[[], None]], None]] = _QUEUE
+
+
+@functools.cache
+def on_failed_run(tell: Callable[[BaseException], None]) -> None:
+    """Have `tell` called with each exception that comes out of a backward pass in this process, from now on.
+
+    torch changes the same two names when it traces backward passes.
+    """
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        return
+
+    @functools.wraps(run)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            tell(error)
+            raise
+
+    for module in (torch.autograd.graph, torch.autograd):
+        module._engine_run_backward = telling  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

@@ -41,9 +41,9 @@ from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, older_functions, optimizer, saving, settings
 from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting
 from flatparam.wrapper.flat_parameter import add_names
+from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
-from flatparam.wrapper.private_names import PrivateNames
-from flatparam.wrapper.training_state import TrainingState
+from flatparam.wrapper.training_state import HandleTrainingState, TrainingState, UnshardHandle
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 from flatparam_runtime import Nonfinite
 
@@ -72,7 +72,7 @@ __all__ = [
 add_names()
 
 
-class FullyShardedDataParallel(PrivateNames):
+class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -118,6 +118,7 @@ class FullyShardedDataParallel(PrivateNames):
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     limit_all_gathers: bool
+    _interior: Interior
     _offered: Resolved
     """The settings that were resolved for a module that a policy chose, until a subclass's constructor takes them."""
 
@@ -279,11 +280,6 @@ class FullyShardedDataParallel(PrivateNames):
         found = wrappers_in(module, root_only=root_only)
         wrappers = [wrapper for wrapper in found if isinstance(wrapper, FullyShardedDataParallel)]
         return [wrapper for wrapper in wrappers if wrapper._is_root] if root_only else wrappers
-
-    @property
-    def training_state(self) -> TrainingState:
-        """The state of the wrapper."""
-        return reporting.state_of(self._interior)
 
     # Training
 
@@ -565,3 +561,99 @@ class FullyShardedDataParallel(PrivateNames):
     """Use `optim_state_dict_to_load` instead. This rank's part of a sharded state."""
     rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
     """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names."""
+
+    # FSDP1's names with an underscore that programs in the wild reach for, with what they mean there
+
+    @property
+    def _unit(self) -> runtime.Unit:
+        return self._interior.unit
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.handles)
+
+    @property
+    def _handle(self) -> HandleView | None:
+        return next(iter(handle_views([self._unit])), None)
+
+    @property
+    def _all_handles(self) -> list[HandleView]:
+        """The handles of the wrappers in the model around this one, as far as any pass has shown it."""
+        return handle_views(runtime.tree_of(self._unit).units)
+
+    @property
+    def _all_fsdp_states(self) -> list[FullyShardedDataParallel]:
+        """This wrapper and those inside."""
+        return FullyShardedDataParallel.fsdp_modules(self)
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._unit.handles[0].flat_param if self._unit.handles else None
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._unit.plan.use_orig_params
+
+    @property
+    def _is_root(self) -> bool:
+        return runtime.tree_of(self._unit).root is self._unit
+
+    @_is_root.setter
+    def _is_root(self, is_root: bool | None) -> None:
+        """Do nothing. FSDP1 remembers the root; here each pass finds it, so to read it tells what is."""
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        """The ranks that hold copies of this rank's shard; only the hybrid strategies have any."""
+        return ranks.copies(self._unit)
+
+    @property
+    def _device_handle(self) -> Any:
+        """Torch's module of the device that the unit computes on: `torch.cuda`, `torch.cpu`, and so on."""
+        return torch.get_device_module(self.compute_device)
+
+    @property
+    def _current_stream(self) -> Any:
+        """The current stream of the device: whatever we do elsewhere is ordered before its use in this one."""
+        return self._device_handle.current_stream()
+
+    _default_stream = _unshard_stream = _pre_unshard_stream = _current_stream
+    _post_backward_stream = _all_reduce_stream = _current_stream
+
+    @property
+    def _exec_order_data(self) -> prefetching.PrefetchLimits:
+        return prefetching.PrefetchLimits(runtime.tree_of(self._unit).units)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The state of the wrapper."""
+        return reporting.state_of(self._interior)
+
+    @property
+    def _handle_training_state(self) -> HandleTrainingState:
+        return reporting.handle_state_of(self._interior)
+
+    def _assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise ValueError if the wrapper is doing something else; rank 0 logs it too."""
+        reporting.check_state(self, self._interior, state)
+
+    def _use_training_state(
+        self, training_state: TrainingState, handle_training_state: HandleTrainingState
+    ) -> AbstractContextManager[None]:
+        """Have `training_state` and `_assert_state` tell these inside; what a unit does follows from its own phase."""
+        return reporting.reporting(self._interior, training_state, handle_training_state)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start to gather this unit's full parameters; returns what to wait for, with `async_op`."""
+        handle = UnshardHandle.begin(self._unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Nothing to wait for: every gather is ordered before its use by the pending value that started it."""
+
+    _fqn_modifiers = refusing.refuse_torchs_functions
+    _ddp_params_and_buffers_to_ignore = refusing.DDP_ASKS
+    _is_fsdp_managed_module = refusing.FSDP_MARKS

@@ -7,6 +7,7 @@ have made different groups before, they would wait for groups of different names
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
@@ -75,15 +76,16 @@ def stop_waiting(group: ProcessGroup) -> None:
     """Make everything that this process waits for on a gloo group fail at once; the group is of no use any more.
 
     gloo has no call for this, and ignores `abort` and `shutdown`. But if a receive times out, it closes all of the
-    group's connections. For a different backend nothing happens.
+    group's connections. A receive from a rank that has closed its own connection does not time out, so each rank is
+    tried. For a different backend nothing happens.
     """
     if cpu_backend(group) != "gloo":
         return
     backend: Any = group._get_backend(torch.device("cpu"))
-    peer = 1 if group.rank() == 0 else 0
     contexts = len(getattr(getattr(backend, "options", None), "_devices", [None]))
-    for tag in range(contexts):
-        # The error is the timeout; or the connections were closed before.
+    peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    for tag, peer in itertools.product(range(contexts), peers):
+        # The error is the timeout; or the connection was closed before.
         with suppress(RuntimeError):
             backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
 

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from types import FrameType
 from typing import Any, Final, final
 
 import attrs
@@ -21,6 +22,7 @@ from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.star import CLOSED, Ended, Said, Star
+from flatparam_comm.relay.watched_call import WatchedCall
 
 __all__ = ["Relay"]
 
@@ -63,6 +65,7 @@ class Relay:
         self._forgiven_until = 0.0
         self._may_forgive = False
         self._said: FailureReport | None = None
+        self._watched: WatchedCall | None = None
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self.run, name="flatparam relay", daemon=True)
@@ -122,6 +125,21 @@ class Relay:
         for calls in [*self.calls.values()]:
             calls.note_own_failure()
         self.tell(failure)
+
+    def watch(self, frame: FrameType, where: str) -> None:
+        """Let the other ranks know if the call with this frame, in this thread, raises; `end_watch` says that it ended.
+
+        One call is watched at a time, the last to begin.
+        """
+        self._watched = WatchedCall.of(frame, where, self._issued)
+
+    def end_watch(self) -> None:
+        """The watched call is about to return."""
+        self._watched = None
+
+    @property
+    def _issued(self) -> int:
+        return sum(calls.issued for calls in [*self.calls.values()])
 
     def tell_departure(self, message: str) -> None:
         """Let the other ranks know that this one ends; if it has failed, that is why."""
@@ -196,6 +214,7 @@ class Relay:
             while not self._is_ending.is_set():
                 for news in self._star.listen(self._patience()):
                     self._note(news)
+                self._look_at_watched()
                 self._take_back()
                 self._say_own()
                 self._break_groups()
@@ -227,6 +246,16 @@ class Relay:
         moments += [now + settings.settle] if own is not None and own.may_go_on else []
         moments += [since + settings.mercy for since in self._since.values() if since + settings.mercy > now]
         return min([settings.sleep, *(max(0.0, moment - now) + 0.005 for moment in moments)])
+
+    def _look_at_watched(self) -> None:
+        watched = self._watched
+        if watched is None or watched.is_under_way or self._watched is not watched:
+            return
+        self._watched = None
+        # If the program has caught the exception and issued a collective since, it goes on.
+        if self._issued == watched.issued:
+            error = watched.error
+            self.tell_error(error, FailureReport.of(self.rank, error, watched.where))
 
     def _take_back(self) -> None:
         """Forget an exception of this rank that the program has caught: it has issued a collective since."""

@@ -35,7 +35,7 @@ class RelaySettings:
         0.8, "From the news of an exception of a process that lives until nobody waits for it any longer."
     )
     forgiveness: float = _seconds(
-        10.0,
+        1.0,
         "From an exception that the program has caught and dropped until it is told, unless the rank goes on.",
     )
     connect: float = _seconds(1.0, "The most that the first collective waits for rank 0 to be reached.")
@@ -48,7 +48,9 @@ class RelaySettings:
     )
     sending: float = _seconds(2.0, "The most that a message, or a connection, may take.")
     flush: float = _seconds(2.0, "The most that a process which ends waits for its failure to be told.")
-    sleep: float = _seconds(5.0, "The longest sleep of the thread while nothing happens.")
+    sleep: float = _seconds(
+        0.5, "The longest sleep of the thread; then it looks whether an optimizer's step has raised."
+    )
     silence: float = _seconds(5.0, "Silence on a connection until the system asks whether the host is there.")
     store: float = _seconds(10.0, "The most that a call of the process group's store may take.")
 

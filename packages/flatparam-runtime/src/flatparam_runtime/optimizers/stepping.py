@@ -8,14 +8,15 @@ shards (`shape_rules`). Any other steps its parameters, such as short flat ones,
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import Any, Final
 
 import torch
 from torch import optim
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flatparam_comm import FlatParameter, owner_of
+from flatparam_comm import FlatParameter, end_of_call, owner_of, watch_call
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward
@@ -58,16 +59,24 @@ def notice_optimizers() -> None:
     parameter by itself, and none is refused.
     """
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Look at an optimizer that is about to step; returns the arguments to step with instead, or None."""
     if torch.compiler.is_compiling():
         return None
-    _note_step(optimizer)
+    if _note_step(optimizer):
+        # torch's own function around the step, which calls this hook and `_after_step`.
+        watch_call(sys._getframe(1), f"step of {type(optimizer).__name__}")
     instead = step_instead(optimizer, args, kwargs) if NonfiniteGuard.are_there else None
     _choose_segments(optimizer)
     return instead
+
+
+def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        end_of_call()
 
 
 def _choose_segments(optimizer: optim.Optimizer) -> None:
@@ -85,14 +94,16 @@ def _choose_segments(optimizer: optim.Optimizer) -> None:
         own[INIT_GROUP] = SegmentStepper(weakref.ref(optimizer))
 
 
-def _note_step(optimizer: optim.Optimizer) -> None:
+def _note_step(optimizer: optim.Optimizer) -> bool:
     """Add the step to the fingerprints of the trees whose parameters it changes: it has to be the same on all ranks.
+
+    Returns whether there is such a tree.
 
     An optimizer of one original parameter is left out, and one that steps inside backward: a rank that has no part of
     the parameter need not step it.
     """
     if in_backward() or _is_of_one_parameter(optimizer):
-        return
+        return False
     noted: list[Fingerprint] = []
     for group in optimizer.param_groups:
         # The parameters of one group are one tree's, mostly; if not, another group or optimizer has the rest.
@@ -101,6 +112,7 @@ def _note_step(optimizer: optim.Optimizer) -> None:
         if fingerprint is not None and fingerprint not in noted:
             noted.append(fingerprint)
             fingerprint.note_step(f"{type(optimizer).__name__}({_hyper_parameters(optimizer)})")
+    return bool(noted)
 
 
 def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:

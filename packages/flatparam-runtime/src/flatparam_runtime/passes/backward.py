@@ -15,7 +15,15 @@ from typing_extensions import Self
 from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of, tell_failure
 from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
-from flatparam_runtime.autograd import call_at_end, current_run, in_backward, in_range, profiled, will_run
+from flatparam_runtime.autograd import (
+    call_at_end,
+    current_run,
+    in_backward,
+    in_range,
+    on_failed_run,
+    profiled,
+    will_run,
+)
 from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit.calls import ForwardCall
@@ -23,7 +31,7 @@ from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["BackwardPass"]
+__all__ = ["BackwardPass", "notice_failed_passes"]
 
 MOMENT: Final = 1.0
 """In seconds, the time to wait, at most, for an interrupted pass that seems to be running in another thread."""
@@ -49,6 +57,19 @@ class UnitBackward:
     inputs: set[object] = attrs.field(factory=set)
     keeps_parameters: bool = False
     """Whether the full parameters stay until the end of the pass."""
+
+
+def notice_failed_passes() -> None:
+    """Have the ranks that wait told of each exception that comes out of a backward pass; a second call does nothing.
+
+    It changes the function of torch that runs backward passes. Without it, they are told of exceptions after the
+    first gradient of a unit, but not which ones. The wrapper calls it.
+    """
+    on_failed_run(_tell)
+
+
+def _tell(error: BaseException) -> None:
+    tell_failure(error, "backward pass")
 
 
 @final

@@ -17,7 +17,7 @@ from flatparam.sharding.compiling import mark_for_compiler
 from flatparam.sharding.deferred_init import initialiser, is_deferred
 from flatparam.sharding.extensions import flatten_extended, needs_extensions
 from flatparam_core import FlatParamError, FlatParameter, owner_of
-from flatparam_runtime import Unit, notice_optimizers, shard_module, unit_of
+from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
 
 __all__ = ["shard_resolved", "shard_tree"]
 
@@ -42,15 +42,20 @@ def _unit_for(module: nn.Module, resolved: Resolved) -> Unit:
     unit = unit_of(module)
     if unit is None:
         return shard_resolved(module, resolved)
-    notice_optimizers()
+    _notice()
     _check_holds_all(module, unit, resolved)
     _warn_of_other_plan(unit, resolved)
     return unit
 
 
+def _notice() -> None:
+    notice_optimizers()
+    notice_failed_passes()
+
+
 def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
     """Make `module`, which is no unit yet, one as its settings were resolved."""
-    notice_optimizers()
+    _notice()
     modules = placement.own_modules(module, resolved.ignored)
     tensors = list(placement.own_tensors(modules, resolved.ignored))
     if needs_extensions(tensors):

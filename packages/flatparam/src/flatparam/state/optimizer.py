@@ -12,7 +12,7 @@ from flatparam.api import StateDictType
 from flatparam.observing.stopwatch import SimpleProfiler
 from flatparam.sharding.extensions import chunker
 from flatparam.state.settings import default_settings, form_of, settings_of
-from flatparam_comm import resolve_topology
+from flatparam_comm import resolve_topology, telling
 from flatparam_state import FormKind, StateForm, load_optimizer_state, optimizer_state_dict, places_in
 
 __all__ = ["check_group", "optim_form", "optim_state_dict", "optim_state_dict_to_load", "to_load"]
@@ -28,6 +28,7 @@ def optim_form(model: nn.Module) -> StateForm:
     return form_of(kind, settings.optim_state_dict_config)
 
 
+@telling("optim_state_dict")
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any] | None, group: Any
 ) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def optim_state_dict_to_load(
     return to_load(model, optim, state, rank0_only=rank0_only, is_named=is_named, load_directly=load_directly)
 
 
+@telling("optim_state_dict_to_load")
 def to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
