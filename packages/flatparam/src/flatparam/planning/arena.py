@@ -27,6 +27,7 @@ class Block:
     __slots__ = ("_address", "_log", "_unknown", "number")
 
     def __init__(self, log: Log, nbytes: int, unknown: set[int], address: int = 0) -> None:
+        """Begin a life; `unknown` has the addresses of what is not known, from which this one is taken at the end."""
         self._log, self._unknown, self._address = log, unknown, address
         self.number = log.born(nbytes)
 
@@ -46,6 +47,11 @@ class Arena:
     """Addresses that the system has promised no memory for."""
 
     def __init__(self, log: Log) -> None:
+        """Reserve addresses; blocks are noted in `log`.
+
+        Raises:
+            PlanError: if the system reserves none.
+        """
         self._log = log
         self._memory, self.size = _reserve()
         self._view = memoryview(self._memory)

@@ -98,6 +98,12 @@ def appearance(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What the operation returns, as the CPU's kernel makes it, but on the meta device.
+
+    Raises:
+        PlanError: if the shapes depend on values.
+    """
+
     def there(value: Any) -> Any:
         if isinstance(value, Tensor):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -9,14 +9,14 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits
 from flatparam_core import clean_fqn
 
-__all__ = ["SHORT", "Place", "Run", "Shortened", "is_on_meta", "runs_of", "shortened"]
+__all__ = ["SHORT", "Place", "Run", "Shortened", "runs_of", "shortened"]
 
 SHORT: Final = 6
 """The blocks of a run that are rehearsed: what happens near its ends does not happen in its middle."""
@@ -295,9 +295,3 @@ def _renumber(block: nn.Module, old: int, new: int) -> None:
             counts = type(value) is int and key.endswith(_COUNTS) and not key.startswith("_")
             if counts and value - old in (0, 1):
                 setattr(module, key, value - old + new)
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether no tensor of the model has values."""
-    tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
-    return all(each.is_meta for each in tensors)

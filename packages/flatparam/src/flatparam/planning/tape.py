@@ -13,7 +13,7 @@ __all__ = ["Growth", "Insertion", "Tape", "compared"]
 
 _WINDOW: Final = 48
 """If so many tokens agree behind an insertion, it is the right one."""
-_LISTS: Final = ("_foreach_", "stack", "cat")
+_LISTS: Final = ("_foreach_", "stack", "cat", "linalg_vector_norm")
 """The beginnings of the names of kernels whose work grows with the number of tensors that they are given."""
 
 
