@@ -161,17 +161,17 @@ def without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def with_little_to_collect() -> Iterator[None]:
-    """Inside, the collector of cycles looks at new objects alone, so that what is planned often is collected fast."""
+def with_little_to_collect() -> Iterator[Callable[[], None]]:
+    """Inside, the collector of cycles looks at new objects alone; what is given is called to count all as old."""
     if gc.get_freeze_count():
         # Somebody else has frozen objects, which are not ours to thaw.
-        yield
+        yield lambda: None
         return
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
     try:
-        yield
+        yield gc.freeze
     finally:
         gc.unfreeze()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -131,10 +132,13 @@ class _Extension:
         """Write what a run's further blocks do."""
         more, step = self._more(run), insertion.step
         first = 0 if step > 0 else more - self.growths[run].more
+        pieces = list(_pieces(insertion, written))
         for copy in range(more):
             shift = first + step * copy
-            for form, block in zip(insertion.forms, insertion.blocks, strict=True):
-                if block is None:
+            for kernels, form, block in pieces:
+                if kernels:
+                    written.kernels.extend(kernels)
+                elif block is None:
                     written.write(form, "")
                 elif block[0] == run:
                     written.write(form, self._named(run, block[1] + shift))
@@ -228,6 +232,16 @@ class _Extension:
                 yield attrs.evolve(unit, name=f"{name}.{inner}" if inner else name)
 
 
+def _pieces(insertion: Insertion, written: _Written) -> Iterator[tuple[array[int], Any, Any]]:
+    """The tokens of an insertion, kernels that follow each other as one."""
+    tokens = zip(insertion.forms, insertion.blocks, strict=True)
+    for are_kernels, group in itertools.groupby(tokens, lambda token: token[0][0] == "kernel"):
+        if are_kernels:
+            yield array("l", [written.number_of(form[1]) for form, _ in group]), None, None
+        else:
+            yield from ((array("l"), form, block) for form, block in group)
+
+
 def _grown(now: int, one: int, other: int, more: int, step: int) -> int | None:
     difference = (other - one) * more
     return None if difference % step else now + difference // step
@@ -290,7 +304,7 @@ class _Written:
         """Write a token; `block` is the name of the block that it tells of."""
         kind = form[0]
         if kind == "kernel":
-            self.kernels.append(self.works.setdefault(form[1], len(self.works)))
+            self.kernels.append(self.number_of(form[1]))
         elif kind == "born":
             self.log.tag = form[2]
             self._alive[form[1:]].append(self.log.born(form[1]))
@@ -305,6 +319,10 @@ class _Written:
                 start, stop = self._start, len(self.kernels)
                 self._start = stop
             self.entries.append(Entry(what, stage, step, name, len(self.log), start, stop, nbytes, call))
+
+    def number_of(self, work: Work) -> int:
+        """The number of a kernel's work."""
+        return self.works.setdefault(work, len(self.works))
 
     def _call(self, what: str, label: str, asked: tuple[str, int, tuple[int, ...]]) -> Call:
         """The collective that is issued, or that was issued first of those that are waited for."""

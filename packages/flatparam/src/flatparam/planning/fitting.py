@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -115,7 +116,7 @@ def fit(
         PlanError: if no way fits; the message says how much the smallest takes.
     """
     search = _Search(program, setup, memory, profile_named(profile), only_units)
-    with with_little_to_collect():
+    with with_little_to_collect() as search.has_planned:
         search.run()
     order = sorted(search.plans, key=search.rank)
     best = order[0]
@@ -146,6 +147,8 @@ class _Search:
     only_units: bool
     template: nn.Module | None = None
     """The model on the meta device, if that is where the program makes it."""
+    has_planned: Callable[[], None] = attrs.field(default=lambda: None)
+    """Is called after each plan, which stays."""
     plans: list[Plan] = attrs.field(factory=list)
     """Every plan, in the order in which they were made: the first has each block as a unit with FULL_SHARD."""
     before: dict[int, Plan] = attrs.field(factory=dict)
@@ -290,7 +293,9 @@ class _Search:
             found = rehearse_repeated(self.program, self.template, setup)
         if found is None:
             found = rehearse(self.program, setup)
-        return plan_from(found, profile=self.profile)
+        plan = plan_from(found, profile=self.profile)
+        self.has_planned()
+        return plan
 
 
 def _names(plan: Plan) -> list[str]:
