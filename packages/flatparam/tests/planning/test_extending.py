@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,18 @@ class Counts(Model):
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
             x = block(torch.tanh(x)) if number % 5 == 0 else block(x)
+        return self.head(x)
+
+
+class Late(Model):
+    """Does something else at a block that is left out, of which its blocks do not tell."""
+
+    kinds = (Block,) * 24
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(torch.tanh(x)) if number == 15 else block(x)
         return self.head(x)
 
 
@@ -180,3 +193,12 @@ def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(sizes) < 20
     monkeypatch.setattr("flatparam.planning.fitting.rehearse_repeated", lambda *_: None)
     assert fit(program(deep), setup, memory=10**9, profile="h100").table() == found.table()
+
+
+def test_a_choice_of_few_units_is_rehearsed_with_all_blocks() -> None:
+    """What few blocks do not show is seen in the end, and then everything is rehearsed whole."""
+    setup = Setup(world_size=4, device="accelerator")
+    assert rehearse_repeated(program(Late), on_meta(Late), attrs.evolve(setup, wrap="Block")) is not None
+    found = fit(program(Late), setup, memory=10**9, profile="h100")
+    assert not found.best.rehearsal.is_laid_out
+    assert found.best.costs == rehearse(program(Late), found.best.setup).costs

@@ -102,6 +102,7 @@ class _Extension:
             found.steps,
             tuple(sorted(unmeasured)),
             len(written.log),
+            True,
         )
 
     def _more(self, run: int) -> int:

@@ -30,6 +30,8 @@ _LOGGER = logging.getLogger(__name__)
 _FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
 _TRIES: Final = 3
 """How often a choice is made again with less memory, if a rehearsal takes more than its replay."""
+_FEW: Final = 100
+"""The most units of a choice that is rehearsed with all its blocks in the end, if few of them were before."""
 _NOTICED: Final = 0.1
 """The part of a step that communication must take for it to be worth a try to recompute activations for."""
 
@@ -167,6 +169,21 @@ class _Search:
     def run(self) -> None:
         """Rehearse what is worth it."""
         outline, self.template = outline_of(self.program)
+        self._search(outline)
+        if not self._is_confirmed(self.best):
+            _LOGGER.info("the blocks do not all do the same: all are rehearsed")
+            self.template = None
+            self.plans.clear()
+            self._search(outline)
+
+    def _is_confirmed(self, plan: Plan) -> bool:
+        """Whether a rehearsal of all blocks says the same, if there are few enough for that."""
+        if not plan.rehearsal.is_laid_out or len(plan.units) > _FEW:
+            return True
+        whole = plan_from(rehearse(self.program, plan.setup), profile=self.profile)
+        return whole.costs == plan.costs and _seconds(whole) == _seconds(plan)
+
+    def _search(self, outline: Outline) -> None:
         for strategy in self._strategies():
             self._structures(attrs.evolve(self.setup, strategy=strategy), outline)
         self._keep()

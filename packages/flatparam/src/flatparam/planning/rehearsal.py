@@ -87,6 +87,8 @@ class Rehearsal:
     """The names of kernels that may take memory of their own that is not in the log."""
     stop: int
     """The place in the log of memory at which the last step has ended."""
+    is_laid_out: bool = False
+    """Whether some of the blocks were not run, and do what those before them did."""
 
     def entry_at(self, place: int) -> Entry:
         """What was going on at a place in the log of memory."""
