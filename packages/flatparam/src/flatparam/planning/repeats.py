@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
@@ -229,7 +228,7 @@ def shortened(
             kept[container].append(old)
             numbers[container].append(place)
     names = _Names(kept)
-    build = functools.partial(_with_fewer, template, kept)
+    build = functools.partial(_with_fewer, program, template, kept)
     return Shortened(attrs.evolve(program, build=build), names.of_setup(setup), tuple(runs), counts, numbers)
 
 
@@ -266,7 +265,9 @@ class _Names:
                 yield name, new
 
 
-def _with_fewer(template: nn.Module, kept: Mapping[str, Sequence[int]]) -> nn.Module:
+def _with_fewer(
+    program: TrainingProgram, template: nn.Module, kept: Mapping[str, Sequence[int]]
+) -> nn.Module:
     """A copy of the model without the other members of its lists, which are not copied."""
     memo: dict[int, Any] = {}
     modules = dict(template.named_modules())
@@ -275,7 +276,7 @@ def _with_fewer(template: nn.Module, kept: Mapping[str, Sequence[int]]) -> nn.Mo
         for number, child in enumerate(modules[container].children()):
             if number not in remaining:
                 memo[id(child)] = None
-    made = copy.deepcopy(template, memo)
+    made = program.copies(template, memo)
     copies = dict(made.named_modules())
     for container, numbers in kept.items():
         members = copies[container]._modules

@@ -80,10 +80,12 @@ class Outline:
 
 
 def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
-    """The names of the modules that could be units; and the model, if the program makes it on the meta device.
+    """The names of the modules that could be units; and a model that can be copied with fewer blocks, if there is one.
 
     The model is made in hollow memory, so any other model is gone then.
     """
+    if program.template is not None:
+        return _outline(program.template), program.template
     memory = HollowMemory()
     try:
         with without_collector():
