@@ -96,6 +96,9 @@ class _Streams:
         """Run kernels, each when the host has queued it and the one before has ended."""
         start: float | None = None
         for each in seconds:
+            if self.profile.device == "cpu":
+                # The host computes itself.
+                self.host = self.compute
             self.host += self.profile.launch
             begin = max(self.compute, self.host)
             self.behind += begin - self.compute
@@ -112,6 +115,8 @@ class _Streams:
         self.host += self.profile.launch
         if self.profile.device == "cpu":
             # The same cores copy and compute, and it is over when somebody waits.
+            self.compute += self.profile.launch
+            self.behind += self.profile.launch
             self.ends[id(call)] = seconds
             return
         begin = max(self.send, self.compute, self.host)
