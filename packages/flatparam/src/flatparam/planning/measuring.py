@@ -29,13 +29,13 @@ from flatparam_comm import Collectives, resolve_topology
 
 __all__ = ["this_machine"]
 
-_SECONDS: Final = 0.3
+_SECONDS: Final = 0.2
 """How long each kernel is repeated."""
 _WIDTH: Final = 256
 """The rows and columns of the matrices that are multiplied."""
-_ADDED: Final = 2**18
-"""The elements of the vectors that are added: 1 MB each, as activations often are."""
-_STEPS: Final = 12
+_ADDED: Final = 2**22
+"""The elements of the vectors that are added: 16 MB each, which no cache holds."""
+_STEPS: Final = 8
 _SMALL, _LARGE = 2**14, 2**21
 """The elements of the buffers that two ranks exchange."""
 _PATIENCE: Final = 60
@@ -45,8 +45,8 @@ _PATIENCE: Final = 60
 def this_machine(transport: str = "shared_memory") -> Profile:
     """The profile of this machine's processor, as this process may use it, and of two ranks on it.
 
-    Measured are products of matrices, sums of vectors, the time that the host takes beside its kernels in steps of
-    a small model, and collectives of two processes. It takes about five seconds, once in a process.
+    Two processes measure at once, since ranks share a machine's memory and cores: products of matrices, sums of
+    vectors, collectives, and what the host takes beside its kernels in steps of a small model. Once in a process.
 
     Args:
         transport: "shared_memory" or "gloo".
@@ -54,21 +54,28 @@ def this_machine(transport: str = "shared_memory") -> Profile:
     Raises:
         PlanError: if the two processes cannot be started.
     """
-    flops = {"float32": _flops(torch.float32), "bfloat16": _flops(torch.bfloat16)}
+    return Profile.of({**_said_by_two_ranks(transport), "name": f"this machine, {transport}"})
+
+
+def _measured(transport: str, group: Collectives) -> dict[str, Any]:
+    """What a profile says of this machine, while the other rank measures, too."""
+    way = attrs.asdict(_way(group))
     bandwidth = _bandwidth()
-    rough = Profile(
-        f"this machine, {transport}",
-        f"measured on {platform.machine()}, {torch.get_num_threads()} thread(s) of a rank, torch {torch.__version__}",
-        "cpu",
-        flops,
-        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        memory_bandwidth=bandwidth,
-        launch=0.0,
-        link=(way := _way(transport)),
-        network=way,
-        host=bandwidth,
-    )
-    return attrs.evolve(rough, launch=_launch(rough))
+    rough: dict[str, Any] = {
+        "name": transport,
+        "source": f"measured on {platform.machine()}, two ranks of {torch.get_num_threads()} thread(s), "
+        f"torch {torch.__version__}",
+        "device": "cpu",
+        "flops": {"float32": _flops(torch.float32), "bfloat16": _flops(torch.bfloat16)},
+        "memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "memory_bandwidth": bandwidth,
+        "launch": 0.0,
+        "link": way,
+        "network": way,
+        "host": {"bandwidth": bandwidth},
+    }
+    group.barrier()
+    return {**rough, "launch": _launch(Profile.of(rough))}
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -141,16 +148,16 @@ def _launch(profile: Profile) -> float:
     return max(0.0, statistics.median(times) - busy) / count
 
 
-def _way(transport: str) -> Way:
+def _way(group: Collectives) -> Way:
     """How two processes exchange bytes: from the times of small and of large gathers and reductions."""
-    small, large = _exchanged(transport)
+    small, large = (_collectives_take(group, numel) for numel in (_SMALL, _LARGE))
     sent = {size: size * 4 // 2 for size in (_SMALL, _LARGE)}
     bandwidth = (sent[_LARGE] - sent[_SMALL]) / max(large - small, 1e-9)
     return Way(bandwidth, max(0.0, small - sent[_SMALL] / bandwidth))
 
 
-def _exchanged(transport: str) -> tuple[float, float]:
-    """Start two ranks; returns the seconds of a small and of a large collective."""
+def _said_by_two_ranks(transport: str) -> dict[str, Any]:
+    """Start two ranks that measure at once, since they share what the machine has; returns what the first says."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, transport, str(Path(folder) / "store")]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -162,7 +169,8 @@ def _exchanged(transport: str) -> tuple[float, float]:
             said = [rank.communicate(timeout=_PATIENCE)[0] for rank in ranks]
         except subprocess.TimeoutExpired as error:
             raise PlanError(
-                f"expected two processes to exchange bytes within {_PATIENCE} s, found that they did not"
+                f"expected two processes to measure this machine within {_PATIENCE} s, found that they did not; "
+                "write a profile by hand"
             ) from error
         finally:
             for rank in ranks:
@@ -173,15 +181,15 @@ def _exchanged(transport: str) -> tuple[float, float]:
             f"expected two processes that exchange bytes over {transport}, found that they failed; measure another "
             "transport, or write a profile by hand"
         )
-    small, large = json.loads(said[0])
-    return small, large
+    found: dict[str, Any] = json.loads(said[0])
+    return found
 
 
 def _collectives_take(group: Collectives, numel: int) -> float:
     """The mean time of a gather and a reduction of so many elements, in seconds; the median of some."""
     full, shard = torch.zeros(numel), torch.zeros(numel // group.size)
     found = []
-    for _ in range(30):
+    for _ in range(15):
         start = time.perf_counter()
         group.all_gather(full, shard).wait()
         group.reduce_scatter(shard, full).wait()
@@ -194,11 +202,11 @@ def _be_a_rank(transport: str, store: str, rank: str) -> None:
     try:
         where: Any = "shared_memory" if transport == "shared_memory" else None
         group = resolve_topology(where).shard
-        times = [_collectives_take(group, numel) for numel in (_SMALL, _LARGE)]
+        found = _measured(transport, group)
         group.barrier()
     finally:
         torch.distributed.destroy_process_group()
-    sys.stdout.write(json.dumps(times))
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":
