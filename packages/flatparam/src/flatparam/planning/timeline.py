@@ -62,8 +62,15 @@ class Prediction:
         return [
             *columns(rows),
             f"bound by {self.bound_by}; {rate / 1e12:.3g} TFLOP/s on each rank",
-            f"an estimate from the profile's numbers ({self.profile.source}); its error has not been measured",
+            f"an estimate from the profile's numbers ({self.profile.source}); {self._error}",
         ]
+
+    @property
+    def _error(self) -> str:
+        """What is known of the prediction's error."""
+        if self.profile.device == "cpu":
+            return "steps of two ranks took from a third of it to three times as long where that was measured (docs/plans.md)"
+        return "its error has not been measured"
 
     def facts(self) -> dict[str, Any]:
         """The prediction as plain values."""
