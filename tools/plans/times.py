@@ -14,12 +14,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Manager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from attrs import define, field
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from flatparam.planning.fitting import fit
 from flatparam.planning.plan import plan_of
@@ -176,9 +178,9 @@ def measured(transport: str, setups: dict[str, Setup]) -> dict[str, list[float]]
         if isinstance(setup.wrap, NamedUnits):
             kept, settings["wrap"] = (dict(setup.wrap.frees), setup.wrap.forward_prefetch), None
         said[name] = (kept, settings)
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.Manager() as manager:
+    with tempfile.TemporaryDirectory() as folder, Manager() as manager:
         found = manager.dict()
-        multiprocessing.spawn(rank, (str(Path(folder) / "store"), transport, said, found), nprocs=2)
+        spawn(rank, (str(Path(folder) / "store"), transport, said, found), nprocs=2)  # type: ignore[no-untyped-call]
         return dict(found)
 
 

@@ -215,7 +215,7 @@ def shortened(
     modules = dict(template.named_modules())
     for container in dict.fromkeys(run.container for run in runs):
         kept[container], numbers[container] = [], []
-        for old in range(len(modules[container])):  # type: ignore[arg-type]
+        for old in range(len(modules[container])):
             found = [
                 n for n, run in enumerate(runs) if run.container == container and run.start <= old < run.stop
             ]
