@@ -227,14 +227,14 @@ def shortened(
                 continue
             kept[container].append(old)
             numbers[container].append(place)
-    names = _Names(kept)
+    names = _FewerNames(kept)
     build = functools.partial(_with_fewer, program, template, kept)
     return Shortened(attrs.evolve(program, build=build), names.of_setup(setup), tuple(runs), counts, numbers)
 
 
 @final
 @attrs.frozen(eq=False)
-class _Names:
+class _FewerNames:
     """The names of modules among fewer blocks."""
 
     kept: Mapping[str, Sequence[int]]

@@ -69,7 +69,7 @@ class Prediction:
     def _error(self) -> str:
         """What is known of the prediction's error."""
         if self.profile.device == "cpu":
-            return "steps of two ranks took from a third of it to three times as long where that was measured (docs/plans.md)"
+            return "measured steps took a third of it to three times as long (docs/plans.md)"
         return "its error has not been measured"
 
     def facts(self) -> dict[str, Any]:
