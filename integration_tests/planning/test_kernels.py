@@ -7,7 +7,7 @@ import torch
 from plans.configurations import CONFIGURATIONS
 
 from flatparam.planning import kernels
-from flatparam.planning.kernels import Kernel, Temporaries, taken_by_running, tensors_in
+from flatparam.planning.kernels import Kernel, Temporaries, operands_of, taken_by_running
 from flatparam.planning.rehearsal import rehearse
 from flatparam.planning.setup import Setup
 
@@ -25,7 +25,7 @@ def returned(kernel: Kernel) -> list[tuple[Any, ...]]:
     result = kernel.operation(
         *real(kernel.args), **{name: real(value) for name, value in kernel.kwargs.items()}
     )
-    return [(each.untyped_storage().nbytes(), each.dtype, each.shape) for each in tensors_in(result)]
+    return [(each.untyped_storage().nbytes(), each.dtype, each.shape) for each in operands_of(result)]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

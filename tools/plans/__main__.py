@@ -1,4 +1,7 @@
-"""Plan ten transformers, run them, and write what both say to docs/plans.md: `python tools/plans`."""
+"""Plan ten transformers, run them, and write what both say to docs/plans.md: `python tools/plans`.
+
+`python tools/plans times` measures the time of steps beside the prediction instead.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PAGE: Final = ROOT / "docs" / "plans.md"
 PICTURE: Final = ROOT / "docs" / "pictures" / "plan.svg"
 BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
+BEGIN_TIMES, END_TIMES = "<!-- begin times -->", "<!-- end times -->"
 
 
 def main() -> int:
@@ -78,10 +82,26 @@ def page(rows: Sequence[Sequence[str]], text: str) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     versions = f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
     body = f"{BEGIN}\n\n{table}\n\nBytes of one rank, on the CPU; {versions}.\n\n{END}"
-    new, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
+    return between(BEGIN, END, body, text)
+
+
+def between(begin: str, end: str, body: str, text: str) -> str:
+    """The page `text` with `body` from one marker to the other."""
+    new, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: body, text, flags=re.DOTALL)
     if not count:
-        raise LookupError(f"expected the markers {BEGIN} and {END} in {PAGE}, found none")
+        raise LookupError(f"expected the markers {begin} and {end} in {PAGE}, found none")
     return new
+
+
+def times() -> None:
+    """Write the table of predicted and measured times."""
+    from plans.times import rows
+
+    head = ["model", "transport", "predicted", "median", "middle half", "error"]
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    body = f"{BEGIN_TIMES}\n\n{table}\n\nMilliseconds of a step.\n\n{END_TIMES}"
+    PAGE.write_text(between(BEGIN_TIMES, END_TIMES, body, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def picture() -> str:
@@ -108,4 +128,7 @@ def picture() -> str:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tools")]
-    sys.exit(1 if main() else 0)
+    if sys.argv[1:] == ["times"]:
+        times()
+    else:
+        sys.exit(1 if main() else 0)

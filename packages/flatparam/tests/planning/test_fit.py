@@ -97,7 +97,8 @@ def fitted(memory: int, kind: type[Model] = Model, **changed: Any) -> Fitted:
 
 def test_the_outline_of_a_model() -> None:
     """Blocks are the members of lists; what is large beside them may be a unit; parts are inside of blocks."""
-    found = outline_of(program())
+    found, template = outline_of(program())
+    assert template is None
     assert found.blocks == tuple(f"blocks.{number}" for number in range(4))
     assert found.rest == ("embedding", "head")
     assert found.parts[:2] == ("blocks.0.up", "blocks.0.down")
@@ -105,7 +106,7 @@ def test_the_outline_of_a_model() -> None:
 
 def test_tied_modules_stay_in_the_root() -> None:
     """Modules that share a parameter with another one do not become units."""
-    assert outline_of(program(Tied)).rest == ()
+    assert outline_of(program(Tied))[0].rest == ()
 
 
 def test_a_replay_is_the_prediction() -> None:

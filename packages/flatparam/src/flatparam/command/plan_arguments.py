@@ -128,7 +128,9 @@ def _add_output(added: argparse.ArgumentParser) -> None:
         help="also run it for real, as the only rank, and show every difference",
     )
     output.add_argument(
-        "--profile", metavar="NAME", help="predict the time: h100, h200, a100, mi300x, or a TOML file"
+        "--profile",
+        metavar="NAME",
+        help="predict the time: h100, h200, a100, mi300x, this-machine (measured now), or a TOML file",
     )
     output.add_argument(
         "--fit",

@@ -26,6 +26,7 @@ __all__ = [
     "StepCosts",
     "measure",
     "recorded",
+    "with_little_to_collect",
     "without_collector",
 ]
 
@@ -157,6 +158,22 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def with_little_to_collect() -> Iterator[Callable[[], None]]:
+    """Inside, the collector of cycles looks at new objects alone; what is given is called to count all as old."""
+    if gc.get_freeze_count():
+        # Somebody else has frozen objects, which are not ours to thaw.
+        yield lambda: None
+        return
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
+    try:
+        yield gc.freeze
+    finally:
+        gc.unfreeze()
 
 
 @final

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
+from torch import nn
 
 from flatparam.observing.table import columns, shown_nbytes, shown_seconds
+from flatparam.planning.costs import with_little_to_collect
 from flatparam.planning.errors import PlanError
 from flatparam.planning.explaining import choices_of, way_of
-from flatparam.planning.plan import Plan, plan_of
+from flatparam.planning.extending import rehearse_repeated
+from flatparam.planning.plan import Plan, plan_from
 from flatparam.planning.profile import Profile, profile_named
 from flatparam.planning.program import TrainingProgram
+from flatparam.planning.rehearsal import rehearse
 from flatparam.planning.replay import Keeping, Replay
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits, Outline, outline_of
@@ -25,6 +30,8 @@ _LOGGER = logging.getLogger(__name__)
 _FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
 _TRIES: Final = 3
 """How often a choice is made again with less memory, if a rehearsal takes more than its replay."""
+_FEW: Final = 100
+"""The most units of a choice that is rehearsed with all its blocks in the end, if few of them were before."""
 _NOTICED: Final = 0.1
 """The part of a step that communication must take for it to be worth a try to recompute activations for."""
 
@@ -111,7 +118,8 @@ def fit(
         PlanError: if no way fits; the message says how much the smallest takes.
     """
     search = _Search(program, setup, memory, profile_named(profile), only_units)
-    search.run()
+    with with_little_to_collect() as search.has_planned:
+        search.run()
     order = sorted(search.plans, key=search.rank)
     best = order[0]
     if best.peak.nbytes > memory:
@@ -139,6 +147,10 @@ class _Search:
     memory: int
     profile: Profile
     only_units: bool
+    template: nn.Module | None = None
+    """The model on the meta device, if that is where the program makes it."""
+    has_planned: Callable[[], None] = attrs.field(default=lambda: None)
+    """Is called after each plan, which stays."""
     plans: list[Plan] = attrs.field(factory=list)
     """Every plan, in the order in which they were made: the first has each block as a unit with FULL_SHARD."""
     before: dict[int, Plan] = attrs.field(factory=dict)
@@ -156,7 +168,22 @@ class _Search:
 
     def run(self) -> None:
         """Rehearse what is worth it."""
-        outline = outline_of(self.program)
+        outline, self.template = outline_of(self.program)
+        self._search(outline)
+        if not self._is_confirmed(self.best):
+            _LOGGER.info("the blocks do not all do the same: all are rehearsed")
+            self.template = None
+            self.plans.clear()
+            self._search(outline)
+
+    def _is_confirmed(self, plan: Plan) -> bool:
+        """Whether a rehearsal of all blocks says the same, if there are few enough for that."""
+        if not plan.rehearsal.is_laid_out or len(plan.units) > _FEW:
+            return True
+        whole = plan_from(rehearse(self.program, plan.setup), profile=self.profile)
+        return whole.costs == plan.costs and _seconds(whole) == _seconds(plan)
+
+    def _search(self, outline: Outline) -> None:
         for strategy in self._strategies():
             self._structures(attrs.evolve(self.setup, strategy=strategy), outline)
         self._keep()
@@ -200,7 +227,7 @@ class _Search:
             return []
         setup = attrs.evolve(before.setup, wrap=NamedUnits(dict.fromkeys(names, True)))
         try:
-            plan = plan_of(self.program, setup, profile=self.profile)
+            plan = self._planned(setup)
         except Exception as error:
             # Mostly the program uses a parameter of a module outside of its forward pass; whatever it raises, it cannot
             # be trained so.
@@ -272,8 +299,19 @@ class _Search:
         self.before[id(plan)] = self.before.get(id(best), best)
 
     def _plan(self, setup: Setup) -> Plan:
-        plan = plan_of(self.program, setup, profile=self.profile)
+        plan = self._planned(setup)
         self.plans.append(plan)
+        return plan
+
+    def _planned(self, setup: Setup) -> Plan:
+        """The plan of the program, from few of its blocks if they repeat."""
+        found = None
+        if self.template is not None:
+            found = rehearse_repeated(self.program, self.template, setup)
+        if found is None:
+            found = rehearse(self.program, setup)
+        plan = plan_from(found, profile=self.profile)
+        self.has_planned()
         return plan
 
 

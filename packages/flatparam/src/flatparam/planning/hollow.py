@@ -2,190 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import mmap
 import weakref
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
-import attrs
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatparam.planning.arena import Arena, Block
 from flatparam.planning.errors import PlanError
-from flatparam.planning.kernels import Kernel, Temporaries, Work, tensors_in
+from flatparam.planning.kernels import Kernel, Temporaries, Work, operands_of
+from flatparam.planning.log import Log
+from flatparam.planning.operations import ATEN, Trait, appearance, on_meta, value_of
 
-__all__ = ["HollowMemory", "Log"]
+__all__ = ["HollowMemory"]
 
 SMALL_NBYTES: Final = 2**16
 """Tensors up to this size that depend on nothing unknown are computed: token ids, positions, masks, numbers."""
 _NUMBER_NBYTES: Final = 8
-_ADDRESSES: Final = 2**43
-"""The address space that is reserved, as far as the system allows."""
-_ALIGNMENT: Final = 64
-_ATEN: Final = torch.ops.aten
 _UNDISPATCHED: Final = ("get_rng_state", "tensor", "as_tensor", "from_numpy")
 """Functions that make tensors and do not reach the dispatcher."""
-_KEEPS_NUMBER: Final = (_ATEN.mul.Tensor, _ATEN.div.Tensor)
-_READS: Final = (_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default)
-_ALIASES: Final = (_ATEN._unsafe_view.default, _ATEN.detach.default, _ATEN.lift_fresh.default)
-"""Operations that return their argument's memory, of which the schema does not always tell."""
-
-
-@final
-@attrs.define(eq=False)
-class Log:
-    """The births and deaths of all blocks of memory, in order.
-
-    `changes` has the number of a block for each birth, and its complement (`~number`) for each death; `sizes` has the
-    bytes in use after each. A block's tag says what it was made for.
-    """
-
-    changes: array[int] = attrs.field(factory=lambda: array("q"))
-    sizes: array[int] = attrs.field(factory=lambda: array("q"))
-    nbytes: array[int] = attrs.field(factory=lambda: array("q"))
-    """The bytes of each block."""
-    tags: list[str] = attrs.field(factory=list)
-    """The tag of each block; it may be changed later."""
-    tag: str = "other"
-    """The tag of the blocks that are born now."""
-    in_use: int = 0
-
-    def born(self, nbytes: int) -> int:
-        """Note a new block, and return its number."""
-        number = len(self.nbytes)
-        self.nbytes.append(nbytes)
-        self.tags.append(self.tag)
-        self._note(number, nbytes)
-        return number
-
-    def died(self, number: int) -> None:
-        """Note that a block's memory was given back."""
-        self._note(~number, -self.nbytes[number])
-
-    def _note(self, change: int, nbytes: int) -> None:
-        self.in_use += nbytes
-        self.changes.append(change)
-        self.sizes.append(self.in_use)
-
-    def passing(self, nbytes: int) -> None:
-        """Note memory that a kernel takes and gives back at once."""
-        before, self.tag = self.tag, "inside a kernel"
-        self.died(self.born(nbytes))
-        self.tag = before
-
-    def __len__(self) -> int:
-        return len(self.changes)
-
-    def peak(self, start: int, stop: int) -> int:
-        """The most bytes in use between two places in the log."""
-        before = self.sizes[start - 1] if start else 0
-        return max(self.sizes[start:stop], default=before) if stop > start else before
-
-    def place_of_peak(self, start: int, stop: int) -> int:
-        """The place right after the first change between two places that reached the most bytes in use."""
-        within = self.sizes[start:stop]
-        return start + within.index(max(within)) + 1 if within else start
-
-    def alive_at(self, place: int) -> dict[str, int]:
-        """The bytes in use at a place of the log, by tag."""
-        alive: dict[str, int] = defaultdict(int)
-        for change in itertools.islice(self.changes, place):
-            number = change if change >= 0 else ~change
-            alive[self.tags[number]] += self.nbytes[number] if change >= 0 else -self.nbytes[number]
-        return {tag: nbytes for tag, nbytes in alive.items() if nbytes}
-
-
-@final
-class _Block:
-    """The life of memory that torch allocates: it ends with the storage that holds this object."""
-
-    __slots__ = ("_address", "_log", "_unknown", "number")
-
-    def __init__(self, log: Log, nbytes: int, unknown: set[int], address: int = 0) -> None:
-        self._log, self._unknown, self._address = log, unknown, address
-        self.number = log.born(nbytes)
-
-    def end(self) -> None:
-        """Note the end of the block's life; what comes to its address is known again."""
-        if self.number >= 0:
-            self._log.died(self.number)
-            self._unknown.discard(self._address)
-            self.number = -1
-
-    def __del__(self) -> None:
-        self.end()
-
-
-@final
-class _Arena:
-    """Addresses that the system has promised no memory for."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._memory, self.size = _reserve()
-        self._view = memoryview(self._memory)
-        self.start = torch.frombuffer(self._view[:1], dtype=torch.uint8).data_ptr()
-        self._next = 0
-        self._free: dict[int, list[int]] = defaultdict(list)
-        self._alive: dict[int, tuple[weakref.ref[memoryview], int]] = {}
-
-    def take(self, nbytes: int) -> memoryview:
-        """A block of `nbytes` bytes, which returns when nobody refers to it."""
-        length = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        free = self._free.get(length)
-        if free:
-            offset = free.pop()
-        else:
-            offset, self._next = self._next, self._next + length
-            if self._next > self.size:
-                raise PlanError(
-                    f"expected a program that takes at most {self.size:,} bytes of different addresses, found one "
-                    "that takes more; plan fewer or smaller steps"
-                )
-        block = self._view[offset : offset + nbytes]
-        number = self._log.born(nbytes)
-
-        def returned(_: object) -> None:
-            del self._alive[offset]
-            free_now = self._free[length]
-            free_now.append(offset)
-            self._log.died(number)
-
-        self._alive[offset] = (weakref.ref(block, returned), number)
-        return block
-
-    def close(self) -> None:
-        """Give the addresses back, unless some tensor still has one: then they go with the last of these."""
-        with contextlib.suppress(BufferError):
-            self._view.release()
-            self._memory.close()
-
-    def number_at(self, address: int) -> int | None:
-        """The number of the block that begins at an address."""
-        found = self._alive.get(address - self.start)
-        return None if found is None else found[1]
-
-
-def _reserve() -> tuple[mmap.mmap, int]:
-    """As many addresses as the system gives, without memory behind them."""
-    size = _ADDRESSES
-    flags = getattr(mmap, "MAP_PRIVATE", 2) | getattr(mmap, "MAP_ANONYMOUS", 0x20)
-    while True:
-        try:
-            return mmap.mmap(-1, size, flags=flags | getattr(mmap, "MAP_NORESERVE", 0x4000)), size
-        except (OSError, ValueError, OverflowError) as error:
-            if size < 2**32:
-                raise PlanError(
-                    "expected a system that reserves addresses without memory (mmap with MAP_NORESERVE), found that it "
-                    f"refuses: {error}; raise the limit of virtual memory (ulimit -v), or plan on a different machine"
-                ) from error
-            size //= 2
 
 
 @final
@@ -201,7 +39,7 @@ class HollowMemory(TorchDispatchMode):
         """Begin with an empty log; `on_kernel` is told the number of every kernel's work, as it would run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = Log()
-        self._arena = _Arena(self.log)
+        self._arena = Arena(self.log)
         self._on_kernel = on_kernel
         self._unknown: set[int] = set()
         self.temporaries = Temporaries()
@@ -268,7 +106,7 @@ class HollowMemory(TorchDispatchMode):
         return sum(self.log.nbytes[number] for number in numbers)
 
     def _number(self, storage: torch.UntypedStorage) -> int | None:
-        block: _Block | None = getattr(storage, "_hollow_block", None)
+        block: Block | None = getattr(storage, "_hollow_block", None)
         return self._arena.number_at(storage.data_ptr()) if block is None else block.number
 
     def _note_real(self, tensor: Tensor) -> None:
@@ -279,7 +117,7 @@ class HollowMemory(TorchDispatchMode):
             and not self._start <= storage.data_ptr() < self._stop
             and not hasattr(storage, "_hollow_block")
         ):
-            vars(storage)["_hollow_block"] = _Block(self.log, nbytes, self._unknown, storage.data_ptr())
+            vars(storage)["_hollow_block"] = Block(self.log, nbytes, self._unknown, storage.data_ptr())
 
     def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         """`storage`, with different memory; what it held is lost but for what is known."""
@@ -331,7 +169,11 @@ class HollowMemory(TorchDispatchMode):
         if trait.kind == "view":
             return func(*args, **kwargs)
         tensors: list[Tensor] = []
-        key: Any = (func, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else None)
+        key: Any = (
+            func,
+            appearance(args, tensors),
+            appearance(tuple(kwargs.items()), tensors) if kwargs else None,
+        )
         hollow = False
         for tensor in tensors:
             if not tensor.is_cpu:
@@ -341,13 +183,13 @@ class HollowMemory(TorchDispatchMode):
         if trait.kind == "written":
             return self._write(trait, key, args, kwargs, hollow=hollow)
         if trait.kind == "read":
-            return _value_of(func, args) if hollow else func(*args, **kwargs)
+            return value_of(func, args) if hollow else func(*args, **kwargs)
         return self._compute(trait, key, args, kwargs, hollow=hollow)
 
     def _elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on tensors of the meta device, some results of which may come to the CPU."""
         wanted = kwargs.get("device")
-        if func is _ATEN._to_copy.default and wanted is not None and torch.device(wanted).type == "cpu":
+        if func is ATEN._to_copy.default and wanted is not None and torch.device(wanted).type == "cpu":
             raise PlanError(
                 "a tensor on the meta device has no values to copy to the CPU; give the module values with "
                 "reset_parameters() or param_init_fn, or use to_empty()"
@@ -355,7 +197,7 @@ class HollowMemory(TorchDispatchMode):
         wanted = torch.device("meta" if wanted is None else wanted)
         if wanted.type != "cpu":
             return func(*args, **kwargs)
-        shapes = tensors_in(_on_meta(func, args, kwargs))
+        shapes = operands_of(on_meta(func, args, kwargs))
         return self._make(shapes[0])
 
     def _write(
@@ -386,9 +228,9 @@ class HollowMemory(TorchDispatchMode):
         if wanted is not None and torch.device(wanted).type != "cpu":
             return trait.operation(*args, **kwargs)
         shapes = self._shapes_of_results(trait, key, args, kwargs)
-        if not hollow and sum(each.nbytes for each in tensors_in(shapes)) <= SMALL_NBYTES:
+        if not hollow and sum(each.nbytes for each in operands_of(shapes)) <= SMALL_NBYTES:
             result = trait.operation(*args, **kwargs)
-            fresh = tensors_in(result)
+            fresh = operands_of(result)
             for tensor in fresh:
                 if self._unknown:
                     # It is at an address that may have been that of an unknown one.
@@ -414,7 +256,7 @@ class HollowMemory(TorchDispatchMode):
         """Note what the kernel takes inside, and tell the observer of its work."""
         known = self._accounts.get(key)
         if known is None:
-            kernel = Kernel(trait.operation, args, kwargs, tensors_in(results))
+            kernel = Kernel(trait.operation, args, kwargs, operands_of(results))
             number = len(self.works)
             self.works.append(Work.of(kernel))
             known = self._accounts[key] = (self.temporaries.nbytes(kernel), number)
@@ -429,7 +271,7 @@ class HollowMemory(TorchDispatchMode):
         """What the operation returns, on the meta device; equal arguments are looked at once."""
         found = self._results.get(key)
         if found is None:
-            found = self._results[key] = _on_meta(trait.operation, args, kwargs)
+            found = self._results[key] = on_meta(trait.operation, args, kwargs)
         return found
 
     # Numbers that autograd keeps
@@ -448,112 +290,5 @@ class HollowMemory(TorchDispatchMode):
         result = None if reference is None else reference()
         node = None if result is None else result.grad_fn
         if node is not None and node.name() in ("MulBackward0", "DivBackward0"):
-            block = _Block(self.log, _NUMBER_NBYTES, self._unknown)
+            block = Block(self.log, _NUMBER_NBYTES, self._unknown)
             node.register_hook(lambda *_: block.end())
-
-
-@final
-@attrs.frozen(eq=False)
-class Trait:
-    """What an operation does with memory, as its schema says."""
-
-    operation: Any
-    kind: str
-    """"view" for those that take no memory, "written" for those that write to their arguments, "read", or "new"."""
-    returns: int
-    returns_list: bool
-    keeps_number: bool
-    """Whether autograd keeps a Python number that it is given."""
-    _written: tuple[tuple[int, str], ...]
-
-    @classmethod
-    def of(cls, func: Any) -> Trait:
-        """Read the schema."""
-        schema = func._schema
-        written = tuple(
-            (number, argument.name)
-            for number, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        returns = schema.returns
-        if func in _READS:
-            kind = "read"
-        elif (
-            func in _ALIASES
-            or func.is_view
-            or (returns and not any("Tensor" in str(r.type) for r in returns))
-        ):
-            kind = "view"
-        elif written and all(each.alias_info is not None for each in returns):
-            kind = "written"
-        else:
-            kind = "new"
-        returns_list = len(returns) == 1 and "List" in str(returns[0].type)
-        return cls(func, kind, len(returns), returns_list, func in _KEEPS_NUMBER, written)
-
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that the operation writes to."""
-        found: list[Tensor] = []
-        for number, name in self._written:
-            value = args[number] if number < len(args) else kwargs.get(name)
-            if isinstance(value, Tensor):
-                found.append(value)
-            else:
-                found.extend(tensors_in(value))
-        return found
-
-
-def _value_of(func: Any, args: tuple[Any, ...]) -> Any:
-    """A value that somebody wants to know, and that is not known."""
-    if func is _ATEN.equal.default:
-        return True
-    if args[0].is_floating_point():
-        return 1.0
-    raise PlanError(
-        f"expected a program whose shapes and decisions do not depend on what it computes, found one that reads a "
-        f"{str(args[0].dtype).removeprefix('torch.')} of a computed tensor (.item(), bool(tensor), int(tensor)); "
-        "plan it with sizes that are known in advance"
-    )
-
-
-def _look(value: Any, tensors: list[Tensor]) -> Any:
-    """Collect the tensors in `value`; returns what is equal for arguments that make equal shapes."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return (value.shape, value.stride(), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple([_look(each, tensors) for each in value])
-    if isinstance(value, (bool, float)):
-        return type(value)
-    # Generators are the only arguments that cannot be keys.
-    return value if not isinstance(value, torch.Generator) else None
-
-
-def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    def there(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(there, value))
-        return value
-
-    named = {name: there(value) for name, value in kwargs.items() if name != "generator"}
-    if any(argument.name == "device" for argument in func._schema.arguments):
-        named["device"] = torch.device("meta")
-    named.pop("pin_memory", None)
-    try:
-        result = func(*there(args), **named)
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(
-            f"expected operations whose results have shapes that follow from their arguments, found {func}: "
-            f"{str(error).splitlines()[0]}; plan the program without it"
-        ) from error
-    results = list(result) if isinstance(result, (tuple, list)) else [result]
-    if func is _ATEN.native_layer_norm.default and all(
-        each is None or each.dtype == args[0].dtype for each in args[2:4]
-    ):
-        # The CPU's kernel keeps mean and deviation in the dtype of its input, unless the weights have another.
-        results[1:] = [each.to(args[0].dtype) for each in results[1:]]
-    return results

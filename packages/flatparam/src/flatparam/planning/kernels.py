@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from flatparam.observing.allocations import allocations
 
-__all__ = ["Kernel", "Temporaries", "Work", "tensors_in"]
+__all__ = ["Kernel", "Temporaries", "Work", "operands_of"]
 
 _ATEN: Final = torch.ops.aten
 _NUMBER_NBYTES: Final = 8
@@ -127,15 +127,15 @@ class Kernel:
     @property
     def nbytes(self) -> int:
         """The bytes that it reads and writes."""
-        return sum(each.nbytes for each in (*tensors_in((self.args, *self.kwargs.values())), *self.results))
+        return sum(each.nbytes for each in (*operands_of((self.args, *self.kwargs.values())), *self.results))
 
 
-def tensors_in(values: Any) -> list[Tensor]:
+def operands_of(values: Any) -> list[Tensor]:
     """The tensors in a value that an operation takes or returns, in lists too."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, (tuple, list)):
-        return [tensor for value in values for tensor in tensors_in(value)]
+        return [tensor for value in values for tensor in operands_of(value)]
     return []
 
 
@@ -161,7 +161,7 @@ class Work:
             # A formula may be for other arguments than these: the gradient of a bias alone, say.
             with contextlib.suppress(IndexError, TypeError, ValueError, AssertionError):
                 flops = int(count(*kernel.args, **kernel.kwargs, out_val=out))
-        given = tensors_in((kernel.args, *kernel.kwargs.values()))
+        given = operands_of((kernel.args, *kernel.kwargs.values()))
         dtype = next((each.dtype for each in (*kernel.results, *given)), torch.float32)
         return cls(kernel.name, flops, kernel.nbytes, str(dtype).removeprefix("torch."))
 
@@ -212,7 +212,7 @@ def taken_by_running(kernel: Kernel) -> int:
     args, kwargs = real(kernel.args), {name: real(value) for name, value in kernel.kwargs.items()}
     with torch.no_grad(), allocations() as found:
         result = kernel.operation(*args, **kwargs)
-        kept = sum(each.untyped_storage().nbytes() for each in tensors_in(result)) if written else 0
+        kept = sum(each.untyped_storage().nbytes() for each in operands_of(result)) if written else 0
         del result
     return max(0, found.peak - kept)
 
@@ -319,7 +319,7 @@ def _of_foreach(kernel: Kernel) -> int | None:
 
 def _of_matrices(kernel: Kernel) -> int | None:
     """A matrix that is neither rows nor columns is copied first."""
-    for each in tensors_in(kernel.args):
+    for each in operands_of(kernel.args):
         if each.dim() < 2:
             continue
         rows, columns = each.stride()[-2:]

@@ -21,7 +21,7 @@ from flatparam_comm import sent_nbytes
 if TYPE_CHECKING:
     from flatparam.planning.timeline import Prediction
 
-__all__ = ["Peak", "Plan", "UnitCosts", "plan", "plan_of"]
+__all__ = ["Peak", "Plan", "UnitCosts", "plan", "plan_from", "plan_of"]
 
 _NAMES = {
     "forward": "activations",
@@ -196,11 +196,22 @@ def plan(
 
 def plan_of(program: TrainingProgram, setup: Setup, *, steps: int = 2, profile: Any = None) -> Plan:
     """The plan of `program` under `setup`; see `plan`."""
-    found = rehearse(program, setup, steps=steps)
+    return plan_from(rehearse(program, setup, steps=steps), profile=profile)
+
+
+def plan_from(found: Rehearsal, *, profile: Any = None) -> Plan:
+    """The plan of what was rehearsed."""
     start, stop = _bounds(found, found.steps - 1)
     flops = _flops_by_unit(found, start, stop)
     activations = _activations(found)
-    units = tuple(_unit_costs(found, each, start, stop, flops, activations) for each in found.units)
+    calls: dict[str, list[Call]] = {}
+    for entry in found.entries[start:stop]:
+        if entry.kind == "issued" and entry.call is not None:
+            calls.setdefault(entry.call.label, []).append(entry.call)
+    units = tuple(
+        _unit_costs(each, calls.get(each.name, []), found.setup.rank, flops, activations)
+        for each in found.units
+    )
     prediction = None
     if profile is not None:
         # The module of profiles is not needed without one.
@@ -208,7 +219,7 @@ def plan_of(program: TrainingProgram, setup: Setup, *, steps: int = 2, profile: 
 
         prediction = predict(found, profile)
     return Plan(
-        setup,
+        found.setup,
         found.costs,
         units,
         _peak_of(found),
@@ -266,23 +277,17 @@ def _activations(found: Rehearsal) -> dict[str, int]:
 
 
 def _unit_costs(
-    found: Rehearsal,
     facts: UnitFacts,
-    start: int,
-    stop: int,
+    calls: Sequence[Call],
+    rank: int,
     flops: Mapping[str, int],
     activations: Mapping[str, int],
 ) -> UnitCosts:
-    calls = [
-        entry.call
-        for entry in found.entries[start:stop]
-        if entry.kind == "issued" and entry.call is not None and entry.call.label == facts.name
-    ]
     return UnitCosts(
         facts,
         sum(call.op == "all_gather" for call in calls),
         sum(call.op == "reduce_scatter" for call in calls),
-        sum(_sent(call, found.setup.rank) for call in calls),
+        sum(_sent(call, rank) for call in calls),
         activations.get(facts.name, 0),
         flops.get(facts.name, 0),
     )

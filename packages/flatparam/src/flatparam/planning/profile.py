@@ -101,13 +101,21 @@ class Profile:
 
 
 def profile_named(name: str | Path | Profile) -> Profile:
-    """The profile of this name that ships with the package, or the one in a TOML file.
+    """The profile of this name that ships with the package, the one in a TOML file, or this machine's, measured now.
+
+    "this-machine" is that of two ranks over shared memory, and "this-machine:gloo" over gloo.
 
     Raises:
         PlanError: if there is none, or it does not fit.
     """
     if isinstance(name, Profile):
         return name
+    machine, _, transport = str(name).partition(":")
+    if machine == "this-machine" and transport in ("", "gloo", "shared_memory"):
+        # What measures runs steps, and imports profiles.
+        from flatparam.planning.measuring import this_machine
+
+        return this_machine(transport or "shared_memory")
     path = _SHIPPED / f"{name}.toml" if str(name).isalnum() else Path(name)
     if not path.is_file():
         names = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.toml")))

@@ -55,6 +55,10 @@ class TrainingProgram:
     build: Callable[[], nn.Module]
     inputs: Callable[[nn.Module], Inputs]
     loss: Callable[[Any], Tensor]
+    template: nn.Module | None = None
+    """The module that `build` copies, if it does."""
+    copies: Callable[[nn.Module, dict[int, Any]], nn.Module] = copy.deepcopy
+    """Copies the template, as `copy.deepcopy` does with a memo."""
 
     @classmethod
     def of(
@@ -86,7 +90,7 @@ class TrainingProgram:
         else:
             ready = inputs
             make = lambda _: ready  # noqa: E731
-        return cls(build, make, loss or scalar_of)
+        return cls(build, make, loss or scalar_of, model if isinstance(model, nn.Module) else None)
 
     def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """The loss of one micro-batch."""

@@ -14,8 +14,9 @@ from torch import nn
 
 from flatparam.observing.whole_program import nothing_recorded
 from flatparam.planning.costs import Costs, Counting, recorded, states_of, without_collector
-from flatparam.planning.hollow import HollowMemory, Log
+from flatparam.planning.hollow import HollowMemory
 from flatparam.planning.kernels import Work
+from flatparam.planning.log import Log
 from flatparam.planning.program import Trained, TrainingProgram, train
 from flatparam.planning.ranks import Call
 from flatparam.planning.setup import Setup
@@ -84,6 +85,10 @@ class Rehearsal:
     steps: int
     unmeasured: tuple[str, ...]
     """The names of kernels that may take memory of their own that is not in the log."""
+    stop: int
+    """The place in the log of memory at which the last step has ended."""
+    is_laid_out: bool = False
+    """Whether some of the blocks were not run, and do what those before them did."""
 
     def entry_at(self, place: int) -> Entry:
         """What was going on at a place in the log of memory."""
@@ -235,6 +240,7 @@ def _rehearsed(
         warnings.simplefilter("ignore")
         trained = train(program, setup, topology, observer, steps=steps)
         costs = observer.costs(memory.log.peak, memory.log.in_use)
+        stop = len(memory.log)
         units = tuple(_facts_of(unit) for unit in units_in(trained.model))
         observer.trained = None
         observer._modules.clear()
@@ -248,6 +254,7 @@ def _rehearsed(
         costs,
         steps,
         tuple(sorted(memory.temporaries.unmeasured)),
+        stop,
     )
 
 

@@ -151,12 +151,15 @@ class Replay:
         for kind, unit, number, seconds, from_host in self._events:
             if unit in kept:
                 continue
-            if kind == 0:
+            if kind == 0 and shares_cores:
+                compute += seconds + number * launch
+            elif kind == 0:
                 compute = max(compute + seconds, host + from_host)
                 host += number * launch
             elif kind == 1:
                 host += launch
                 if shares_cores:
+                    compute += launch
                     ends[number] = seconds
                 else:
                     send = max(send, compute, host) + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, final
 
@@ -78,16 +79,22 @@ class Outline:
     """The children of the blocks, or the members of lists in them, that have parameters."""
 
 
-def outline_of(program: TrainingProgram) -> Outline:
-    """The names of the modules that could be units; the model is made in hollow memory."""
+def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
+    """The names of the modules that could be units; and a model that can be copied with fewer blocks, if there is one.
+
+    The model is made in hollow memory, so any other model is gone then.
+    """
+    if program.template is not None:
+        return _outline(program.template), program.template
     memory = HollowMemory()
     try:
         with without_collector():
             with memory:
                 model = program.build()
             found = _outline(model)
+            template = model if _is_on_meta(model) else None
             del model
-        return found
+        return found, template
     finally:
         # What the model was is full of cycles, and holds addresses.
         gc.collect()
@@ -96,24 +103,29 @@ def outline_of(program: TrainingProgram) -> Outline:
 
 def _outline(model: nn.Module) -> Outline:
     names = {module: clean_fqn(name) for name, module in model.named_modules()}
-    members = [each for each in _members(model) if _stands_alone(model, each)]
+    holders = _holders(model)
+    members = [each for each in _members(model) if _stands_alone(each, holders)]
     if not members:
-        members = [each for each in _called(model) if _stands_alone(model, each)]
+        members = [each for each in _called(model) if _stands_alone(each, holders)]
     blocks = tuple(names[each] for each in members)
     within = {inner for each in members for inner in each.modules()}
     largest = max((_numel(each) for each in members), default=0)
     rest = tuple(
         names[each]
         for each in _outside(model, within)
-        if _numel(each) * _SMALL >= largest and _stands_alone(model, each)
+        if _numel(each) * _SMALL >= largest and _stands_alone(each, holders)
     )
     parts = [
         names[part]
         for each in members
         for part in _members(each) or _called(each)
-        if _stands_alone(model, part)
+        if _stands_alone(part, holders)
     ]
     return Outline(blocks, rest, tuple(parts))
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return all(each.is_meta for each in (*model.parameters(), *model.buffers()))
 
 
 def _numel(module: nn.Module) -> int:
@@ -149,14 +161,17 @@ def _outside(module: nn.Module, within: Collection[nn.Module]) -> Iterator[nn.Mo
             yield child
 
 
-def _stands_alone(model: nn.Module, module: nn.Module) -> bool:
-    """Whether no module outside of `module` has one of its parameters, as the two of a tied embedding do."""
-    own = {id(parameter) for parameter in module.parameters()}
-    inside = set(module.modules())
-    return bool(own) and not any(
-        id(parameter) in own
-        for other in model.modules()
-        if other not in inside
-        for parameter in other._parameters.values()
+def _holders(module: nn.Module) -> Counter[int]:
+    """How often modules in `module` hold each parameter, by its id."""
+    return Counter(
+        id(parameter)
+        for inner in module.modules()
+        for parameter in inner._parameters.values()
         if parameter is not None
     )
+
+
+def _stands_alone(module: nn.Module, holders: Counter[int]) -> bool:
+    """Whether nobody outside of `module` holds one of its parameters, as the two of a tied embedding do."""
+    own = _holders(module)
+    return bool(own) and all(holders[each] == count for each, count in own.items())

@@ -82,6 +82,7 @@ class PlannedPolicy(_Policy):
                 sequence=self.sequence,
                 loss=self.loss,
             )
+            program = attrs.evolve(program, template=model, copies=_hollow_copy)
             setup = self._setup(topology, kwargs)
             fitted = fit(program, setup, memory=self.memory, profile=self.profile, only_units=True)
         except Exception as error:
@@ -165,9 +166,9 @@ def planned(
     return PlannedPolicy(memory, profile, inputs, batch, sequence, loss, ranks_per_host, settings)
 
 
-def _hollow_copy(model: nn.Module) -> nn.Module:
+def _hollow_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             there: Tensor = tensor.detach().to("meta")

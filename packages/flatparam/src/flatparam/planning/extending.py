@@ -1,0 +1,336 @@
+"""The rehearsal of many equal blocks, laid out from rehearsals of few."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import attrs
+from torch import nn
+
+from flatparam.planning.costs import STAGES, Costs, Resting, StepCosts
+from flatparam.planning.kernels import Work
+from flatparam.planning.log import Log
+from flatparam.planning.program import TrainingProgram
+from flatparam.planning.ranks import Call
+from flatparam.planning.rehearsal import Entry, Rehearsal, UnitFacts, rehearse
+from flatparam.planning.repeats import SHORT, Shortened, runs_of, shortened
+from flatparam.planning.setup import Setup
+from flatparam.planning.tape import Growth, Insertion, Tape, compared
+from flatparam_comm import Totals
+
+__all__ = ["rehearse_repeated"]
+
+
+def rehearse_repeated(
+    program: TrainingProgram, template: nn.Module, setup: Setup, *, steps: int = 2
+) -> Rehearsal | None:
+    """What `rehearse` returns, from rehearsals with few of the blocks that repeat; `None` if too few do, or not alike.
+
+    Args:
+        template: the model that the program makes, on the meta device, which stays as it is.
+    """
+    runs = runs_of(template, setup)
+    if not runs:
+        return None
+    short = shortened(program, template, setup, runs)
+    base = Tape.of(rehearse(short.program, short.setup, steps=steps), short)
+    growths, longer = [], []
+    for number in range(len(runs)):
+        more = shortened(program, template, setup, runs, number)
+        tape = Tape.of(rehearse(more.program, more.setup, steps=steps), more)
+        growth = compared(base, tape, number)
+        if growth is None:
+            return None
+        growths.append(growth)
+        longer.append(tape.found)
+    return _Extension(setup, short, base, growths, longer).rehearsal()
+
+
+@final
+@attrs.frozen(eq=False)
+class _Extension:
+    """Rehearsals with few blocks, and how they grow."""
+
+    setup: Setup
+    short: Shortened
+    base: Tape
+    growths: Sequence[Growth]
+    longer: Sequence[Rehearsal]
+    """For each run, the rehearsal with some more of its blocks."""
+
+    def rehearsal(self) -> Rehearsal | None:
+        """The rehearsal with all blocks, or `None` if a number does not grow with them."""
+        found = self.base.found
+        if _peaks(found.entries, found.log, found.stop) != _peaks_of(found.costs):
+            return None
+        written = _Written()
+        changed = self._changed()
+        if changed is None:
+            return None
+        insertions = sorted(
+            (
+                (each.at, number, each)
+                for number, growth in enumerate(self.growths)
+                for each in growth.insertions
+            ),
+            key=lambda item: item[:2],
+        )
+        at = 0
+        forms, blocks = self.base.forms, self.base.blocks
+        for stop, run, insertion in [*insertions, (len(forms), -1, None)]:
+            for token in range(at, stop):
+                written.write(changed.get(token, forms[token]), self._name_at(token, blocks[token]))
+            at = stop
+            if insertion is not None:
+                self._repeat(written, run, insertion)
+        costs = self._costs(written)
+        if costs is None:
+            return None
+        unmeasured = {name for each in (found, *self.longer) for name in each.unmeasured}
+        return Rehearsal(
+            self.setup,
+            written.log,
+            written.entries,
+            list(written.works),
+            written.kernels,
+            tuple(self._units()),
+            costs,
+            found.steps,
+            tuple(sorted(unmeasured)),
+            len(written.log),
+            True,
+        )
+
+    def _more(self, run: int) -> int:
+        """The blocks of a run that were left out."""
+        return self.short.runs[run].count - SHORT
+
+    def _name_at(self, token: int, block: tuple[int, int] | None) -> str:
+        """The name of the block that a token of the short tape tells of."""
+        if block is None:
+            return ""
+        run, number = block
+        return self._named(run, number + self._more(run) * (token in self.growths[run].late))
+
+    def _name_of(self, block: tuple[int, int] | None) -> str:
+        """The name of a block, as it is numbered in the short tape."""
+        if block is None:
+            return ""
+        run, number = block
+        return self._named(run, number if number < SHORT // 2 else number + self._more(run))
+
+    def _named(self, run: int, number: int) -> str:
+        chosen = self.short.runs[run]
+        return (
+            f"{chosen.container}.{chosen.start + number}" if chosen.container else str(chosen.start + number)
+        )
+
+    def _repeat(self, written: _Written, run: int, insertion: Insertion) -> None:
+        """Write what a run's further blocks do."""
+        more, step = self._more(run), insertion.step
+        first = 0 if step > 0 else more - self.growths[run].more
+        pieces = list(_pieces(insertion, written))
+        for copy in range(more):
+            shift = first + step * copy
+            for kernels, form, block in pieces:
+                if kernels:
+                    written.kernels.extend(kernels)
+                elif block is None:
+                    written.write(form, "")
+                elif block[0] == run:
+                    written.write(form, self._named(run, block[1] + shift))
+                else:
+                    written.write(form, self._name_of(block))
+
+    def _changed(self) -> dict[int, Any] | None:
+        """The tokens of the short tape that grow, as they are with all blocks."""
+        found: dict[int, Any] = {}
+        for run, growth in enumerate(self.growths):
+            for token, form in growth.changed.items():
+                mine = self.base.forms[token]
+                before = found.get(token, mine)
+                grown = [
+                    _grown(now, one, other, self._more(run), growth.more)
+                    for now, one, other in zip(_sizes(before), _sizes(mine), _sizes(form), strict=True)
+                ]
+                if None in grown:
+                    return None
+                found[token] = _with_sizes(before, grown)
+        return found
+
+    def _costs(self, written: _Written) -> Costs | None:
+        """The costs: peaks are those of the memory that was laid out, and the rest grows with the blocks."""
+        base = self.base.found.costs
+        all_facts = [dict(each.costs.facts()) for each in self.longer]
+        facts: dict[str, int] = {}
+        for name, value in base.facts():
+            for run, longer in enumerate(all_facts):
+                more = self.growths[run].more
+                difference = (longer.get(name, 0) - dict(base.facts())[name]) * self._more(run)
+                if not name.startswith("peak") and difference % more:
+                    return None
+                value += difference // more
+            facts[name] = value
+        building, peaks = _peaks(written.entries, written.log, len(written.log))
+
+        def resting(what: str) -> dict[str, int]:
+            return {dtype: facts[f"{what} in {dtype}"] for dtype in getattr(base.resting, what)}
+
+        steps = [
+            StepCosts(
+                peaks[number],
+                {
+                    op: Totals(
+                        *(
+                            facts[f"{op} {what} in step {number + 1}"]
+                            for what in ("calls", "bytes", "bytes sent")
+                        )
+                    )
+                    for op in step.collectives
+                },
+            )
+            for number, step in enumerate(base.steps)
+        ]
+        return Costs(
+            Resting(resting("parameters"), resting("gradients"), resting("states")),
+            building,
+            tuple(steps),
+            facts["left after the last step"],
+        )
+
+    def _units(self) -> Iterator[UnitFacts]:
+        """The units, in the order of the model."""
+        waiting: list[tuple[int, str, UnitFacts]] = []
+        for unit in self.base.found.units:
+            place = self.short.place(unit.name)
+            if isinstance(place, str):
+                yield from self._further(waiting)
+                waiting = []
+                yield attrs.evolve(unit, name=place)
+                continue
+            run, number, inner = place
+            if number != SHORT // 2 - 1 or (waiting and waiting[0][0] != run):
+                yield from self._further(waiting)
+                waiting = []
+            if number == SHORT // 2 - 1:
+                waiting.append((run, inner, unit))
+            name = self._name_of((run, number))
+            yield attrs.evolve(unit, name=f"{name}.{inner}" if inner else name)
+        yield from self._further(waiting)
+
+    def _further(self, units: Sequence[tuple[int, str, UnitFacts]]) -> Iterator[UnitFacts]:
+        """The units of the blocks that were left out, which are those of the block before."""
+        if not units:
+            return
+        run = units[0][0]
+        for number in range(SHORT // 2, SHORT // 2 + self._more(run)):
+            for _, inner, unit in units:
+                name = self._named(run, number)
+                yield attrs.evolve(unit, name=f"{name}.{inner}" if inner else name)
+
+
+def _pieces(insertion: Insertion, written: _Written) -> Iterator[tuple[array[int], Any, Any]]:
+    """The tokens of an insertion, kernels that follow each other as one."""
+    tokens = zip(insertion.forms, insertion.blocks, strict=True)
+    for are_kernels, group in itertools.groupby(tokens, lambda token: token[0][0] == "kernel"):
+        if are_kernels:
+            yield array("l", [written.number_of(form[1]) for form, _ in group]), None, None
+        else:
+            yield from ((array("l"), form, block) for form, block in group)
+
+
+def _grown(now: int, one: int, other: int, more: int, step: int) -> int | None:
+    difference = (other - one) * more
+    return None if difference % step else now + difference // step
+
+
+def _sizes(form: Any) -> tuple[int, ...]:
+    """The numbers in a token that may grow."""
+    if form[0] == "kernel":
+        return (form[1].flops, form[1].nbytes)
+    if form[0] == "entry":
+        asked = form[1][4]
+        return (form[1][3], 0 if asked is None else asked[1])
+    return (form[1],)
+
+
+def _with_sizes(form: Any, sizes: Sequence[Any]) -> Any:
+    if form[0] == "kernel":
+        return ("kernel", attrs.evolve(form[1], flops=sizes[0], nbytes=sizes[1]))
+    if form[0] == "entry":
+        what, stage, step, _, asked = form[1]
+        asked = None if asked is None else (asked[0], sizes[1], asked[2])
+        return ("entry", (what, stage, step, sizes[0], asked), *form[2:])
+    return (form[0], sizes[0], *form[2:])
+
+
+def _peaks(entries: Sequence[Entry], log: Log, stop: int) -> tuple[int, list[dict[str, int]]]:
+    """The most bytes at once until the model is wrapped, and in the stages of each step."""
+    stages = [entry for entry in entries if entry.kind == "stage"]
+    ends = [*(entry.place for entry in stages[1:]), stop]
+    building = 0
+    steps: dict[int, dict[str, int]] = {}
+    for entry, end in zip(stages, ends, strict=True):
+        peak = log.peak(entry.place, end)
+        if entry.stage in STAGES:
+            peaks = steps.setdefault(entry.step, {})
+            peaks[entry.stage] = max(peaks.get(entry.stage, 0), peak)
+        elif entry.stage != "zero_grad":
+            building = max(building, peak)
+    return building, [steps[number] for number in sorted(steps)]
+
+
+def _peaks_of(costs: Costs) -> tuple[int, list[dict[str, int]]]:
+    return costs.building, [dict(step.peaks) for step in costs.steps]
+
+
+@attrs.define(eq=False)
+class _Written:
+    """A rehearsal that is being written, token by token."""
+
+    log: Log = attrs.field(factory=Log)
+    entries: list[Entry] = attrs.field(factory=list)
+    works: dict[Work, int] = attrs.field(factory=dict)
+    kernels: array[int] = attrs.field(factory=lambda: array("l"))
+    _alive: dict[Any, list[int]] = attrs.field(factory=lambda: defaultdict(list))
+    """The numbers of blocks of memory, by all that is known of them."""
+    _calls: dict[Any, deque[Call]] = attrs.field(factory=lambda: defaultdict(deque))
+    _start: int = 0
+
+    def write(self, form: Any, block: str) -> None:
+        """Write a token; `block` is the name of the block that it tells of."""
+        kind = form[0]
+        if kind == "kernel":
+            self.kernels.append(self.number_of(form[1]))
+        elif kind == "born":
+            self.log.tag = form[2]
+            self._alive[form[1:]].append(self.log.born(form[1]))
+        elif kind == "died":
+            self.log.died(self._alive[form[1:]].pop())
+        else:
+            _, (what, stage, step, nbytes, asked), inner, run = form
+            name = inner if run is None else f"{block}.{inner}" if inner else block
+            call = None if asked is None else self._call(what, name, asked)
+            start = stop = 0
+            if what == "kernels":
+                start, stop = self._start, len(self.kernels)
+                self._start = stop
+            self.entries.append(Entry(what, stage, step, name, len(self.log), start, stop, nbytes, call))
+
+    def number_of(self, work: Work) -> int:
+        """The number of a kernel's work."""
+        return self.works.setdefault(work, len(self.works))
+
+    def _call(self, what: str, label: str, asked: tuple[str, int, tuple[int, ...]]) -> Call:
+        """The collective that is issued, or that was issued first of those that are waited for."""
+        op, nbytes, members = asked
+        waiting = self._calls[label, asked]
+        if what == "waited":
+            return waiting.popleft()
+        call = Call(op, label, nbytes, members)
+        waiting.append(call)
+        return call

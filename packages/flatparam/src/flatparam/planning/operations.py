@@ -1,0 +1,133 @@
+"""What operations do with memory, and which tensors they make."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from flatparam.planning.errors import PlanError
+from flatparam.planning.kernels import operands_of
+
+__all__ = ["ATEN", "Trait", "appearance", "on_meta", "value_of"]
+
+ATEN: Final = torch.ops.aten
+_KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor)
+_READS: Final = (ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.is_nonzero.default)
+_ALIASES: Final = (ATEN._unsafe_view.default, ATEN.detach.default, ATEN.lift_fresh.default)
+"""Operations that return their argument's memory, of which the schema does not always tell."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Trait:
+    """What an operation does with memory, as its schema says."""
+
+    operation: Any
+    kind: str
+    """"view" for those that take no memory, "written" for those that write to their arguments, "read", or "new"."""
+    returns: int
+    returns_list: bool
+    keeps_number: bool
+    """Whether autograd keeps a Python number that it is given."""
+    _written: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, func: Any) -> Trait:
+        """Read the schema."""
+        schema = func._schema
+        written = tuple(
+            (number, argument.name)
+            for number, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        returns = schema.returns
+        if func in _READS:
+            kind = "read"
+        elif (
+            func in _ALIASES
+            or func.is_view
+            or (returns and not any("Tensor" in str(r.type) for r in returns))
+        ):
+            kind = "view"
+        elif written and all(each.alias_info is not None for each in returns):
+            kind = "written"
+        else:
+            kind = "new"
+        returns_list = len(returns) == 1 and "List" in str(returns[0].type)
+        return cls(func, kind, len(returns), returns_list, func in _KEEPS_NUMBER, written)
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that the operation writes to."""
+        found: list[Tensor] = []
+        for number, name in self._written:
+            value = args[number] if number < len(args) else kwargs.get(name)
+            if isinstance(value, Tensor):
+                found.append(value)
+            else:
+                found.extend(operands_of(value))
+        return found
+
+
+def value_of(func: Any, args: tuple[Any, ...]) -> Any:
+    """A value that somebody wants to know, and that is not known."""
+    if func is ATEN.equal.default:
+        return True
+    if args[0].is_floating_point():
+        return 1.0
+    raise PlanError(
+        f"expected a program whose shapes and decisions do not depend on what it computes, found one that reads a "
+        f"{str(args[0].dtype).removeprefix('torch.')} of a computed tensor (.item(), bool(tensor), int(tensor)); "
+        "plan it with sizes that are known in advance"
+    )
+
+
+def appearance(value: Any, tensors: list[Tensor]) -> Any:
+    """Collect the tensors in `value`; returns what is equal for arguments that make equal shapes."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple([appearance(each, tensors) for each in value])
+    if isinstance(value, (bool, float)):
+        return type(value)
+    # Generators are the only arguments that cannot be keys.
+    return value if not isinstance(value, torch.Generator) else None
+
+
+def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What the operation returns, as the CPU's kernel makes it, but on the meta device.
+
+    Raises:
+        PlanError: if the shapes depend on values.
+    """
+
+    def there(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(there, value))
+        return value
+
+    named = {name: there(value) for name, value in kwargs.items() if name != "generator"}
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        named["device"] = torch.device("meta")
+    named.pop("pin_memory", None)
+    try:
+        result = func(*there(args), **named)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"expected operations whose results have shapes that follow from their arguments, found {func}: "
+            f"{str(error).splitlines()[0]}; plan the program without it"
+        ) from error
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if func is ATEN.native_layer_norm.default and all(
+        each is None or each.dtype == args[0].dtype for each in args[2:4]
+    ):
+        # The CPU's kernel keeps mean and deviation in the dtype of its input, unless the weights have another.
+        results[1:] = [each.to(args[0].dtype) for each in results[1:]]
+    return results
