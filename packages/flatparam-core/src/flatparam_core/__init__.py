@@ -10,6 +10,7 @@ from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatte
 from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.geometry.replan import Location, Move, Place, replan
+from flatparam_core.geometry.rules import ELEMENT, ROW, WHOLE, LayoutRule, block_of
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
@@ -27,10 +28,13 @@ from flatparam_core.transitions import Transitions
 __version__ = "0.1.0"
 
 __all__ = [
+    "ELEMENT",
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
     "ORIGINAL_ALIGNMENT_NBYTES",
     "PRESENTER",
+    "ROW",
+    "WHOLE",
     "BoundParameter",
     "BufferPool",
     "Exposure",
@@ -47,6 +51,7 @@ __all__ = [
     "GradientLedger",
     "IllegalStepError",
     "LayoutError",
+    "LayoutRule",
     "Location",
     "Move",
     "OriginalExposure",
@@ -61,6 +66,7 @@ __all__ = [
     "Transitions",
     "Unflattened",
     "all_thresholds",
+    "block_of",
     "clean_fqn",
     "discover",
     "each_module",

@@ -82,7 +82,7 @@ class Flattening:
         storage = storage_device or home
         pinned = storage.type == "cpu" and home.type != "cpu"
         shards = tuple(
-            torch.zeros(layout.shard_numel, dtype=layout.dtype, device=storage, pin_memory=pinned)
+            torch.zeros(layout.shard_span(rank).numel, dtype=layout.dtype, device=storage, pin_memory=pinned)
             for layout in layouts
         )
         places = {

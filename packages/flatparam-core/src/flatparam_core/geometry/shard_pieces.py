@@ -90,6 +90,7 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
         filled.append(len(cut))
         cut.append(shapes[-1])
         end = span.stop
-    if end < layout.shard_numel:
-        cut.append((layout.shard_numel - end,))
+    left = layout.shard_span(rank).numel - end
+    if left:
+        cut.append((left,))
     return tuple(shapes), tuple(cut), tuple(map(math.prod, cut)), tuple(filled)
