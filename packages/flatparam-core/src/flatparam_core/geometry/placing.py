@@ -73,7 +73,8 @@ def check_shares(shares: Sequence[float], world_size: int) -> None:
 
 def fewest_elements(specs: Sequence[ParamSpec], world_size: int) -> int:
     """A lower bound of the elements of an equal shard, whatever the order of the parameters."""
-    return _fewest([_Item.of(index, spec, 1) for index, spec in enumerate(specs)], world_size)
+    items = [_Item.of(index, spec, 1) for index, spec in enumerate(specs)]
+    return _fewest([item for item in items if item.numel], world_size)
 
 
 @final
