@@ -6,7 +6,7 @@ from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
 from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
+from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, RuleOf, flatten_module
 from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
 from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.geometry.replan import Location, Move, Place, replan
@@ -60,6 +60,7 @@ __all__ = [
     "Place",
     "Precision",
     "Residency",
+    "RuleOf",
     "Slot",
     "Span",
     "Threshold",

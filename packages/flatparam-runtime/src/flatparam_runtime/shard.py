@@ -11,7 +11,15 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
+from flatparam_comm import (
+    BoundParameter,
+    FlatParamError,
+    FlatParamHandle,
+    Flattening,
+    RuleOf,
+    discover,
+    owner_of,
+)
 from flatparam_runtime.passes.hooks import attach
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.events import Instrument
@@ -35,6 +43,7 @@ def shard_module(
     ignored_parameters: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
     initialise: Initialise | None = None,
+    rule_of: RuleOf | None = None,
 ) -> Unit:
     """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
@@ -50,6 +59,7 @@ def shard_module(
         device: where full parameters live from now on; by default where they are.
         initialise: gives the parameters their values, one module after the other, before they are packed; by default
             they have them.
+        rule_of: what of each parameter stays on one rank; by default boundaries between ranks lie anywhere.
 
     Raises:
         FlatParamError: if the module is a unit already, or a parameter cannot be flattened.
@@ -68,7 +78,7 @@ def shard_module(
     found = find()
     borrowed = [b for b in found if owner_of(b.parameter) is not None]
     own = [b for b in found if owner_of(b.parameter) is None]
-    flattening = _begin(module, own, plan, device) if own else None
+    flattening = _begin(module, own, plan, device, rule_of) if own else None
     handles: tuple[FlatParamHandle, ...] = ()
     weights: InitialWeights | None = None
     if flattening is not None and initialise is not None:
@@ -95,7 +105,11 @@ def shard_module(
 
 
 def _begin(
-    module: nn.Module, own: Sequence[BoundParameter], plan: UnitPlan, device: torch.device | None
+    module: nn.Module,
+    own: Sequence[BoundParameter],
+    plan: UnitPlan,
+    device: torch.device | None,
+    rule_of: RuleOf | None,
 ) -> Flattening:
     return Flattening.begin(
         module,
@@ -106,6 +120,7 @@ def _begin(
         precision=plan.precision,
         device=device,
         storage_device=plan.storage_device,
+        rule_of=rule_of,
     )
 
 

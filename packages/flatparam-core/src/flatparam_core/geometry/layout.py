@@ -271,7 +271,10 @@ class FlatLayout:
 
     def ranks_of(self, index: int) -> range:
         """The ranks that own elements of parameter `index`; none if the parameter is empty."""
-        span = self.slots[index].span
+        return self.ranks_in(self.slots[index].span)
+
+    def ranks_in(self, span: Span) -> range:
+        """The ranks that own elements of `span` of the flat parameter; none if it is empty."""
         if not span:
             return range(0)
         return range(bisect_right(self._bounds, span.start) - 1, bisect_left(self._bounds, span.stop))

@@ -87,7 +87,8 @@ def _facts(unit: Unit) -> Iterator[_Fact]:
         for slot, trained in zip(handle.layout.slots, handle.exposure.requires_grad(), strict=True):
             spec = slot.spec
             how = "trained" if trained else "frozen"
-            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}")
+            rule = "" if spec.rule.kind == "element" else f", kept together by {spec.rule}"
+            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}{rule}")
 
 
 def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:

@@ -138,5 +138,7 @@ def _part_of(parameter: nn.Parameter) -> _Part | None:
     handle, index = owner
     spec = handle.layout.slots[index].spec
     is_sharded, shape = handle.layout.world_size > 1, tuple(parameter.shape)
-    has_lost = is_sharded or shape != spec.shape
+    # One rank has all of it then, in its own shape, and the others have an empty part, which is not stepped.
+    is_kept = bool(spec.rule.kind == "whole" and spec.shape and spec.numel and spec.is_row_major)
+    has_lost = not (is_kept if is_sharded else shape == spec.shape)
     return _Part(handle.rank, spec.fqn, spec.shape, f"a part of shape {shape}", is_sharded, has_lost)

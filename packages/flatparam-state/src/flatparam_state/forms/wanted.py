@@ -67,7 +67,7 @@ class Wanted:
         return cls(
             ParamSpec("flat parameter", (whole.numel,), layout.dtype, requires_grad=False),
             lambda rank: whole.overlap(layout.shard_span(rank)),
-            range(-(-whole.numel // layout.shard_numel)) if whole else range(0),
+            layout.ranks_in(whole),
             place.unit.plan.topology,
             handle.rank,
             handle.device,

@@ -68,6 +68,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         ignored_parameters=resolved.ignored.parameters,
         device=resolved.device,
         initialise=initialise,
+        rule_of=resolved.rules,
     )
     watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
