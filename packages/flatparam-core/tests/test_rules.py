@@ -27,6 +27,7 @@ from flatparam_core import (
     replan,
 )
 from flatparam_core.geometry.placing import fewest_elements
+from flatparam_core.geometry.shard_pieces import ShardPieces
 from flatparam_core.testing import shards_of
 
 from .strategies import ruled_layouts, ruled_specs, rules, tensor_for, tensors_for, unit_specs
@@ -130,6 +131,24 @@ def test_shards_rebuild_every_parameter(layout: FlatLayout) -> None:
     for slot, tensor in zip(layout.slots, tensors, strict=True):
         assert torch.equal(flat.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start), tensor)
     assert all(not flat[gap.as_slice()].any() for gap in layout.gaps)
+
+
+@given(ruled_layouts(torch.float32) | ruled_layouts(torch.float32, uneven=True))
+def test_rows_and_whole_tensors_keep_their_shape(layout: FlatLayout) -> None:
+    """A rank sees the rows that it has, in shape and in value, of a parameter whose rule keeps rows or all together."""
+    tensors = tensors_for([slot.spec for slot in layout.slots])
+    shards = shards_of(tensors, layout)
+    for rank, shard in enumerate(shards):
+        pieces = ShardPieces.of(layout, rank).views(shard)
+        for piece, fragment, slot, tensor in zip(
+            pieces, layout.fragments(rank), layout.slots, tensors, strict=True
+        ):
+            assert piece.dim() == max(1, tensor.dim())
+            if slot.spec.rule.kind in ("row", "whole") and slot.spec.shape and slot.spec.is_row_major:
+                width = max(1, tensor[0].numel()) if slot.spec.numel else 1
+                first = fragment.in_param.start // width
+                if piece.numel():
+                    assert torch.equal(piece, tensor[first : first + piece.shape[0]])
 
 
 @st.composite
