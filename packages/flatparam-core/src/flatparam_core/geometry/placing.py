@@ -102,7 +102,9 @@ def _largest_first(item: _Item) -> tuple[int, int, int, int]:
 
 
 def _fewest(items: Sequence[_Item], ranks: int) -> int:
-    average = -(-sum(item.numel for item in items) // ranks)
+    # Each rank has a multiple of what divides all pieces.
+    piece = math.gcd(*(item.grain for item in items), *(item.numel for item in items)) or 1
+    average = -(-sum(item.numel for item in items) // (piece * ranks)) * piece
     largest = max((item.grain for item in items), default=0)
     uncut = sorted((item.numel for item in items if item.grain == item.numel), reverse=True)
     # If there is one more than there are ranks, two of them are on one rank.
