@@ -191,9 +191,7 @@ def cost(model: Model, rule: LayoutRule, ranks: int) -> Cost:
         alone += count * sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes)
         on_rank = [total + count * own for total, own in zip(on_rank, held(layout), strict=True)]
     whole = model.numel
-    return Cost(
-        numel / whole - 1, bound / whole - 1, max(on_rank) * ranks / whole - 1, alone / whole - 1
-    )
+    return Cost(numel / whole - 1, bound / whole - 1, max(on_rank) * ranks / whole - 1, alone / whole - 1)
 
 
 def shown(fraction: float) -> str:

@@ -63,7 +63,9 @@ def test_no_rank_has_a_part_of_what_stays_together(layout: FlatLayout) -> None:
     """Each block, row or tensor that a rule keeps together is in the fragment of one rank, with all its elements."""
     for index, slot in enumerate(layout.slots):
         owned = [layout.fragment(index, rank).in_param for rank in layout.ranks_of(index)]
-        holders = {element: rank for rank, span in enumerate(owned) for element in range(span.start, span.stop)}
+        holders = {
+            element: rank for rank, span in enumerate(owned) for element in range(span.start, span.stop)
+        }
         for together in kept_together(slot):
             assert len({holders[element] for element in together}) <= 1
 
@@ -171,9 +173,7 @@ def pairs(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
 def test_replan_goes_between_any_two_layouts(both: tuple[FlatLayout, FlatLayout]) -> None:
     """The moves turn the shards of one layout into those of the other, and write each element once."""
     source, target = both
-    values = dict(
-        zip(source.fqns, tensors_for([slot.spec for slot in source.slots]), strict=True)
-    )
+    values = dict(zip(source.fqns, tensors_for([slot.spec for slot in source.slots]), strict=True))
     held = shards_of([values[name] for name in source.fqns], source)
     made = [torch.zeros(numel, dtype=torch.float64) for numel in target.shard_numels]
     for move in replan([source], [target]):

@@ -10,7 +10,7 @@ from torch import nn
 from flatparam import FullyShardedDataParallel, fully_shard, layout
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import Collectives
-from flatparam_core import FlatParameter, LayoutError
+from flatparam_core import FlatParameter, LayoutError, LayoutRule, owner_of
 
 from .models import Block, Transformer, seeded
 from .worlds import facts_of, on_ranks
@@ -75,7 +75,7 @@ def test_a_function_sees_full_parameters() -> None:
     """A plain function is called once for each parameter, with its full name and its full shape."""
     seen: dict[str, tuple[int, ...]] = {}
 
-    def choose(name: str, parameter: nn.Parameter) -> layout.LayoutRule:
+    def choose(name: str, parameter: nn.Parameter) -> LayoutRule:
         seen.setdefault(name, tuple(parameter.shape))
         return layout.whole if parameter.dim() > 1 else layout.element
 
@@ -131,7 +131,12 @@ def test_outer_rules_leave_inner_units_alone() -> None:
         )
         return rules_of(outer)
 
-    assert on_ranks(2, rank)[0] == {"weight": "element", "bias": "element", "1.weight": "whole", "1.bias": "whole"}
+    assert on_ranks(2, rank)[0] == {
+        "weight": "element",
+        "bias": "element",
+        "1.weight": "whole",
+        "1.bias": "whole",
+    }
 
 
 def test_fully_shard_gives_rules() -> None:
@@ -139,10 +144,10 @@ def test_fully_shard_gives_rules() -> None:
 
     def rank(world: Collectives) -> Any:
         model = seeded(Transformer)
-        fully_shard(model, mesh=world, layout=layout.by({"head.*": layout.whole, nn.LayerNorm: layout.blocks(4)}))
-        (flat,) = {
-            id(p): p for p in map(_flat_of, model.parameters())
-        }.values()
+        fully_shard(
+            model, mesh=world, layout=layout.by({"head.*": layout.whole, nn.LayerNorm: layout.blocks(4)})
+        )
+        (flat,) = {id(p): p for p in map(_flat_of, model.parameters())}.values()
         return {slot.spec.fqn: str(slot.spec.rule) for slot in flat.flat_layout.slots}
 
     found = on_ranks(2, rank)[0]
@@ -152,8 +157,6 @@ def test_fully_shard_gives_rules() -> None:
 
 
 def _flat_of(parameter: nn.Parameter) -> FlatParameter:
-    from flatparam_core import owner_of
-
     owner = owner_of(parameter)
     assert owner is not None
     return owner[0].flat_param
@@ -198,10 +201,22 @@ def test_a_subclass_has_the_rules_of_its_base() -> None:
 
 REFUSED: list[Any] = [
     (lambda: layout.for_optimizer(optimizer_named("Mystery")), ValueError, "not known what Mystery looks at"),
-    (lambda: layout.for_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)), TypeError, "a class"),
-    (lambda: layout.by({3: layout.row}), TypeError, "classes of modules or patterns of names as keys, found 3"),
+    (
+        lambda: layout.for_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)),
+        TypeError,
+        "a class",
+    ),
+    (
+        lambda: layout.by({3: layout.row}),
+        TypeError,
+        "classes of modules or patterns of names as keys, found 3",
+    ),
     (lambda: layout.by({torch.Tensor: layout.row}), TypeError, "classes of modules"),
-    (lambda: layout.by({nn.Linear: "row"}), TypeError, "a rule such as flatparam.layout.row for .*Linear.*, found 'row'"),
+    (
+        lambda: layout.by({nn.Linear: "row"}),
+        TypeError,
+        "a rule such as flatparam.layout.row for .*Linear.*, found 'row'",
+    ),
     (lambda: layout.by({}, otherwise=4), TypeError, "found 4"),
     (lambda: layout.by(7), TypeError, "a mapping, or a function"),
     (lambda: layout.blocks(0), LayoutError, "at least 1"),

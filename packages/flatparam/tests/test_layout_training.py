@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, layout
+from flatparam import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    layout,
+)
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_core import FlatParamError
@@ -96,7 +103,10 @@ def test_every_layout_trains_the_same_bits(
     """Element-wise optimizers end at the same full parameters, bit for bit, and padding stays zero."""
     make = OPTIMIZERS[optimizer]
     plain, ruled = (
-        on_ranks(ranks, lambda world, rules=rules: trained(world, make, use_orig_params=use_orig_params, layout=rules))
+        on_ranks(
+            ranks,
+            lambda world, rules=rules: trained(world, make, use_orig_params=use_orig_params, layout=rules),
+        )
         for rules in (None, LAYOUTS[kind])
     )
     assert equal(ruled, plain)
@@ -298,7 +308,9 @@ def test_adafactor_is_exact_on_whole_parameters(ranks: int) -> None:
 
     def rank(world: Collectives) -> Any:
         rules = layout.for_optimizer(torch.optim.Adafactor)
-        return dict(train(FullyShardedDataParallel(build(), world, use_orig_params=True, layout=rules)).state_dict())
+        return dict(
+            train(FullyShardedDataParallel(build(), world, use_orig_params=True, layout=rules)).state_dict()
+        )
 
     expected = dict(train(build()).state_dict())
     assert equal(on_ranks(ranks, rank), [expected] * ranks)

@@ -16,7 +16,7 @@ from flatparam_comm import (
     FlatParamError,
     FlatParamHandle,
     Flattening,
-    RuleOf,
+    LayoutRule,
     discover,
     owner_of,
 )
@@ -43,7 +43,7 @@ def shard_module(
     ignored_parameters: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
     initialise: Initialise | None = None,
-    rule_of: RuleOf | None = None,
+    rule_of: Callable[[BoundParameter], LayoutRule] | None = None,
 ) -> Unit:
     """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
@@ -109,7 +109,7 @@ def _begin(
     own: Sequence[BoundParameter],
     plan: UnitPlan,
     device: torch.device | None,
-    rule_of: RuleOf | None,
+    rule_of: Callable[[BoundParameter], LayoutRule] | None,
 ) -> Flattening:
     return Flattening.begin(
         module,

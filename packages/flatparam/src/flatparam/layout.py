@@ -18,7 +18,6 @@ from flatparam_core import ELEMENT, ROW, WHOLE, LayoutRule, block_of
 
 __all__ = [
     "LayoutPolicy",
-    "LayoutRule",
     "RuleFunction",
     "as_policy",
     "blocks",
@@ -95,7 +94,9 @@ def by(
     """
     if not isinstance(rules, Mapping):
         if isinstance(rules, type) or not callable(rules):
-            raise TypeError(f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}")
+            raise TypeError(
+                f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}"
+            )
         return LayoutPolicy(lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})")
     cases = dict(rules)
     for key, rule in (*cases.items(), (None, otherwise)):
@@ -112,7 +113,9 @@ def _check_case(key: object, rule: object) -> None:
     if not (is_class or isinstance(key, str) or key is None):
         raise TypeError(f"layout.by: expected classes of modules or patterns of names as keys, found {key!r}")
     if not isinstance(rule, LayoutRule):
-        raise TypeError(f"layout.by: expected a rule such as flatparam.layout.row for {key!r}, found {rule!r}")
+        raise TypeError(
+            f"layout.by: expected a rule such as flatparam.layout.row for {key!r}, found {rule!r}"
+        )
 
 
 def _fits(key: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
@@ -126,7 +129,20 @@ _ALL: Final = ("adafactor", "came", "lamb", "larc", "lars", "novograd", "sm3")
 _BLOCKS: Final = {"8bit": 256, "4bit": 128, "fp8": 256}
 """The block length of optimizers with quantised states, by how the name of their class ends (bitsandbytes, torchao)."""
 _ALONE: Final = (
-    *("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "nadam", "radam", "rmsprop", "rprop", "sgd"),
+    *(
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamax",
+        "adamw",
+        "asgd",
+        "lion",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "sgd",
+    ),
 )
 """Optimizers that treat each element alone, by how the name of their class ends."""
 

@@ -32,7 +32,8 @@ class LayoutRule:
             )
         if self.block_numel < 1 or (self.block_numel > 1 and self.kind != "block"):
             raise LayoutError(
-                f"a rule of kind {self.kind!r} cannot have blocks of {self.block_numel} elements; a block has at least 1"
+                f"a rule of kind {self.kind!r} cannot have blocks of {self.block_numel} elements; those of a rule "
+                "'block' have at least 1, and other rules have none"
             )
 
     def __str__(self) -> str:

@@ -14,8 +14,8 @@ from flatparam.resolving.arguments import Arguments
 from flatparam.resolving.devices import resolve_device
 from flatparam.resolving.environment import Environment
 from flatparam.resolving.ignored import Ignored, resolve_ignored
-from flatparam.resolving.settings import Resolved
 from flatparam.resolving.rules import resolve_rules
+from flatparam.resolving.settings import Resolved
 from flatparam_comm import resolve_topology
 from flatparam_core import Precision
 from flatparam_runtime import Casting, Nonfinite, Topology, UnitPlan
