@@ -160,8 +160,9 @@ def for_optimizer(kind: type[torch.optim.Optimizer]) -> LayoutPolicy:
         TypeError: for anything but a class of optimizers.
         ValueError: for a class of which it is not known what it looks at.
     """
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {kind!r}")
+    asked: Any = kind
+    if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
+        raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {asked!r}")
     names = [base.__name__.lower().lstrip("_") for base in kind.__mro__ if base is not torch.optim.Optimizer]
     matrices, other = next(filter(None, map(_rules_for, names)), (None, None))
     if matrices is None or other is None:
