@@ -44,6 +44,7 @@ def shard_module(
     device: torch.device | None = None,
     initialise: Initialise | None = None,
     rule_of: Callable[[BoundParameter], LayoutRule] | None = None,
+    shares: Sequence[float] = (),
 ) -> Unit:
     """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
@@ -60,9 +61,11 @@ def shard_module(
         initialise: gives the parameters their values, one module after the other, before they are packed; by default
             they have them.
         rule_of: what of each parameter stays on one rank; by default boundaries between ranks lie anywhere.
+        shares: for each rank of the shard group the weight of its part; empty gives all the same.
 
     Raises:
         FlatParamError: if the module is a unit already, or a parameter cannot be flattened.
+        LayoutError: if the shares do not fit the shard group.
     """
     if unit_of(module) is not None:
         raise FlatParamError(f"{type(module).__name__} is a unit already: shard a module once")
@@ -78,7 +81,7 @@ def shard_module(
     found = find()
     borrowed = [b for b in found if owner_of(b.parameter) is not None]
     own = [b for b in found if owner_of(b.parameter) is None]
-    flattening = _begin(module, own, plan, device, rule_of) if own else None
+    flattening = _begin(module, own, plan, device, rule_of, shares) if own else None
     handles: tuple[FlatParamHandle, ...] = ()
     weights: InitialWeights | None = None
     if flattening is not None and initialise is not None:
@@ -110,6 +113,7 @@ def _begin(
     plan: UnitPlan,
     device: torch.device | None,
     rule_of: Callable[[BoundParameter], LayoutRule] | None,
+    shares: Sequence[float],
 ) -> Flattening:
     return Flattening.begin(
         module,
@@ -121,6 +125,7 @@ def _begin(
         device=device,
         storage_device=plan.storage_device,
         rule_of=rule_of,
+        shares=shares,
     )
 
 

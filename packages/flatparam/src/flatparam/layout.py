@@ -7,7 +7,8 @@ return, or a function of name and parameter. See `docs/layouts.md`.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -56,6 +57,13 @@ class LayoutPolicy:
     _choose: Callable[[str, nn.Parameter, nn.Module], LayoutRule]
     _told: str
     """How it was made, for messages."""
+    shares: tuple[float, ...] = ()
+    """For each rank of the shard group the weight of its part; empty gives all the same."""
+
+    def __attrs_post_init__(self) -> None:
+        for rank, share in enumerate(self.shares):
+            if not (math.isfinite(share) and share > 0):
+                raise ValueError(f"layout: expected a positive number as the share of rank {rank}, found {share!r}")
 
     def rule(self, name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
         """The rule of `parameter`.
@@ -80,7 +88,10 @@ class LayoutPolicy:
 
 
 def by(
-    rules: Mapping[type[nn.Module] | str, LayoutRule] | RuleFunction, *, otherwise: LayoutRule = ELEMENT
+    rules: Mapping[type[nn.Module] | str, LayoutRule] | RuleFunction,
+    *,
+    otherwise: LayoutRule = ELEMENT,
+    shares: Sequence[float] = (),
 ) -> LayoutPolicy:
     """Give rules by the class of the module that has a parameter, by a pattern of its name, or by a function.
 
@@ -88,16 +99,19 @@ def by(
         rules: a rule for each class of modules, or pattern of dotted names as in a shell (`"*.experts.*"`): the first
             that fits counts. Or a function of name and parameter.
         otherwise: the rule of parameters that nothing fits.
+        shares: for each rank of the shard group the weight of its part, for devices of different sizes; empty gives
+            all the same. Parts of different lengths travel in parts as long as the longest.
 
     Raises:
         TypeError: for anything else.
+        ValueError: for a share that is no positive number.
     """
     if not isinstance(rules, Mapping):
         if isinstance(rules, type) or not callable(rules):
             raise TypeError(
                 f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}"
             )
-        return LayoutPolicy(lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})")
+        return LayoutPolicy(lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})", tuple(shares))
     cases = dict(rules)
     for key, rule in (*cases.items(), (None, otherwise)):
         _check_case(key, rule)
@@ -105,7 +119,7 @@ def by(
     def choose(name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
         return next((rule for key, rule in cases.items() if _fits(key, name, module)), otherwise)
 
-    return LayoutPolicy(choose, f"layout.by({cases!r}, otherwise={otherwise!r})")
+    return LayoutPolicy(choose, f"layout.by({cases!r}, otherwise={otherwise!r})", tuple(shares))
 
 
 def _check_case(key: object, rule: object) -> None:
@@ -147,7 +161,7 @@ _ALONE: Final = (
 """Optimizers that treat each element alone, by how the name of their class ends."""
 
 
-def for_optimizer(kind: type[torch.optim.Optimizer]) -> LayoutPolicy:
+def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] = ()) -> LayoutPolicy:
     """Give the rules with which every step of the optimizer `kind` is the one that it makes in a single process.
 
     An optimizer of matrices (Muon, Shampoo, SOAP) has each parameter of two or more dimensions whole; one that looks at
@@ -156,9 +170,13 @@ def for_optimizer(kind: type[torch.optim.Optimizer]) -> LayoutPolicy:
 
     Whole parameters have their own shape with `use_orig_params=True`.
 
+    Args:
+        kind: the class of the optimizer.
+        shares: see `by`.
+
     Raises:
         TypeError: for anything but a class of optimizers.
-        ValueError: for a class of which it is not known what it looks at.
+        ValueError: for a class of which it is not known what it looks at, or a share that is no positive number.
     """
     asked: Any = kind
     if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
@@ -173,6 +191,7 @@ def for_optimizer(kind: type[torch.optim.Optimizer]) -> LayoutPolicy:
     return LayoutPolicy(
         lambda name, parameter, module: matrices if parameter.dim() > 1 else other,
         f"layout.for_optimizer({kind.__module__}.{kind.__qualname__})",
+        tuple(shares),
     )
 
 

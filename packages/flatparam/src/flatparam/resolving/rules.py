@@ -29,6 +29,8 @@ class ResolvedRules:
     """The rule of every parameter of a model, by the attribute that holds it: the object may be replaced by another."""
 
     _by_module: MutableMapping[nn.Module, dict[str, LayoutRule]]
+    shares: tuple[float, ...] = ()
+    """For each rank of the shard group the weight of its part; empty gives all the same."""
 
     def __call__(self, bound: BoundParameter) -> LayoutRule:
         """The rule of a parameter; of a shared one, that which keeps most together."""
@@ -57,4 +59,4 @@ def resolve_rules(module: nn.Module, layout: Any) -> ResolvedRules | None:
                 continue
             fqn = clean_fqn(f"{path}.{name}" if path else name)
             found.setdefault(child, {})[name] = policy.rule(fqn, parameter, child)
-    return ResolvedRules(found)
+    return ResolvedRules(found, policy.shares)

@@ -69,6 +69,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         device=resolved.device,
         initialise=initialise,
         rule_of=resolved.rules,
+        shares=() if resolved.rules is None else resolved.rules.shares,
     )
     watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
