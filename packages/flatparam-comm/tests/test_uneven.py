@@ -103,7 +103,9 @@ def test_hooks_for_equal_parts_are_refused() -> None:
 
     def program(group: Collectives) -> None:
         _, handle = flattened(group)
-        with pytest.raises(FlatParamError, match=r"'weight', ...: the shards have from \d+ to \d+ elements, and the hook"):
+        with pytest.raises(
+            FlatParamError, match=r"'weight', ...: the shards have from \d+ to \d+ elements, and the hook"
+        ):
             Gather.issue([handle], group, hook=lambda shard, full: None)
         assert handle.residency is Residency.SHARDED
         Gather.issue([handle], group).finish()
@@ -111,7 +113,9 @@ def test_hooks_for_equal_parts_are_refused() -> None:
         handle.deposit(0)
         handle.reshard()
         reducer = Reducer(Topology(group), hooks=CommHooks(reduce=lambda full, output: None))
-        with pytest.raises(FlatParamError, match="the hook in the place of the reduce-scatter takes equal ones"):
+        with pytest.raises(
+            FlatParamError, match="the hook in the place of the reduce-scatter takes equal ones"
+        ):
             reducer.issue([handle])
 
     run_threads(3, program)

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam import Checkpointer, CPUOffload, FullyShardedDataParallel, MixedPrecision, StateDictType, layout
+from flatparam import (
+    Checkpointer,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    StateDictType,
+    layout,
+)
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes

@@ -63,7 +63,9 @@ class LayoutPolicy:
     def __attrs_post_init__(self) -> None:
         for rank, share in enumerate(self.shares):
             if not (math.isfinite(share) and share > 0):
-                raise ValueError(f"layout: expected a positive number as the share of rank {rank}, found {share!r}")
+                raise ValueError(
+                    f"layout: expected a positive number as the share of rank {rank}, found {share!r}"
+                )
 
     def rule(self, name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
         """The rule of `parameter`.
@@ -111,7 +113,9 @@ def by(
             raise TypeError(
                 f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}"
             )
-        return LayoutPolicy(lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})", tuple(shares))
+        return LayoutPolicy(
+            lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})", tuple(shares)
+        )
     cases = dict(rules)
     for key, rule in (*cases.items(), (None, otherwise)):
         _check_case(key, rule)
