@@ -7,13 +7,14 @@ from flatparam_core.exposure.original import OriginalExposure
 from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, RuleOf, flatten_module
-from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
+from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot
 from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.geometry.replan import Location, Move, Place, replan
 from flatparam_core.geometry.rules import ELEMENT, ROW, WHOLE, LayoutRule, block_of
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
+from flatparam_core.geometry.unit_layouts import plan_layouts
 from flatparam_core.handle import FlatParamHandle, handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer

@@ -12,17 +12,18 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, discover
-from flatparam_core.geometry.layout import FlatLayout, plan_layouts
+from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.packing import pack_parameter
 from flatparam_core.geometry.rules import ELEMENT, LayoutRule
 from flatparam_core.geometry.specs import ParamSpec
+from flatparam_core.geometry.unit_layouts import plan_layouts
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.names import FLAT_PARAM
 from flatparam_core.storage.precision import Precision
 
 __all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "RuleOf", "flatten_module"]
 
-RuleOf: TypeAlias = "Callable[[BoundParameter], LayoutRule]"
+RuleOf: TypeAlias = Callable[[BoundParameter], LayoutRule]
 """Says what of a parameter stays on one rank."""
 
 ORIGINAL_ALIGNMENT_NBYTES = 16

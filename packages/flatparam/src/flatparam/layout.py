@@ -29,7 +29,7 @@ __all__ = [
     "whole",
 ]
 
-RuleFunction: TypeAlias = "Callable[[str, nn.Parameter], LayoutRule]"
+RuleFunction: TypeAlias = Callable[[str, nn.Parameter], LayoutRule]
 """A function of a parameter's name and the parameter, which may be on the meta device."""
 
 element: Final = ELEMENT

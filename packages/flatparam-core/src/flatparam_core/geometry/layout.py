@@ -5,7 +5,6 @@ Everything here is a frozen fact about integers: no rank is running, no tensor e
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -23,7 +22,7 @@ from flatparam_core.geometry.rules import ELEMENT
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 
-__all__ = ["FlatLayout", "Fragment", "Slot", "plan_layouts"]
+__all__ = ["FlatLayout", "Fragment", "Slot"]
 
 _NOTHING: Final = Span(0, 0)
 
@@ -101,14 +100,14 @@ class FlatLayout:
             raise LayoutError(f"each shard has {found[0]} elements, so uneven_numels must be empty")
 
     def _check_rules(self) -> None:
-        for slot in self.slots:
-            # The grain of most parameters is 1, which nothing cuts.
-            grain = 1 if slot.spec.rule is ELEMENT else slot.spec.grain
-            cut = next((bound for bound in self._cuts(slot.span) if (bound - slot.span.start) % grain), None)
-            if grain > 1 and cut is not None:
+        # Nothing cuts an element, which is the rule of most parameters.
+        for slot in (slot for slot in self.slots if slot.spec.rule is not ELEMENT):
+            grain, start = slot.spec.grain, slot.span.start
+            cut = next((bound - start for bound in self._cuts(slot.span) if (bound - start) % grain), None)
+            if cut is not None:
                 raise LayoutError(
                     f"parameter {slot.spec.fqn!r}: its rule is {slot.spec.rule}, which keeps {grain} elements "
-                    f"together, but a boundary between ranks cuts it at element {cut - slot.span.start}"
+                    f"together, but a boundary between ranks cuts it at element {cut}"
                 )
 
     def _cuts(self, span: Span) -> Sequence[int]:
@@ -291,40 +290,3 @@ class FlatLayout:
     @cached_property
     def _fragments(self) -> dict[int, tuple[Fragment, ...]]:
         return {}
-
-
-def plan_layouts(
-    specs: Sequence[ParamSpec],
-    *,
-    world_size: int,
-    alignment_nbytes: int = 0,
-    shares: Sequence[float] = (),
-) -> tuple[FlatLayout, ...]:
-    """Plan as few flat parameters as the parameters of a unit need.
-
-    One flat parameter holds one dtype, and either trainable or frozen parameters, so that frozen ones cost no
-    gradient memory and no reduced bytes. Trainable layouts come first; within each the order is that of
-    `FlatLayout.plan`. Equal parameters get the same layout objects, so that the repeated blocks of a model share them.
-
-    Args:
-        specs: the parameters, with the rule of each.
-        world_size: see `FlatLayout.plan`.
-        alignment_nbytes: see `FlatLayout.plan`.
-        shares: see `FlatLayout.plan`.
-    """
-    return _plan_layouts(tuple(specs), world_size, alignment_nbytes, tuple(shares))
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_layouts(
-    specs: tuple[ParamSpec, ...], world_size: int, alignment_nbytes: int, shares: tuple[float, ...]
-) -> tuple[FlatLayout, ...]:
-    groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
-    for spec in specs:
-        groups.setdefault((not spec.requires_grad, spec.dtype), []).append(spec)
-    # The sort is stable: dtypes stay in order of appearance.
-    ordered = sorted(groups.items(), key=lambda item: item[0][0])
-    return tuple(
-        FlatLayout.plan(group, world_size=world_size, alignment_nbytes=alignment_nbytes, shares=shares)
-        for _, group in ordered
-    )
