@@ -289,6 +289,13 @@ def test_one_length_of_uneven_shards_is_refused() -> None:
         _ = layout.shard_numel
 
 
+def test_a_layout_is_plain_without_rules_and_shares() -> None:
+    """Only then a flat tensor tells by itself where the parameters lie in it."""
+    assert FlatLayout.plan([spec("a", 4), spec("b", 5)], world_size=3).is_plain
+    assert not FlatLayout.plan([spec("a", 4), spec("b", 5, rule=ROW)], world_size=3).is_plain
+    assert not FlatLayout.plan([spec("a", 4), spec("b", 5)], world_size=2, shares=(1, 2)).is_plain
+
+
 @pytest.mark.parametrize(
     ("shares", "message"),
     [

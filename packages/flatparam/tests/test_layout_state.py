@@ -14,6 +14,7 @@ from flatparam import Checkpointer, FullyShardedDataParallel, StateDictType, lay
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
+from flatparam_core import FlatParamError
 
 from .models import Block, Transformer, seeded
 from .worlds import on_ranks
@@ -157,6 +158,24 @@ def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, use_orig_params: bo
     goal = on_ranks(2, whole_run)[0]
     for found in on_ranks(2, resumed):
         assert_equal(found, goal)
+
+
+@pytest.mark.processes
+def test_a_local_state_is_refused_where_rules_have_moved_parameters() -> None:
+    """A flat shard does not tell how parameters lie: with rules it is neither saved nor loaded, and the error says so."""
+    run_processes(WRITERS, local_states)
+
+
+def local_states(ranks: Collectives) -> None:
+    plain, _ = built(None, "element", False)
+    whole, _ = built(None, "whole", False)
+    with FullyShardedDataParallel.state_dict_type(plain, StateDictType.LOCAL_STATE_DICT):
+        state = plain.state_dict()
+    with FullyShardedDataParallel.state_dict_type(whole, StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(FlatParamError, match="rules of its layout have moved the parameters"):
+            whole.state_dict()
+        with pytest.raises(FlatParamError, match="use a full or a sharded state"):
+            whole.load_state_dict(state)
 
 
 # Over process groups: ShardedTensors and DTensors

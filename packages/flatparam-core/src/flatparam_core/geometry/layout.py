@@ -228,6 +228,11 @@ class FlatLayout:
         """Elements of each rank's shard, padding included."""
         return self.uneven_numels or (self.numel // self.world_size,) * self.world_size
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether no rule and no share of a rank has a say in where the parameters lie."""
+        return not self.uneven_numels and all(slot.spec.rule == ELEMENT for slot in self.slots)
+
     @cached_property
     def fqns(self) -> tuple[str, ...]:
         """The parameters' names in the order of the slots."""
