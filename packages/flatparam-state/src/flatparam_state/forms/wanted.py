@@ -70,8 +70,8 @@ class Wanted:
         layout = handle.layout
         if not layout.is_plain:
             raise FlatParamError(
-                f"a local state holds the flat parameter of {place.fqns[0]!r}, ... as it lies, and does not tell that the "
-                "rules of its layout have moved the parameters; use a full or a sharded state"
+                f"a local state holds the flat parameter of {place.fqns[0]!r}, ... as it lies, and does not tell "
+                "that the rules of its layout have moved the parameters; use a full or a sharded state"
             )
         whole = Span(0, layout.slots[-1].span.stop)
         return cls(
