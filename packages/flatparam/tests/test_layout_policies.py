@@ -1,6 +1,7 @@
 """Layout policies: which parameter gets which rule, through the tree, and what is refused."""
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -270,3 +271,19 @@ def test_ranks_with_different_rules_are_told(use_orig_params: bool) -> None:
         assert "parameter 'weight'" in message
         assert "kept together by row" in message
         assert "kept together by block of 2" in message
+
+
+def test_a_layout_that_is_mostly_padding_gets_a_warning() -> None:
+    """One matrix on four ranks takes four times its memory: the warning says so, and what to do; on two it is silent."""
+
+    def rank(world: Collectives) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            FullyShardedDataParallel(
+                nn.Linear(8, 8, bias=False), world, layout=layout.by({}, otherwise=layout.whole)
+            )
+        return [str(each.message) for each in caught]
+
+    told = [message for messages in on_ranks(4, rank) for message in messages]
+    assert any("takes 4.0 times the memory of its parameters on 4 ranks" in message for message in told)
+    assert not [message for messages in on_ranks(2, rank) for message in messages]
