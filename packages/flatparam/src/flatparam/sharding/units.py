@@ -88,9 +88,10 @@ def _warn_of_padding(unit: Unit) -> None:
     for handle in unit.handles:
         layout, numel = handle.layout, sum(slot.spec.numel for slot in handle.layout.slots)
         if not layout.is_plain and layout.numel > _MUCH * numel:
+            times = layout.numel / max(numel, 1)
             warnings.warn(
                 f"unit {unit.name!r}: with the rules of its layout, the flat parameter of {layout.fqns[0]!r}, ... "
-                f"takes {layout.numel / max(numel, 1):.1f} times the memory of its parameters on {layout.world_size} ranks; "
+                f"takes {times:.1f} times the memory of its parameters on {layout.world_size} ranks; "
                 "make units of more parameters, shard over fewer ranks (HYBRID_SHARD), or keep less together: "
                 "docs/layouts.md says what rules cost",
                 stacklevel=6,
