@@ -147,6 +147,13 @@ def plan(session: nox.Session) -> None:
 
 
 @nox.session
+def layouts(session: nox.Session) -> None:
+    """The tables of padding of public models, planned anew into docs/layouts.md."""
+    install_all_layers(session)
+    python(session, "tools/layouts_page.py")
+
+
+@nox.session
 def programs(session: nox.Session) -> None:
     """Search for a random program that differs when it is sharded (`-- --examples 5000`, `-- --minutes 30`).
 

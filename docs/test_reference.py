@@ -10,6 +10,7 @@ PAGES = Path(__file__).resolve().parent / "reference"
 PACKAGES = ["flatparam", "flatparam_core", "flatparam_comm", "flatparam_runtime", "flatparam_state"]
 PUBLIC_MODULES = {
     "flatparam": [
+        "flatparam.layout",
         "flatparam.wrap",
         "flatparam.sharded_grad_scaler",
         "flatparam.checkpoint",

@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import attrs
 import torch
 from hypothesis import strategies as st
 
-from flatparam_core import FlatLayout, ParamSpec, Slot, Span
+from flatparam_core import (
+    ELEMENT,
+    ROW,
+    WHOLE,
+    FlatLayout,
+    LayoutRule,
+    ParamSpec,
+    Slot,
+    Span,
+    block_of,
+)
 
 DTYPES = (
     torch.float32,
@@ -83,9 +94,39 @@ def any_layouts(draw: st.DrawFn, dtype: torch.dtype | None = None) -> FlatLayout
     return FlatLayout(tuple(slots), world_size, world_size * shard_numel)
 
 
+def rules() -> st.SearchStrategy[LayoutRule]:
+    """Every kind of rule, with blocks of up to nine elements."""
+    return st.sampled_from([ELEMENT, ROW, WHOLE]) | st.integers(1, 9).map(block_of)
+
+
+@st.composite
+def ruled_specs(draw: st.DrawFn, dtype: torch.dtype | None = None) -> tuple[ParamSpec, ...]:
+    """One to seven parameters of one dtype, each with a rule of its own."""
+    return tuple(attrs.evolve(spec, rule=draw(rules())) for spec in draw(unit_specs(dtype)))
+
+
+@st.composite
+def ruled_layouts(
+    draw: st.DrawFn,
+    dtype: torch.dtype | None = None,
+    *,
+    world_sizes: st.SearchStrategy[int] = WORLD_SIZES,
+    uneven: bool = False,
+) -> FlatLayout:
+    """A layout with rules as :meth:`FlatLayout.plan` makes it; with ``uneven``, each rank has a share of its own."""
+    world_size = draw(world_sizes)
+    shares = st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size)
+    return FlatLayout.plan(
+        draw(ruled_specs(dtype)),
+        world_size=world_size,
+        alignment_nbytes=draw(st.sampled_from(ALIGNMENTS)),
+        shares=draw(shares) if uneven else (),
+    )
+
+
 def layouts(dtype: torch.dtype | None = None) -> st.SearchStrategy[FlatLayout]:
-    """Planned and hand-made layouts."""
-    return planned_layouts(dtype) | any_layouts(dtype)
+    """Planned and hand-made layouts, with rules and without."""
+    return planned_layouts(dtype) | any_layouts(dtype) | ruled_layouts(dtype)
 
 
 def tensor_for(spec: ParamSpec, start: int = 1) -> torch.Tensor:

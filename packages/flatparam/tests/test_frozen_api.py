@@ -23,6 +23,7 @@ MODULES: Final = (
     "flatparam_core.testing",
     "flatparam_comm.testing",
     "flatparam.api",
+    "flatparam.layout",
     "flatparam.wrap",
     "flatparam.sharded_grad_scaler",
     "flatparam.checkpoint",

@@ -40,6 +40,7 @@ from flatparam_comm.transfer.device import Mark, OnDevice
 from flatparam_comm.transfer.gather import Gather
 from flatparam_comm.transfer.reduction import Reduced, Reducer, Reduction
 from flatparam_comm.transfer.streams import NoStreams, acting_as, streams_of
+from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_comm.vocabulary import (
     FLAT_PARAM,
     BoundParameter,
@@ -51,6 +52,7 @@ from flatparam_comm.vocabulary import (
     Flattening,
     Fragment,
     FullForm,
+    LayoutRule,
     ParamSpec,
     Precision,
     Residency,
@@ -83,6 +85,7 @@ __all__ = [
     "streams_of",
     "gradient_divisors",
     "FullForm",
+    "LayoutRule",
     "Threshold",
     "all_thresholds",
     "COMPLETED",
@@ -143,6 +146,7 @@ __all__ = [
     "current_collectives",
     "discover",
     "each_module",
+    "gather_shards",
     "handle_of",
     "engine_of",
     "memory_view",

@@ -6,13 +6,15 @@ from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
 from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, flatten_module
-from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot, plan_layouts
+from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, RuleOf, flatten_module
+from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot
 from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
 from flatparam_core.geometry.replan import Location, Move, Place, replan
+from flatparam_core.geometry.rules import ELEMENT, ROW, WHOLE, LayoutRule, block_of
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 from flatparam_core.geometry.unflattened import Unflattened
+from flatparam_core.geometry.unit_layouts import plan_layouts
 from flatparam_core.handle import FlatParamHandle, handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
@@ -27,10 +29,13 @@ from flatparam_core.transitions import Transitions
 __version__ = "0.1.0"
 
 __all__ = [
+    "ELEMENT",
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
     "ORIGINAL_ALIGNMENT_NBYTES",
     "PRESENTER",
+    "ROW",
+    "WHOLE",
     "BoundParameter",
     "BufferPool",
     "Exposure",
@@ -47,6 +52,7 @@ __all__ = [
     "GradientLedger",
     "IllegalStepError",
     "LayoutError",
+    "LayoutRule",
     "Location",
     "Move",
     "OriginalExposure",
@@ -55,12 +61,14 @@ __all__ = [
     "Place",
     "Precision",
     "Residency",
+    "RuleOf",
     "Slot",
     "Span",
     "Threshold",
     "Transitions",
     "Unflattened",
     "all_thresholds",
+    "block_of",
     "clean_fqn",
     "discover",
     "each_module",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
 
 import attrs
 import torch
@@ -12,13 +12,19 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, discover
-from flatparam_core.geometry.layout import FlatLayout, plan_layouts
+from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.packing import pack_parameter
+from flatparam_core.geometry.rules import ELEMENT, LayoutRule
+from flatparam_core.geometry.specs import ParamSpec
+from flatparam_core.geometry.unit_layouts import plan_layouts
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.names import FLAT_PARAM
 from flatparam_core.storage.precision import Precision
 
-__all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "flatten_module"]
+__all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "RuleOf", "flatten_module"]
+
+RuleOf: TypeAlias = Callable[[BoundParameter], LayoutRule]
+"""Says what of a parameter stays on one rank."""
 
 ORIGINAL_ALIGNMENT_NBYTES = 16
 """If the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""
@@ -36,7 +42,7 @@ class Flattening:
     module: nn.Module
     layouts: tuple[FlatLayout, ...]
     shards: tuple[torch.Tensor, ...]
-    """This rank's shard of each layout, 1-D, `layout.shard_numel` elements."""
+    """This rank's shard of each layout, 1-D, `layout.shard_numels[rank]` elements."""
     rank: int
     device: torch.device
     _use_orig_params: bool
@@ -56,21 +62,27 @@ class Flattening:
         precision: Precision | None = None,
         device: torch.device | None = None,
         storage_device: torch.device | None = None,
+        rule_of: RuleOf | None = None,
+        shares: Sequence[float] = (),
     ) -> Self:
         """Plan the flat parameters of `bound`, which may be on the meta device, and allocate the shards, all zero.
 
-        With `use_orig_params` those of two or more dimensions come first, then the others, each in the order given.
+        With `use_orig_params` those of two or more dimensions come first, then the others, each in the order given,
+        unless rules ask for a different order.
 
         Args:
             device: the device of full parameters; by default that of the parameters.
             storage_device: the device of the shards, by default `device`; CPU memory beside an accelerator is pinned.
+            rule_of: the rule of each parameter; by default `ELEMENT` for all.
+            shares: for each rank the weight of its part; empty gives all the same.
 
         Raises:
             FlatParamError: if a parameter already belongs to a flat parameter, or if they are on several devices.
+            LayoutError: if the shares do not fit.
         """
         _check_unclaimed(bound)
         home = device or _common_device(bound)
-        specs = [b.spec for b in bound]
+        specs = [_spec(b, rule_of) for b in bound]
         if use_orig_params:
             # Parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md.
             specs.sort(key=lambda spec: len(spec.shape) < 2)
@@ -78,11 +90,12 @@ class Flattening:
             specs,
             world_size=world_size,
             alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES if use_orig_params else 0,
+            shares=shares,
         )
         storage = storage_device or home
         pinned = storage.type == "cpu" and home.type != "cpu"
         shards = tuple(
-            torch.zeros(layout.shard_numel, dtype=layout.dtype, device=storage, pin_memory=pinned)
+            torch.zeros(layout.shard_span(rank).numel, dtype=layout.dtype, device=storage, pin_memory=pinned)
             for layout in layouts
         )
         places = {
@@ -129,6 +142,8 @@ def flatten_module(
     device: torch.device | None = None,
     storage_device: torch.device | None = None,
     parameters: Sequence[BoundParameter] | None = None,
+    rule_of: RuleOf | None = None,
+    shares: Sequence[float] = (),
 ) -> tuple[FlatParamHandle, ...]:
     """Shard the parameters of `module` in place; every rank calls it with equal modules.
 
@@ -140,6 +155,8 @@ def flatten_module(
         device: the device of full parameters; by default that of the parameters.
         storage_device: the device of the shards; by default `device`.
         parameters: what to flatten, by default all that `discover` finds.
+        rule_of: what of each parameter stays on one rank; by default boundaries between ranks lie anywhere.
+        shares: for each rank the weight of its part; empty gives all the same.
 
     Returns:
         One handle for each dtype of the trainable parameters, then one for each of the frozen ones; empty if there are
@@ -147,6 +164,7 @@ def flatten_module(
 
     Raises:
         FlatParamError: if a parameter already belongs to a flat parameter, or if they are on several devices.
+        LayoutError: if the shares do not fit.
     """
     bound = discover(module) if parameters is None else tuple(parameters)
     if not bound:
@@ -160,10 +178,17 @@ def flatten_module(
         precision=precision,
         device=device,
         storage_device=storage_device,
+        rule_of=rule_of,
+        shares=shares,
     )
     for b in bound:
         flattening.pack(b.names[0], b.parameter)
     return flattening.finish(bound)
+
+
+def _spec(bound: BoundParameter, rule_of: RuleOf | None) -> ParamSpec:
+    spec, rule = bound.spec, ELEMENT if rule_of is None else rule_of(bound)
+    return spec if rule == spec.rule else attrs.evolve(spec, rule=rule)
 
 
 def _free_attribute(owner: nn.Module) -> str:

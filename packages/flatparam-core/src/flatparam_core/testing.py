@@ -25,10 +25,9 @@ def check_invariants(handle: FlatParamHandle) -> None:
     assert buffer.is_borrowed or buffer.is_allocated != sharded or buffer.nbytes == 0, (
         f"{handle!r}: a full buffer of its own is allocated exactly while the flat parameter is not sharded"
     )
-    assert handle.flat_param.numel() == handle.layout.shard_numel, (
-        f"{handle!r}: the shard has the layout's length"
-    )
-    assert handle.flat_param.untyped_storage().size() > 0 or handle.layout.shard_numel == 0, (
+    expected = handle.layout.shard_span(handle.rank).numel
+    assert handle.flat_param.numel() == expected, f"{handle!r}: the shard has the layout's length"
+    assert handle.flat_param.untyped_storage().size() > 0 or expected == 0, (
         f"{handle!r}: the shard always has its memory"
     )
     if handle.gradients.is_empty:

@@ -11,7 +11,15 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, discover, owner_of
+from flatparam_comm import (
+    BoundParameter,
+    FlatParamError,
+    FlatParamHandle,
+    Flattening,
+    LayoutRule,
+    discover,
+    owner_of,
+)
 from flatparam_runtime.passes.hooks import attach
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.events import Instrument
@@ -35,6 +43,8 @@ def shard_module(
     ignored_parameters: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
     initialise: Initialise | None = None,
+    rule_of: Callable[[BoundParameter], LayoutRule] | None = None,
+    shares: Sequence[float] = (),
 ) -> Unit:
     """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
@@ -50,9 +60,12 @@ def shard_module(
         device: where full parameters live from now on; by default where they are.
         initialise: gives the parameters their values, one module after the other, before they are packed; by default
             they have them.
+        rule_of: what of each parameter stays on one rank; by default boundaries between ranks lie anywhere.
+        shares: for each rank of the shard group the weight of its part; empty gives all the same.
 
     Raises:
         FlatParamError: if the module is a unit already, or a parameter cannot be flattened.
+        LayoutError: if the shares do not fit the shard group.
     """
     if unit_of(module) is not None:
         raise FlatParamError(f"{type(module).__name__} is a unit already: shard a module once")
@@ -68,7 +81,7 @@ def shard_module(
     found = find()
     borrowed = [b for b in found if owner_of(b.parameter) is not None]
     own = [b for b in found if owner_of(b.parameter) is None]
-    flattening = _begin(module, own, plan, device) if own else None
+    flattening = _begin(module, own, plan, device, rule_of, shares) if own else None
     handles: tuple[FlatParamHandle, ...] = ()
     weights: InitialWeights | None = None
     if flattening is not None and initialise is not None:
@@ -95,7 +108,12 @@ def shard_module(
 
 
 def _begin(
-    module: nn.Module, own: Sequence[BoundParameter], plan: UnitPlan, device: torch.device | None
+    module: nn.Module,
+    own: Sequence[BoundParameter],
+    plan: UnitPlan,
+    device: torch.device | None,
+    rule_of: Callable[[BoundParameter], LayoutRule] | None,
+    shares: Sequence[float],
 ) -> Flattening:
     return Flattening.begin(
         module,
@@ -106,6 +124,8 @@ def _begin(
         precision=plan.precision,
         device=device,
         storage_device=plan.storage_device,
+        rule_of=rule_of,
+        shares=shares,
     )
 
 

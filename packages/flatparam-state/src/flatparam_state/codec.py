@@ -61,7 +61,7 @@ def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Ten
     """
     layout = place.handle.layout
     dtype = next((part.dtype for part in parts if part is not None), like.dtype)
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=like.device)
+    shard = torch.zeros(place.handle.flat_param.numel(), dtype=dtype, device=like.device)
     for fragment, part in zip(layout.fragments(place.handle.rank), parts, strict=True):
         if part is not None:
             shard[fragment.in_shard.as_slice()].copy_(part)

@@ -33,6 +33,7 @@ from flatparam.api import (
 )
 from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.in_place.module import refuse_in_place
+from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
 from flatparam.resolving.settings import Resolved
@@ -109,6 +110,9 @@ class FullyShardedDataParallel(nn.Module):
         nonfinite: what follows if a gradient is infinite or not a number, on any rank, at the end of a backward pass:
             `"raise"` a `NonfiniteError` on every rank, with the rank and the parameter; `"skip"` the optimizer's next
             step on every rank (`skipped_steps` counts); `"ignore"` it, as FSDP1 does. Not in FSDP1.
+        layout: what of each parameter stays on one rank: `flatparam.layout.by(...)`,
+            `flatparam.layout.for_optimizer(...)`, or a function of name and parameter; by default each rank's part
+            begins and ends anywhere. Names are those below `module`; see `docs/layouts.md`. Not in FSDP1.
 
     Raises:
         ValueError, TypeError: for arguments that do not fit each other or the module, naming them.
@@ -144,6 +148,7 @@ class FullyShardedDataParallel(nn.Module):
         broadcast_buffers: bool = False,
         clean_names: bool = False,
         nonfinite: Nonfinite = "ignore",
+        layout: LayoutPolicy | RuleFunction | None = None,
     ) -> None:
         """Wrap `module` in place; every rank calls it."""
         asked = Arguments(
@@ -165,6 +170,7 @@ class FullyShardedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers,
             clean_names=clean_names,
             nonfinite=nonfinite,
+            layout=layout,
         )
         refuse_in_place(module)
         self._install(module, resolve_tree(type(self), module, asked, vars(self).pop("_offered", None)))

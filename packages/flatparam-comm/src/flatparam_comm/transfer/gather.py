@@ -12,6 +12,7 @@ from torch import Tensor
 from flatparam_comm.collectives import Collectives, Pending
 from flatparam_comm.transfer.device import Mark
 from flatparam_comm.transfer.streams import streams_of
+from flatparam_comm.transfer.uneven import check_even, gather_shards
 from flatparam_core import FlatParamHandle, Residency
 
 __all__ = ["Gather"]
@@ -93,8 +94,9 @@ class Gather:
                 full_precision=full_precision, take_over=take_over, copied=copied
             )
             if hook is None:
-                self._pending.append(group.all_gather(full, shard, label=label))
+                self._pending.append(gather_shards(group, handle.layout, full, shard, label=label))
             else:
+                check_even(handle.layout, "the hook in the place of the all-gather")
                 hook(shard, full)
 
     def _abandon(self) -> None:

@@ -18,6 +18,7 @@ from flatparam_comm.transfer.averaging import Averaging, averaging_over
 from flatparam_comm.transfer.comm_hooks import CommHooks
 from flatparam_comm.transfer.device import Mark
 from flatparam_comm.transfer.streams import streams_of
+from flatparam_comm.transfer.uneven import check_even, scatter_sums
 from flatparam_core import FlatParamHandle, Threshold
 
 __all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]
@@ -153,14 +154,16 @@ class Reducer:
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            if self._of_parts is not None and averaging.in_parts and handle.gradients.is_apart:
+            lies_apart = handle.gradients.is_apart and not handle.layout.uneven_numels
+            if self._of_parts is not None and averaging.in_parts and lies_apart:
                 output, apart = handle.begin_reduce_parts()
                 pending = self._of_parts.reduce_scatter_parts(output, apart, label=label)
             else:
                 output, full = handle.begin_reduce()
                 if hook is None:
-                    pending = summing.reduce_scatter(output, full, label=label)
+                    pending = scatter_sums(summing, handle.layout, output, full, label=label)
                 else:
+                    check_even(handle.layout, "the hook in the place of the reduce-scatter")
                     hook(full, output)
             parts.append(_ShardSum(handle, output, pending))
         return Reduction(self, label, averaging, parts)

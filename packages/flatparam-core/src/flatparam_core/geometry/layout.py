@@ -5,8 +5,9 @@ Everything here is a frozen fact about integers: no rank is running, no tensor e
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, final
@@ -16,10 +17,12 @@ import torch
 from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
+from flatparam_core.geometry.placing import check_shares, place
+from flatparam_core.geometry.rules import ELEMENT
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 
-__all__ = ["FlatLayout", "Fragment", "Slot", "plan_layouts"]
+__all__ = ["FlatLayout", "Fragment", "Slot"]
 
 _NOTHING: Final = Span(0, 0)
 
@@ -61,15 +64,18 @@ class Fragment:
 # Without slots it has a dict, which the cached properties need.
 @attrs.frozen(slots=False, cache_hash=True)
 class FlatLayout:
-    """One flat parameter: its slots in order, and its even split over `world_size` ranks.
+    """One flat parameter: its slots in order, and its split over `world_size` ranks.
 
-    All slots have one dtype. `numel` counts the elements of the unsharded flat parameter with all padding; it is
-    `world_size` times `shard_numel`. Rank `r` owns `[r * shard_numel, (r + 1) * shard_numel)`.
+    All slots have one dtype. `numel` counts the elements of the unsharded flat parameter with all padding: the sum of
+    `shard_numels`. The ranks' shards lie end to end in it. No boundary between two ranks cuts what the rule of a
+    parameter keeps together.
     """
 
     slots: tuple[Slot, ...]
     world_size: int
     numel: int
+    uneven_numels: tuple[int, ...] = ()
+    """The elements of each rank's shard, padding included, if they are not the same on every rank; else empty."""
 
     def __attrs_post_init__(self) -> None:
         if self.world_size < 1:
@@ -77,8 +83,44 @@ class FlatLayout:
         if not self.slots:
             raise LayoutError("a layout needs at least one parameter")
         self._check_slots()
-        if self.numel % self.world_size:
+        if self.uneven_numels:
+            self._check_uneven()
+        elif self.numel % self.world_size:
             raise LayoutError(f"{self.numel} elements cannot be split evenly over {self.world_size} ranks")
+        self._check_rules()
+
+    def _check_uneven(self) -> None:
+        found = self.uneven_numels
+        if len(found) != self.world_size or sum(found) != self.numel or min(found) < (self.numel > 0):
+            raise LayoutError(
+                f"expected the lengths of {self.world_size} shards, each at least 1, that add up to {self.numel}; "
+                f"found {len(found)} that add up to {sum(found)}, the shortest {min(found)}"
+            )
+        if len({*found}) == 1:
+            raise LayoutError(f"each shard has {found[0]} elements, so uneven_numels must be empty")
+
+    def _check_rules(self) -> None:
+        # Nothing cuts an element, which is the rule of most parameters.
+        for slot in (slot for slot in self.slots if slot.spec.rule is not ELEMENT):
+            grain, start = slot.spec.grain, slot.span.start
+            cut = next((bound - start for bound in self._cuts(slot.span) if (bound - start) % grain), None)
+            if cut is not None:
+                raise LayoutError(
+                    f"parameter {slot.spec.fqn!r}: its rule is {slot.spec.rule}, which keeps {grain} elements "
+                    f"together, but a boundary between ranks cuts it at element {cut}"
+                )
+
+    def _cuts(self, span: Span) -> Sequence[int]:
+        """The boundaries between ranks inside `span`."""
+        bounds = self._bounds
+        return bounds[bisect_right(bounds, span.start) : bisect_left(bounds, span.stop)]
+
+    @cached_property
+    def _bounds(self) -> Sequence[int]:
+        """The first element of each shard, and the end of the last."""
+        if self.uneven_numels:
+            return (0, *itertools.accumulate(self.uneven_numels))
+        return range(0, self.numel + 1, self.shard_numel) if self.numel else (0,) * (self.world_size + 1)
 
     def _check_slots(self) -> None:
         end = 0
@@ -103,18 +145,37 @@ class FlatLayout:
             )
 
     @classmethod
-    def plan(cls, specs: Sequence[ParamSpec], *, world_size: int, alignment_nbytes: int = 0) -> Self:
-        """Lay parameters of one dtype end to end in the order given.
+    def plan(
+        cls,
+        specs: Sequence[ParamSpec],
+        *,
+        world_size: int,
+        alignment_nbytes: int = 0,
+        shares: Sequence[float] = (),
+    ) -> Self:
+        """Lay parameters of one dtype end to end.
+
+        They lie in the order given, unless a rule of theirs asks for more than `ELEMENT`: then in the order that is
+        found to waste least. It depends on the arguments only, so every rank plans the same.
 
         Args:
             specs: at least one parameter; all of one dtype.
             world_size: ranks that share the flat parameter, whose length is padded to a multiple of it.
             alignment_nbytes: each slot starts at a multiple of this many bytes; 0 packs without gaps.
+            shares: for each rank the weight of its part, a positive number; empty gives all the same. Equal weights
+                do as well.
+
+        Raises:
+            LayoutError: if there is no parameter, the dtypes differ, a name occurs twice, or the shares do not fit.
         """
+        check_shares(shares, world_size)
         step = 1
         if alignment_nbytes and specs:
             itemsize = specs[0].dtype.itemsize
             step = math.lcm(alignment_nbytes, itemsize) // itemsize
+        is_uneven = len({*shares}) > 1
+        if world_size > 0 and (is_uneven or any(spec.rule != ELEMENT for spec in specs)):
+            return cls._placed(specs, world_size, step, shares if is_uneven else ())
         slots: list[Slot] = []
         end = 0
         for spec in specs:
@@ -123,6 +184,18 @@ class FlatLayout:
             slots.append(Slot(spec, Span(start, end)))
         numel = -(-end // world_size) * world_size if world_size > 0 else end
         return cls(tuple(slots), world_size, numel)
+
+    @classmethod
+    def _placed(cls, specs: Sequence[ParamSpec], world_size: int, step: int, shares: Sequence[float]) -> Self:
+        placing = place(specs, world_size=world_size, step=step, shares=shares)
+        slots = [
+            Slot(spec, Span(start, start + spec.numel))
+            for spec, start in zip(specs, placing.starts, strict=True)
+        ]
+        # The sort is stable: empty parameters keep their order.
+        slots.sort(key=lambda slot: slot.span)
+        lengths = placing.shard_numels
+        return cls(tuple(slots), world_size, sum(lengths), lengths if len({*lengths}) > 1 else ())
 
     def with_dtype(self, dtype: torch.dtype) -> Self:
         """The same intervals for parameters of a different dtype."""
@@ -138,8 +211,27 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included; the same on every rank."""
+        """Elements of one rank's shard, padding included, if they are the same on every rank.
+
+        Raises:
+            LayoutError: if the ranks' shares differ; `shard_span(rank).numel` says how many a rank has.
+        """
+        if self.uneven_numels:
+            raise LayoutError(
+                f"the shards of {self.fqns[0]!r}, ... have different lengths, from {min(self.uneven_numels)} to "
+                f"{max(self.uneven_numels)} elements: ask for that of one rank"
+            )
         return self.numel // self.world_size
+
+    @property
+    def shard_numels(self) -> tuple[int, ...]:
+        """Elements of each rank's shard, padding included."""
+        return self.uneven_numels or (self.numel // self.world_size,) * self.world_size
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no rule and no share of a rank has a say in where the parameters lie."""
+        return not self.uneven_numels and all(slot.spec.rule == ELEMENT for slot in self.slots)
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
@@ -168,7 +260,7 @@ class FlatLayout:
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
-        return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return Span(self._bounds[rank], self._bounds[rank + 1])
 
     def fragment(self, index: int, rank: int) -> Fragment:
         """The part of parameter `index` that `rank` owns; its spans are empty if the rank owns nothing of it."""
@@ -183,10 +275,13 @@ class FlatLayout:
 
     def ranks_of(self, index: int) -> range:
         """The ranks that own elements of parameter `index`; none if the parameter is empty."""
-        span = self.slots[index].span
+        return self.ranks_in(self.slots[index].span)
+
+    def ranks_in(self, span: Span) -> range:
+        """The ranks that own elements of `span` of the flat parameter; none if it is empty."""
         if not span:
             return range(0)
-        return range(span.start // self.shard_numel, (span.stop - 1) // self.shard_numel + 1)
+        return range(bisect_right(self._bounds, span.start) - 1, bisect_left(self._bounds, span.stop))
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The fragments of every parameter on `rank`, in slot order, empty ones included."""
@@ -200,30 +295,3 @@ class FlatLayout:
     @cached_property
     def _fragments(self) -> dict[int, tuple[Fragment, ...]]:
         return {}
-
-
-def plan_layouts(
-    specs: Sequence[ParamSpec], *, world_size: int, alignment_nbytes: int = 0
-) -> tuple[FlatLayout, ...]:
-    """Plan as few flat parameters as the parameters of a unit need.
-
-    One flat parameter holds one dtype, and either trainable or frozen parameters, so that frozen ones cost no
-    gradient memory and no reduced bytes. Trainable layouts come first; within each the order of `specs` is kept. Equal
-    parameters get the same layout objects, so that the repeated blocks of a model share them.
-    """
-    return _plan_layouts(tuple(specs), world_size, alignment_nbytes)
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_layouts(
-    specs: tuple[ParamSpec, ...], world_size: int, alignment_nbytes: int
-) -> tuple[FlatLayout, ...]:
-    groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
-    for spec in specs:
-        groups.setdefault((not spec.requires_grad, spec.dtype), []).append(spec)
-    # The sort is stable: dtypes stay in order of appearance.
-    ordered = sorted(groups.items(), key=lambda item: item[0][0])
-    return tuple(
-        FlatLayout.plan(group, world_size=world_size, alignment_nbytes=alignment_nbytes)
-        for _, group in ordered
-    )

@@ -19,7 +19,7 @@ def pack_shard(
 
     Only the rank's own part is copied: no flat buffer of the whole unit is made.
     """
-    shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
+    shard = torch.zeros(layout.shard_span(rank).numel, dtype=layout.dtype, device=device)
     for index, tensor in enumerate(tensors):
         pack_parameter(shard, layout, index, tensor, rank=rank)
     return shard

@@ -103,10 +103,6 @@ def _meet(
 
 def _owners(layout: FlatLayout, index: int) -> Iterator[tuple[int, Span, Span]]:
     """Yield each rank that owns part of a parameter, with the spans of that part in the parameter and in the shard."""
-    span = layout.slots[index].span
-    if not span:
-        return
-    first, last = span.start // layout.shard_numel, (span.stop - 1) // layout.shard_numel
-    for rank in range(first, last + 1):
+    for rank in layout.ranks_of(index):
         fragment = layout.fragment(index, rank)
         yield rank, fragment.in_param, fragment.in_shard

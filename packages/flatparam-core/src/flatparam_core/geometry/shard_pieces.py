@@ -62,14 +62,19 @@ class ShardPieces:
 def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
     """The shape of a rank's part of a parameter.
 
-    The elements lie along the first dimension; the other dimensions have length 1, so that an optimizer's rule that
+    A rule that keeps rows or the whole tensor together keeps the shape, too: rows of the parameter's own shape. Else
+    the elements lie along the first dimension; the other dimensions have length 1, so that an optimizer's rule that
     depends on the number of dimensions (no weight decay below two) decides as for the full parameter. If nothing is
-    sharded, the shape is the parameter's own, unless it is 0-d or empty, or its elements are not in row-major order.
+    sharded, the shape is the parameter's own. It never is if the parameter is 0-d or empty, or its elements are not in
+    row-major order.
     """
-    spec = layout.slots[fragment.index].spec
-    if layout.world_size == 1 and spec.shape and spec.numel and spec.is_row_major:
-        return spec.shape
-    return (fragment.in_shard.numel, *(1,) * (len(spec.shape) - 1))
+    spec, numel = layout.slots[fragment.index].spec, fragment.in_shard.numel
+    if spec.shape and spec.numel and spec.is_row_major:
+        if layout.world_size == 1:
+            return spec.shape
+        if spec.rule.kind in ("row", "whole"):
+            return (numel * spec.shape[0] // spec.numel, *spec.shape[1:])
+    return (numel, *(1,) * (len(spec.shape) - 1))
 
 
 @functools.lru_cache(maxsize=256)
@@ -90,6 +95,7 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
         filled.append(len(cut))
         cut.append(shapes[-1])
         end = span.stop
-    if end < layout.shard_numel:
-        cut.append((layout.shard_numel - end,))
+    left = layout.shard_span(rank).numel - end
+    if left:
+        cut.append((left,))
     return tuple(shapes), tuple(cut), tuple(map(math.prod, cut)), tuple(filled)

@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
+from flatparam_core.geometry.rules import ELEMENT, LayoutRule
 
 __all__ = ["ParamSpec"]
 
@@ -42,7 +43,8 @@ class ParamSpec:
     """One parameter as the layout sees it: name, shape, memory order and dtype.
 
     `stride` (in elements) is dense: a channels_last weight keeps its order in the flat parameter, and a tensor
-    with gaps or overlaps is laid out row-major. `aliases` are the further names of a tied parameter.
+    with gaps or overlaps is laid out row-major. `aliases` are the further names of a tied parameter. `rule` says what
+    of it stays on one rank.
     """
 
     fqn: str
@@ -51,6 +53,7 @@ class ParamSpec:
     requires_grad: bool = True
     stride: tuple[int, ...] = attrs.field()
     aliases: tuple[str, ...] = ()
+    rule: LayoutRule = ELEMENT
 
     @stride.default
     def _row_major(self) -> tuple[int, ...]:
@@ -89,6 +92,11 @@ class ParamSpec:
     def numel(self) -> int:
         """Number of elements; 1 for a 0-d parameter."""
         return math.prod(self.shape)
+
+    @property
+    def grain(self) -> int:
+        """The elements that stay on one rank: a boundary between ranks cuts at multiples of this number only."""
+        return self.rule.grain(self.shape, self.stride)
 
     @property
     def nbytes(self) -> int:

@@ -49,7 +49,7 @@ class Shard:
         Raises:
             FlatParamError: if their shape is different.
         """
-        expected = (self.flat_param.flat_layout.shard_numel,)
+        expected = (self.flat_param.flat_layout.shard_span(self.flat_param.rank).numel,)
         if self.flat_param.shape != expected:
             raise FlatParamError(
                 f"{who} was given other data: expected shape {expected}, found {tuple(self.flat_param.shape)}"

@@ -84,10 +84,14 @@ def _facts(unit: Unit) -> Iterator[_Fact]:
     yield _Fact(f"use_orig_params of {who}", str(plan.use_orig_params))
     yield _Fact(f"nonfinite of {who}", plan.nonfinite)
     for handle in unit.handles:
+        lengths = handle.layout.uneven_numels
+        if lengths:
+            yield _Fact(f"the shares of {who}", f"shards of {', '.join(map(str, lengths))} elements")
         for slot, trained in zip(handle.layout.slots, handle.exposure.requires_grad(), strict=True):
             spec = slot.spec
             how = "trained" if trained else "frozen"
-            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}")
+            rule = "" if spec.rule.kind == "element" else f", kept together by {spec.rule}"
+            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}{rule}")
 
 
 def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from flatparam_comm import FlatParamError, FlatParamHandle, telling
+from flatparam_comm import FlatParamError, FlatParamHandle, gather_shards, telling
 from flatparam_runtime.passes.tree import tree_of
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.unit import Unit
@@ -20,7 +20,7 @@ def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> tor
     """Gather a tensor with the shape of the handle's shard (weights, or an optimizer's moment of them) from every rank.
 
     Args:
-        shard: 1-D, `layout.shard_numel` elements, any dtype, on any device.
+        shard: 1-D, as long as the handle's shard, any dtype, on any device.
 
     Returns:
         A new tensor: 1-D, `layout.numel` elements, in the dtype of `shard`, on the device of the full parameters.
@@ -28,7 +28,7 @@ def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> tor
     """
     shard = shard.to(handle.device)
     full = shard.new_empty(handle.layout.numel)
-    unit.plan.topology.shard.all_gather(full, shard, label=unit.name).wait()
+    gather_shards(unit.plan.topology.shard, handle.layout, full, shard, label=unit.name).wait()
     return full
 
 

@@ -226,7 +226,7 @@ def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """The gradients laid out as a shard, with zeros for parameters without a gradient."""
     dtype = handle.precision.grad(handle.layout.dtype)
-    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
+    shard = torch.zeros(handle.flat_param.numel(), dtype=dtype, device=handle.flat_param.device)
     for part, fragment in zip(_grad_parts(handle), handle.layout.fragments(handle.rank), strict=True):
         if part is not None:
             shard[fragment.in_shard.as_slice()].copy_(part.reshape(-1))

@@ -55,9 +55,10 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     if any(_names_one_of(name, _LOOKS_AT_SHAPES) for name in names):
         part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
         looks_at = "the shapes of the parameters that it steps"
+        whole = f", or keep each on one rank, with layout=flatparam.layout.for_optimizer({kind.__name__})"
     elif any(_names_one_of(name, _LOOKS_AT_ALL) for name in names):
         part = next((part for part in _parts(optimizer) if part.is_sharded), None)
-        looks_at = "all parameters at once"
+        looks_at, whole = "all parameters at once", ""
     elif any(_plain_name(base).endswith(_TREATS_EACH_ALONE) for base in _with_this_step(kind)):
         return
     else:
@@ -71,7 +72,7 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
             f"rank {part.rank}: {kind.__name__} looks at {looks_at}, and would train other numbers without a word: of "
             f"{part.fqn!r}, of shape {part.whole}, it holds {part.found}. Use an optimizer that treats each element "
             "alone (AdamW, SGD and so on; docs/guides/optimizers.md lists them), or have parameters kept whole on each "
-            "rank, with NO_SHARD and use_orig_params=True; if this one knows of shards, call "
+            f"rank, with NO_SHARD and use_orig_params=True{whole}; if this one knows of shards, call "
             "flatparam.allow_shards(optimizer)"
         )
 
@@ -138,5 +139,7 @@ def _part_of(parameter: nn.Parameter) -> _Part | None:
     handle, index = owner
     spec = handle.layout.slots[index].spec
     is_sharded, shape = handle.layout.world_size > 1, tuple(parameter.shape)
-    has_lost = is_sharded or shape != spec.shape
+    # One rank has all of it then, in its own shape, and the others have an empty part, which is not stepped.
+    is_kept = bool(spec.rule.kind == "whole" and spec.shape and spec.numel and spec.is_row_major)
+    has_lost = not (is_kept if is_sharded else shape == spec.shape)
     return _Part(handle.rank, spec.fqn, spec.shape, f"a part of shape {shape}", is_sharded, has_lost)

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from flatparam_runtime import (
     Collectives,
+    FlatParamError,
     ParamSpec,
     Span,
     Topology,
@@ -60,14 +61,23 @@ class Wanted:
 
     @classmethod
     def of_flat_parameter(cls, place: Place) -> Self:
-        """The flat parameter itself, without the padding at its end."""
+        """The flat parameter itself, without the padding at its end.
+
+        Raises:
+            FlatParamError: if rules or shares have moved the parameters, which a flat tensor would not tell.
+        """
         handle = place.handle
         layout = handle.layout
+        if not layout.is_plain:
+            raise FlatParamError(
+                f"a local state holds the flat parameter of {place.fqns[0]!r}, ... as it lies, and does not tell "
+                "that the rules of its layout have moved the parameters; use a full or a sharded state"
+            )
         whole = Span(0, layout.slots[-1].span.stop)
         return cls(
             ParamSpec("flat parameter", (whole.numel,), layout.dtype, requires_grad=False),
             lambda rank: whole.overlap(layout.shard_span(rank)),
-            range(-(-whole.numel // layout.shard_numel)) if whole else range(0),
+            layout.ranks_in(whole),
             place.unit.plan.topology,
             handle.rank,
             handle.device,

@@ -172,7 +172,7 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
         is_own = isinstance(found[fqn], LazyValue)
         return part.to(item.parameter.device, copy=not is_own).view(item.parameter.shape)
     dtype = functools.reduce(torch.promote_types, (value.dtype for value in found.values()))
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=item.parameter.device)
+    shard = torch.zeros(item.place.handle.flat_param.numel(), dtype=dtype, device=item.parameter.device)
     for fqn, index in zip(item.fqns, item.indices, strict=True):
         if fqn in found:
             target = shard[layout.fragment(index, rank).in_shard.as_slice()]

@@ -14,6 +14,7 @@ from flatparam.in_place.module import FSDPModule, class_for
 from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatparam.in_place.scaling import have_torch_scalers_agree
 from flatparam.in_place.spread import unit_that_holds
+from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving.arguments import DeviceMesh, Ranks
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.placement import own_modules
@@ -40,6 +41,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
     nonfinite: Nonfinite = ...,
+    layout: LayoutPolicy | RuleFunction | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -55,6 +57,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
     nonfinite: Nonfinite = ...,
+    layout: LayoutPolicy | RuleFunction | None = ...,
 ) -> Sequence[FSDPModule]: ...
 
 
@@ -69,6 +72,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     nonfinite: Nonfinite = "ignore",
+    layout: LayoutPolicy | RuleFunction | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over ranks, in place, and return the module.
 
@@ -93,6 +97,7 @@ def fully_shard(
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
         nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model's modules decides.
+        layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
 
     Returns:
         What was passed: the module, or the list.
@@ -122,6 +127,7 @@ def fully_shard(
             offload_policy=offload_policy,
             ignored_params=ignored,
             nonfinite=nonfinite,
+            layout=layout,
         )
         for each in modules
     ]

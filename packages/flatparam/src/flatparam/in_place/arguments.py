@@ -14,6 +14,7 @@ from flatparam.resolving.arguments import Arguments
 from flatparam.resolving.devices import resolve_device
 from flatparam.resolving.environment import Environment
 from flatparam.resolving.ignored import Ignored, resolve_ignored
+from flatparam.resolving.rules import resolve_rules
 from flatparam.resolving.settings import Resolved
 from flatparam_comm import resolve_topology
 from flatparam_core import Precision
@@ -31,6 +32,7 @@ def resolve_in_place(
     offload_policy: Any,
     ignored_params: Any,
     nonfinite: Nonfinite = "ignore",
+    layout: Any = None,
 ) -> Resolved:
     """The settings of `module`; see `fully_shard`.
 
@@ -67,6 +69,7 @@ def resolve_in_place(
         mixed,
         Environment.read(),
         None,
+        resolve_rules(module, layout),
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.policies.planned import PlannedPolicy
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, WrapFunction
 from flatparam_comm import Collectives, Topology
@@ -62,6 +63,7 @@ class Arguments:
     broadcast_buffers: bool = False
     clean_names: bool = False
     nonfinite: Nonfinite = "ignore"
+    layout: LayoutPolicy | RuleFunction | None = None
 
     def by_name(self) -> dict[str, Any]:
         """Each argument under its name."""

@@ -17,6 +17,7 @@ from flatparam.resolving.devices import resolve_device
 from flatparam.resolving.environment import Environment
 from flatparam.resolving.groups import resolve_groups
 from flatparam.resolving.ignored import Ignored, resolve_ignored
+from flatparam.resolving.rules import ResolvedRules, resolve_rules
 from flatparam_comm import Topology
 from flatparam_core import Precision
 from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
@@ -52,6 +53,8 @@ class Inherited:
     """The arguments that the wrapper passes on, of which the policy may have changed some."""
     in_full_precision: bool = False
     """Whether mixed precision leaves the module out, so that it computes in fp32."""
+    rules: ResolvedRules | None = None
+    """What of each parameter stays on one rank."""
 
     def has_ignored(self, arguments: Arguments) -> bool:
         """Whether `arguments` say nothing else about what is ignored than the wrapper around does."""
@@ -73,6 +76,8 @@ class Resolved:
     mixed_precision: MixedPrecision
     environment: Environment
     inherited: Inherited | None
+    rules: ResolvedRules | None = None
+    """What of each parameter stays on one rank; `None` cuts anywhere."""
 
     @property
     def is_left_out(self) -> bool:
@@ -111,6 +116,10 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
         ignored = inherited.ignored
     else:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
+    if inherited is not None and arguments.layout is inherited.passed_on.layout:
+        rules = inherited.rules
+    else:
+        rules = resolve_rules(module, arguments.layout)
     offload = resolve_offload(arguments.cpu_offload)
     device = resolve_device(arguments.device_id, module, ignored, offload=offload)
     topology, strategy = resolve_groups(
@@ -143,7 +152,7 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     if arguments.mixed_precision is not None:
         mixed = as_config(MixedPrecision, arguments.mixed_precision, "mixed_precision")
-    return Resolved(arguments, strategy, plan, ignored, device, mixed, environment, inherited)
+    return Resolved(arguments, strategy, plan, ignored, device, mixed, environment, inherited, rules)
 
 
 def _strategy(arguments: Arguments) -> ShardingStrategy:

@@ -73,7 +73,11 @@ def resolve_tree(
                 child,
                 Arguments(**chosen),
                 Inherited(
-                    root.ignored, root.environment, passed_on, root.is_left_out or child in in_full_precision
+                    root.ignored,
+                    root.environment,
+                    passed_on,
+                    root.is_left_out or child in in_full_precision,
+                    root.rules,
                 ),
             )
             for child, chosen in targets.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Final
 
 from torch import nn
 
@@ -20,6 +21,9 @@ from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
 
 __all__ = ["shard_resolved", "shard_tree"]
+
+_MUCH: Final = 2
+"""The length of a flat parameter, as a multiple of its parameters', above which its layout gets a warning."""
 
 
 def shard_tree(
@@ -73,12 +77,30 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         ignored_parameters=resolved.ignored.parameters,
         device=resolved.device,
         initialise=initialise,
+        rule_of=resolved.rules,
+        shares=() if resolved.rules is None else resolved.rules.shares,
     )
+    _warn_of_padding(unit)
     watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
         whole_program.record(unit, resolved.environment.trace_folder)
     mark_for_compiler(modules)
     return unit
+
+
+def _warn_of_padding(unit: Unit) -> None:
+    """Say that the rules of a layout make a flat parameter much longer than its parameters."""
+    for handle in unit.handles:
+        layout, numel = handle.layout, sum(slot.spec.numel for slot in handle.layout.slots)
+        if not layout.is_plain and layout.numel > _MUCH * numel:
+            times = layout.numel / max(numel, 1)
+            warnings.warn(
+                f"unit {unit.name!r}: with the rules of its layout, the flat parameter of {layout.fqns[0]!r}, ... "
+                f"takes {times:.1f} times the memory of its parameters on {layout.world_size} ranks; "
+                "make units of more parameters, shard over fewer ranks (HYBRID_SHARD), or keep less together: "
+                "docs/layouts.md says what rules cost",
+                stacklevel=6,
+            )
 
 
 def _check_holds_all(module: nn.Module, unit: Unit, resolved: Resolved) -> None:

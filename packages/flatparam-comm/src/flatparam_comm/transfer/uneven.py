@@ -1,0 +1,93 @@
+"""The gather and the scattered sum of shards that may differ in length.
+
+Every engine moves equal parts. Shards of uneven length travel in parts as long as the longest: each rank moves
+`size * longest` elements in place of the flat parameter's, and holds as many while they are under way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatparam_comm.collectives import Collectives, Pending
+from flatparam_comm.pending import ContinuedPending
+from flatparam_comm.process_group.scaled import Scaled
+from flatparam_core import FlatLayout, FlatParamError
+
+__all__ = ["check_even", "gather_shards", "scatter_sums"]
+
+
+def gather_shards(
+    group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = ""
+) -> Pending:
+    """Fill `full` with the shards of all ranks.
+
+    Args:
+        group: the ranks that share the flat parameter.
+        layout: the lengths of the shards.
+        full: 1-D, `layout.numel` elements, any dtype.
+        shard: 1-D, as many elements as the layout gives this rank; it may be this rank's slice of `full`.
+        label: names the call in errors and ledgers.
+    """
+    if not layout.uneven_numels:
+        return group.all_gather(full, shard, label=label)
+    longest = max(layout.shard_numels)
+    staged = full.new_zeros(group.size * longest)
+    mine = staged[group.rank * longest :][:longest]
+    mine[: shard.numel()].copy_(shard)
+
+    @torch.no_grad()
+    def spread() -> None:
+        for own, part in _parts(layout, full, staged):
+            own.copy_(part)
+
+    return ContinuedPending(group.all_gather(staged, mine, label=label), spread)
+
+
+def scatter_sums(
+    group: Collectives | Scaled, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
+) -> Pending:
+    """Fill `output` with this rank's part of the sum of every rank's `full`.
+
+    Args:
+        group: the ranks that share the flat parameter.
+        layout: the lengths of the shards.
+        output: 1-D, as many elements as the layout gives this rank.
+        full: 1-D, `layout.numel` elements, of the dtype of `output`.
+        label: names the call in errors and ledgers.
+    """
+    if not layout.uneven_numels:
+        return group.reduce_scatter(output, full, label=label)
+    longest = max(layout.shard_numels)
+    staged = full.new_zeros(layout.world_size * longest)
+    for own, part in _parts(layout, full, staged):
+        part.copy_(own)
+    target = full.new_empty(longest)
+
+    @torch.no_grad()
+    def take() -> None:
+        output.copy_(target[: output.numel()])
+
+    return ContinuedPending(group.reduce_scatter(target, staged, label=label), take)
+
+
+def _parts(layout: FlatLayout, full: Tensor, staged: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each rank its slice of the flat tensor, and the part of `staged` in which it travels."""
+    longest = staged.numel() // layout.world_size
+    spans = map(layout.shard_span, range(layout.world_size))
+    return [
+        (full[span.as_slice()], staged[rank * longest :][: span.numel]) for rank, span in enumerate(spans)
+    ]
+
+
+def check_even(layout: FlatLayout, hook: str) -> None:
+    """Check that a hook in the place of a collective gets equal parts, as it takes for granted.
+
+    Raises:
+        FlatParamError: if the shards differ in length; the message names `hook`.
+    """
+    if layout.uneven_numels:
+        raise FlatParamError(
+            f"{layout.fqns[0]!r}, ...: the shards have from {min(layout.shard_numels)} to {max(layout.shard_numels)} "
+            f"elements, and {hook} takes equal ones; leave out the hook, or the shares of the layout"
+        )

@@ -1,0 +1,226 @@
+"""What of each parameter stays on one rank: rules by class, name or function, or those that an optimizer needs.
+
+`FullyShardedDataParallel(model, layout=...)` and `fully_shard(model, layout=...)` take what `by` and `for_optimizer`
+return, or a function of name and parameter. See `docs/layouts.md`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, final
+
+import attrs
+import torch
+from torch import nn
+
+from flatparam_core import ELEMENT, ROW, WHOLE, LayoutRule, block_of
+
+__all__ = [
+    "LayoutPolicy",
+    "RuleFunction",
+    "as_policy",
+    "blocks",
+    "by",
+    "element",
+    "for_optimizer",
+    "row",
+    "whole",
+]
+
+RuleFunction: TypeAlias = Callable[[str, nn.Parameter], LayoutRule]
+"""A function of a parameter's name and the parameter, which may be on the meta device."""
+
+element: Final = ELEMENT
+"""A boundary between ranks may lie anywhere: no padding. The rule if none is given."""
+row: Final = ROW
+"""Each index of the first dimension stays on one rank."""
+whole: Final = WHOLE
+"""The parameter stays on one rank, in its own shape; the others have an empty part of it."""
+
+
+def blocks(numel: int) -> LayoutRule:
+    """The rule that each block of `numel` elements, counted from the parameter's first one, stays on one rank.
+
+    Raises:
+        LayoutError: if `numel` is less than 1.
+    """
+    return block_of(numel)
+
+
+@final
+@attrs.frozen(repr=False)
+class LayoutPolicy:
+    """A choice of the rule of every parameter of a model; `by` and `for_optimizer` make it."""
+
+    _choose: Callable[[str, nn.Parameter, nn.Module], LayoutRule]
+    _told: str
+    """How it was made, for messages."""
+    shares: tuple[float, ...] = ()
+    """For each rank of the shard group the weight of its part; empty gives all the same."""
+
+    def __attrs_post_init__(self) -> None:
+        for rank, share in enumerate(self.shares):
+            if not (math.isfinite(share) and share > 0):
+                raise ValueError(
+                    f"layout: expected a positive number as the share of rank {rank}, found {share!r}"
+                )
+
+    def rule(self, name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
+        """The rule of `parameter`.
+
+        Args:
+            name: its dotted name below the module that is wrapped, without the parts that wrappers add.
+            parameter: with its full shape; it may be on the meta device.
+            module: the module that has it.
+
+        Raises:
+            TypeError: if the policy's function returns something else than a rule; the message names the parameter.
+        """
+        found: Any = self._choose(name, parameter, module)
+        if not isinstance(found, LayoutRule):
+            raise TypeError(
+                f"layout: expected a rule for {name!r}, such as flatparam.layout.row, found {found!r} from {self}"
+            )
+        return found
+
+    def __repr__(self) -> str:
+        return self._told
+
+
+def by(
+    rules: Mapping[type[nn.Module] | str, LayoutRule] | RuleFunction,
+    *,
+    otherwise: LayoutRule = ELEMENT,
+    shares: Sequence[float] = (),
+) -> LayoutPolicy:
+    """Give rules by the class of the module that has a parameter, by a pattern of its name, or by a function.
+
+    Args:
+        rules: a rule for each class of modules, or pattern of dotted names as in a shell (`"*.experts.*"`): the first
+            that fits counts. Or a function of name and parameter.
+        otherwise: the rule of parameters that nothing fits.
+        shares: for each rank of the shard group the weight of its part, for devices of different sizes; empty gives
+            all the same. Parts of different lengths travel in parts as long as the longest.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a share that is no positive number.
+    """
+    if not isinstance(rules, Mapping):
+        if isinstance(rules, type) or not callable(rules):
+            raise TypeError(
+                f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}"
+            )
+        return LayoutPolicy(
+            lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})", tuple(shares)
+        )
+    cases = dict(rules)
+    for key, rule in (*cases.items(), (None, otherwise)):
+        _check_case(key, rule)
+
+    def choose(name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
+        return next((rule for key, rule in cases.items() if _fits(key, name, module)), otherwise)
+
+    return LayoutPolicy(choose, f"layout.by({cases!r}, otherwise={otherwise!r})", tuple(shares))
+
+
+def _check_case(key: object, rule: object) -> None:
+    is_class = isinstance(key, type) and issubclass(key, nn.Module)
+    if not (is_class or isinstance(key, str) or key is None):
+        raise TypeError(f"layout.by: expected classes of modules or patterns of names as keys, found {key!r}")
+    if not isinstance(rule, LayoutRule):
+        raise TypeError(
+            f"layout.by: expected a rule such as flatparam.layout.row for {key!r}, found {rule!r}"
+        )
+
+
+def _fits(key: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    return fnmatch.fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
+
+
+_MATRICES: Final = ("apollo", "dion", "galore", "kron", "muon", "psgd", "scion", "shampoo", "soap")
+"""Optimizers that compute with matrices, and treat each element of other parameters alone."""
+_ALL: Final = ("adafactor", "came", "lamb", "larc", "lars", "novograd", "sm3")
+"""Optimizers that compute with rows, columns or the norm of each parameter."""
+_BLOCKS: Final = {"8bit": 256, "4bit": 128, "fp8": 256}
+"""The block length of optimizers with quantised states, by how the name of their class ends (bitsandbytes, torchao)."""
+_ALONE: Final = (
+    *(
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamax",
+        "adamw",
+        "asgd",
+        "lion",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "sgd",
+    ),
+)
+"""Optimizers that treat each element alone, by how the name of their class ends."""
+
+
+def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] = ()) -> LayoutPolicy:
+    """Give the rules with which every step of the optimizer `kind` is the one that it makes in a single process.
+
+    An optimizer of matrices (Muon, Shampoo, SOAP) has each parameter of two or more dimensions whole; one that looks at
+    the rows or the norm of each parameter (Adafactor, LAMB) has all whole; one with states in blocks (8-bit Adam) has
+    those blocks. One that treats each element alone (AdamW, SGD) needs no rule.
+
+    Whole parameters have their own shape with `use_orig_params=True`.
+
+    Args:
+        kind: the class of the optimizer.
+        shares: see `by`.
+
+    Raises:
+        TypeError: for anything but a class of optimizers.
+        ValueError: for a class of which it is not known what it looks at, or a share that is no positive number.
+    """
+    asked: Any = kind
+    if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
+        raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {asked!r}")
+    names = [base.__name__.lower().lstrip("_") for base in kind.__mro__ if base is not torch.optim.Optimizer]
+    matrices, other = next(filter(None, map(_rules_for, names)), (None, None))
+    if matrices is None or other is None:
+        raise ValueError(
+            f"layout.for_optimizer: it is not known what {kind.__qualname__} looks at; give the rules yourself, for "
+            "example layout=flatparam.layout.by({}, otherwise=flatparam.layout.whole)"
+        )
+    return LayoutPolicy(
+        lambda name, parameter, module: matrices if parameter.dim() > 1 else other,
+        f"layout.for_optimizer({kind.__module__}.{kind.__qualname__})",
+        tuple(shares),
+    )
+
+
+def _rules_for(name: str) -> tuple[LayoutRule, LayoutRule] | None:
+    """The rules of matrices and of other parameters, by the name of an optimizer's class in lower case."""
+    length = next((length for end, length in _BLOCKS.items() if name.endswith(end)), None)
+    other = ELEMENT if length is None else block_of(length)
+    if name.endswith(_ALL):
+        return WHOLE, WHOLE
+    if any(each in name for each in _MATRICES):
+        return WHOLE, other
+    return (other, other) if length is not None or name.endswith(_ALONE) else None
+
+
+def as_policy(layout: LayoutPolicy | RuleFunction) -> LayoutPolicy:
+    """The policy that `layout` is, or that it says as a function of name and parameter.
+
+    Raises:
+        TypeError: for anything else; a rule by itself is refused, since it does not say of which parameters.
+    """
+    if isinstance(layout, LayoutPolicy):
+        return layout
+    if isinstance(layout, type) or not callable(layout):
+        raise TypeError(
+            "layout: expected flatparam.layout.by(...), flatparam.layout.for_optimizer(...), or a function of name and "
+            f"parameter; found {layout!r}"
+        )
+    return by(layout)

@@ -1,0 +1,62 @@
+"""From a layout policy to the rule of each parameter, looked up for the whole tree before anything is sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from typing import Any, final
+
+import attrs
+from torch import nn
+
+from flatparam.layout import as_policy
+from flatparam_core import (
+    ELEMENT,
+    BoundParameter,
+    FlatParameter,
+    LayoutRule,
+    ParamSpec,
+    clean_fqn,
+    owner_of,
+)
+
+__all__ = ["ResolvedRules", "resolve_rules"]
+
+
+@final
+@attrs.frozen(eq=False)
+class ResolvedRules:
+    """The rule of every parameter of a model, by the attribute that holds it: the object may be replaced by another."""
+
+    _by_module: MutableMapping[nn.Module, dict[str, LayoutRule]]
+    shares: tuple[float, ...] = ()
+    """For each rank of the shard group the weight of its part; empty gives all the same."""
+
+    def __call__(self, bound: BoundParameter) -> LayoutRule:
+        """The rule of a parameter; of a shared one, that which keeps most together."""
+        known = (self._by_module.get(info.module, {}).get(info.param_name, ELEMENT) for info in bound.infos)
+        spec = bound.spec
+        return max(known, key=lambda rule: _strictness(rule, spec))
+
+
+def _strictness(rule: LayoutRule, spec: ParamSpec) -> tuple[int, int]:
+    return rule.grain(spec.shape, spec.stride), rule.block_numel
+
+
+def resolve_rules(module: nn.Module, layout: Any) -> ResolvedRules | None:
+    """The rules that `layout` gives the parameters below `module` that no unit holds yet; `None` without a layout.
+
+    Raises:
+        TypeError: for anything that is no layout, or gives no rule; the message names the parameter.
+    """
+    if layout is None:
+        return None
+    policy = as_policy(layout)
+    found: MutableMapping[nn.Module, dict[str, LayoutRule]] = weakref.WeakKeyDictionary()
+    for path, child in module.named_modules():
+        for name, parameter in child._parameters.items():
+            if parameter is None or isinstance(parameter, FlatParameter) or owner_of(parameter) is not None:
+                continue
+            fqn = clean_fqn(f"{path}.{name}" if path else name)
+            found.setdefault(child, {})[name] = policy.rule(fqn, parameter, child)
+    return ResolvedRules(found, policy.shares)
