@@ -1,5 +1,6 @@
 """Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
 
+from flatparam_state.averages import ShardedEMA
 from flatparam_state.checkpoint import (
     Checkpointer,
     CheckpointReader,
@@ -97,6 +98,7 @@ __all__ = [
     "Optimizers",
     "Place",
     "SafetensorsHeader",
+    "ShardedEMA",
     "Soundness",
     "Source",
     "Staging",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
-    from flatparam_state import Checkpointer, CheckpointError, Loaded
+    from flatparam_state import Checkpointer, CheckpointError, Loaded, ShardedEMA
 
 __version__ = "0.1.0"
 
@@ -64,6 +64,7 @@ __all__ = [
     "OptimStateKeyType",
     "Plan",
     "PlanError",
+    "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -115,6 +116,7 @@ _HOMES = {
         "Checkpointer",
         "CheckpointError",
         "Loaded",
+        "ShardedEMA",
     ),
 }
 """The modules that have the names which this package exports."""
