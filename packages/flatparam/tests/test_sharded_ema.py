@@ -53,7 +53,9 @@ def change(model: nn.Module, step: int) -> None:
             parameter.mul_(1.01).add_(0.01 * step)
 
 
-def expected(make: Callable[[], nn.Module], *, use_buffers: bool = False, steps: int = STEPS) -> dict[str, Any]:
+def expected(
+    make: Callable[[], nn.Module], *, use_buffers: bool = False, steps: int = STEPS
+) -> dict[str, Any]:
     """The state of torch's average of a model in one process."""
     model = seeded(make)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=use_buffers)
@@ -388,7 +390,9 @@ def test_in_a_checkpoint(tmp_path: Path, dtype: torch.dtype | None, use_orig_par
 
     on_ranks(2, save)
     with open_checkpoint(tmp_path / "step-00000002") as checkpoint:
-        records = [r for path, r in checkpoint.manifest.tensors.items() if path.startswith("averages/slow/model/")]
+        records = [
+            r for path, r in checkpoint.manifest.tensors.items() if path.startswith("averages/slow/model/")
+        ]
         weights = [record for record in records if record.info.shape == (4, 3)]
         assert [len(record.pieces) for record in weights] == [2]
         assert weights[0].info.dtype == (dtype or torch.float32)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatparam_runtime import FlatParamError, Phase, units_in
 from flatparam_state.averages.exchange import Average, exchanged
-from flatparam_state.averages.homes import homes_in
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
+from flatparam_state.homes import homes_in
 
 __all__ = ["ShardedEMA"]
 
@@ -53,7 +53,9 @@ class ShardedEMA:
             ValueError: if `decay` is not from 0 to 1, or `dtype` is not a floating-point one of at least 16 bits.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
-            raise ValueError(f"ShardedEMA: expected a floating-point dtype of at least 16 bits, found {dtype}")
+            raise ValueError(
+                f"ShardedEMA: expected a floating-point dtype of at least 16 bits, found {dtype}"
+            )
         self.decay = decay
         self._model = model
         self._use_buffers = use_buffers
@@ -130,19 +132,21 @@ class ShardedEMA:
 
     def _check_can_update(self) -> None:
         if self._is_applied:
-            raise FlatParamError("ShardedEMA.update(): the model shows its averages; leave applied(model) first")
+            raise FlatParamError(
+                "ShardedEMA.update(): the model shows its averages; leave applied(model) first"
+            )
         for unit in units_in(self._model):
             if unit.pins or unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
-                    f"unit {unit.name!r}: its average cannot be updated while full parameters are summoned, because the "
-                    "shards do not have the changes yet; leave summon_full_params() first"
+                    f"unit {unit.name!r}: its average cannot be updated while full parameters are summoned, because "
+                    "the shards do not have the changes yet; leave summon_full_params() first"
                 )
 
     def _check_shapes(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for average, (mine, found) in zip(self._averages, pairs, strict=True):
             if mine.shape != found.shape:
                 raise FlatParamError(
-                    f"ShardedEMA.update(): {average.home.name!r} has a different shape than when its average was begun: "
+                    f"ShardedEMA.update(): {average.home.name!r} has a different shape than when its average began: "
                     f"expected {tuple(mine.shape)}, found {tuple(found.shape)}; if the model was sharded since, make "
                     "the ShardedEMA after that"
                 )

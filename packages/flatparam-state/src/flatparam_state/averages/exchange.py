@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import attrs
-import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatparam_runtime import FlatParamError
-from flatparam_state.averages.homes import Home, gradients_aside
+from flatparam_state.homes import Home, gradients_aside
+from flatparam_state.steps_refused import allow_steps, refuse_steps
 
 __all__ = ["Average", "exchanged"]
+
+_SHOWS_AVERAGES: Final = (
+    "the model shows its averages, which a step would change; leave ShardedEMA.applied(model) first"
+)
 
 
 @final
@@ -45,10 +45,9 @@ def exchanged(averages: Sequence[Average], *, in_own_dtype: bool = False) -> Ite
         in_own_dtype: show each average in its own dtype, whatever the model's is.
     """
     shown: list[tuple[Home, Tensor]] = []
-    parameters = [id(each) for average in averages for each in average.home.parameters()]
-    _refuse_steps()
+    parameters = [each for average in averages for each in average.home.parameters()]
     with gradients_aside([average.home for average in averages]):
-        _lent.update(parameters)
+        refuse_steps(parameters, _SHOWS_AVERAGES)
         try:
             for average in averages:
                 own, values = average.home.now(), average.beside()
@@ -57,26 +56,6 @@ def exchanged(averages: Sequence[Average], *, in_own_dtype: bool = False) -> Ite
                 average.home.give(values if in_own_dtype else values.to(own.dtype))
             yield
         finally:
-            _lent.subtract(parameters)
+            allow_steps(parameters, _SHOWS_AVERAGES)
             for home, own in shown:
                 home.give(own)
-
-
-_lent: Final[Counter[int]] = Counter()
-"""How many exchanges each parameter, by identity, is in."""
-
-
-@functools.cache
-def _refuse_steps() -> None:
-    """Have each optimizer in the process looked at when it steps; a second call does nothing."""
-    register_optimizer_step_pre_hook(_check_step)
-
-
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not any(_lent.values()):
-        return
-    if any(_lent[id(each)] > 0 for group in optimizer.param_groups for each in group["params"]):
-        raise FlatParamError(
-            f"{type(optimizer).__name__}.step(): the model shows its averages, which a step would change; leave "
-            "ShardedEMA.applied(model) first"
-        )

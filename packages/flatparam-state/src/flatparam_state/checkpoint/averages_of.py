@@ -38,5 +38,7 @@ def averages_by_name(
         return {(AVERAGES,): averages}
     for name in averages:
         if name in ("", _TENSORS, UPDATES):
-            raise CheckpointError(f"{name!r} cannot be the name of averages", hint="give them a different one")
+            raise CheckpointError(
+                f"{name!r} cannot be the name of averages", hint="give them a different one"
+            )
     return {(AVERAGES, name): each for name, each in averages.items()}

@@ -76,7 +76,9 @@ class Checkpointer:
             raise ValueError("expected the model of the optimizer's parameters too")
         of_model = averages_by_name(averages)
         if any(each.model is not model for each in of_model.values()):
-            raise ValueError("expected averages of the model that is saved, found those of a different one, or of none")
+            raise ValueError(
+                "expected averages of the model that is saved, found those of a different one, or of none"
+            )
         self._on_save_error = on_save_error
         self._subject = Subject(model, optimizers, self._ranks.rank, of_model)
         self._saver = Saver(

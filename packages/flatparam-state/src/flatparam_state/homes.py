@@ -19,8 +19,15 @@ __all__ = ["Home", "gradients_aside", "homes_in"]
 class Home(Protocol):
     """Where a model keeps one tensor. The tensor may have been moved since the last look, but not reshaped."""
 
-    name: str
-    is_buffer: bool
+    @property
+    def name(self) -> str:
+        """The name of the tensor in the unsharded model; of a shard, its first and its last."""
+        ...
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer."""
+        ...
 
     def now(self) -> Tensor:
         """The tensor as it is now, detached: writing to it changes the model."""
@@ -51,6 +58,7 @@ class _ShardHome:
 
     def give(self, data: Tensor) -> None:
         self.handle.flat_param.data = data
+        # The handle looks where it is now.
         self.handle.stamp()
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -90,9 +98,9 @@ class _WholeHome:
 
 
 def homes_in(model: nn.Module) -> list[Home]:
-    """Every home in `model`, each tensor once: shards first, then whole parameters, then buffers, non-persistent too."""
+    """Every home in `model`, each tensor once: shards, then whole parameters, then buffers, persistent or not."""
     places = list(places_in(model))
-    shards = [_ShardHome(_name_of(place), place.handle) for place in places]
+    shards: list[Home] = [_ShardHome(_name_of(place), place.handle) for place in places]
     whole = list(_whole(model, places))
     return [*shards, *sorted(whole, key=lambda home: home.is_buffer)]
 
@@ -117,7 +125,9 @@ def _whole(model: nn.Module, places: Iterable[Place]) -> Iterator[_WholeHome]:
             if tensor is None or id(tensor) in seen or (module, attribute) in sharded:
                 continue
             seen.add(id(tensor))
-            yield _WholeHome(clean_fqn(f"{path}.{attribute}" if path else attribute), module, attribute, is_buffer)
+            yield _WholeHome(
+                clean_fqn(f"{path}.{attribute}" if path else attribute), module, attribute, is_buffer
+            )
 
 
 @contextlib.contextmanager
