@@ -66,6 +66,7 @@ from flatparam_state.model import (
     refused_anywhere,
     state_shown,
 )
+from flatparam_state.offloading import offload, onload
 from flatparam_state.optimizer import (
     FirstState,
     Held,
@@ -127,6 +128,8 @@ __all__ = [
     "load_model_state",
     "load_optimizer_state",
     "model_state_dict",
+    "offload",
+    "onload",
     "open_checkpoint",
     "open_source",
     "optimizer_state_dict",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
-    from flatparam_state import Checkpointer, CheckpointError, Loaded, ShardedEMA
+    from flatparam_state import Checkpointer, CheckpointError, Loaded, ShardedEMA, offload, onload
 
 __version__ = "0.1.0"
 
@@ -76,6 +76,8 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "install",
+    "offload",
+    "onload",
     "plan",
     "register_fsdp_forward_method",
     "trace",
@@ -117,6 +119,8 @@ _HOMES = {
         "CheckpointError",
         "Loaded",
         "ShardedEMA",
+        "offload",
+        "onload",
     ),
 }
 """The modules that have the names which this package exports."""
