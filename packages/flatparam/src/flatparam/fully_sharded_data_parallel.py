@@ -424,7 +424,7 @@ class FullyShardedDataParallel(PrivateNames):
         """The wrapped module's own method `name`, as FSDP1 forwards it; if it has none, `function` of this wrapper."""
         own = getattr(type(inner_module(self)), name, None)
         is_ours = own is getattr(FullyShardedDataParallel, name)
-        return partial(function, self) if own is None or is_ours else getattr(inner_module(self), name)  # type: ignore[no-any-return]
+        return partial(function, self) if own is None or is_ours else getattr(inner_module(self), name)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside with its full parameters in place, and keep the changes.

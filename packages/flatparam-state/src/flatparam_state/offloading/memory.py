@@ -71,7 +71,7 @@ def mapped_in(folder: Path) -> Move:
         descriptor, name = tempfile.mkstemp(prefix="flatparam-offload-", dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(memoryview(whole.cpu().numpy()))
+                file.write(whole.cpu().numpy().data)
             mapped = torch.from_file(name, shared=False, size=whole.numel(), dtype=torch.uint8)
         finally:
             os.unlink(name)
