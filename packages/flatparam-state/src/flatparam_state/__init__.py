@@ -76,6 +76,7 @@ from flatparam_state.optimizer import (
     optimizer_state_dict,
 )
 from flatparam_state.places import Place, places_in, places_of
+from flatparam_state.pretrained import Fit, Names, PretrainedFiles, fit, read_pretrained
 from flatparam_state.version import __version__ as __version__
 
 __all__ = [
@@ -88,16 +89,19 @@ __all__ = [
     "DTYPES",
     "FORMATS",
     "FirstState",
+    "Fit",
     "FormKind",
     "Held",
     "Holding",
     "Loaded",
     "ModelLoad",
     "Moment",
+    "Names",
     "OWN_CHUNKER",
     "OnMoment",
     "Optimizers",
     "Place",
+    "PretrainedFiles",
     "SafetensorsHeader",
     "ShardedEMA",
     "Soundness",
@@ -119,6 +123,7 @@ __all__ = [
     "clean_keys",
     "fragment_of",
     "fragments_of",
+    "fit",
     "from_first",
     "gather",
     "held_parameters",
@@ -136,6 +141,7 @@ __all__ = [
     "places_in",
     "places_of",
     "read_header",
+    "read_pretrained",
     "refused_anywhere",
     "select",
     "shape_of",

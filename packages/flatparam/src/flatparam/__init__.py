@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flatparam.observing.recording import trace
     from flatparam.planning.errors import PlanError
     from flatparam.planning.plan import Plan, plan
+    from flatparam.pretrained.loading import PretrainedReport, load_pretrained
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
@@ -64,6 +65,7 @@ __all__ = [
     "OptimStateKeyType",
     "Plan",
     "PlanError",
+    "PretrainedReport",
     "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -76,6 +78,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "install",
+    "load_pretrained",
     "offload",
     "onload",
     "plan",
@@ -111,6 +114,7 @@ _HOMES = {
     "flatparam.observing.recording": ("trace",),
     "flatparam.planning.errors": ("PlanError",),
     "flatparam.planning.plan": ("Plan", "plan"),
+    "flatparam.pretrained.loading": ("PretrainedReport", "load_pretrained"),
     "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),
     "flatparam_runtime": ("allow_shards",),
