@@ -29,7 +29,7 @@ def read_pretrained(
     *,
     observe: Callable[[int], object] = _nothing,
 ) -> int:
-    """Read what `files` have of `model` into it, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
+    """Read what `files` have of `model`, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
 
     A rank reads the elements of its shards. Ranks that hold copies of a shard read a part each, and send it to each
     other. What is whole on every rank is read by the first one, and sent. Memory: one tensor at a time, at most.
