@@ -113,14 +113,14 @@ def same_values(found: Any, expected: Any) -> None:
 def read_nbytes() -> Iterator[list[int]]:
     """The sizes of everything that is read of files."""
     sizes: list[int] = []
-    read = ByteFile.read
+    read = ByteFile.read_into
 
-    def counting(file: ByteFile, offset: int, nbytes: int) -> bytearray:
+    def counting(file: ByteFile, offset: int, nbytes: int, view: memoryview) -> None:
         sizes.append(nbytes)
-        return read(file, offset, nbytes)
+        read(file, offset, nbytes, view)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ByteFile, "read", counting)
+        patch.setattr(ByteFile, "read_into", counting)
         yield sizes
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatparam_runtime import Collectives, Span, Topology
 from flatparam_state.checkpoint.model_tensors import ModelTensor, bring_to_rest, model_tensors
 from flatparam_state.files import CheckpointError
+from flatparam_state.formats.stored import StridedTensor
 from flatparam_state.pretrained.files import PretrainedFiles
 
 __all__ = ["read_pretrained"]
@@ -100,32 +101,40 @@ class _Reading:
 
     def _read(self, name: str, tensor: ModelTensor, span: Span, target: Tensor) -> None:
         """Fill `target` with the elements `span`; after an error, here or before, leave it."""
+        if self.error is not None or not span:
+            return
+        stored = self.files.source.stored[self.files.paths[name]]
+        is_row_major = tensor.place is None or tensor.stride is None
         try:
+            if is_row_major and isinstance(stored, StridedTensor) and stored.can_fill(target):
+                for nbytes in stored.read_into(span, target):
+                    self._count(nbytes)
+                return
             at = 0
-            for chunk in self._chunks(name, tensor, span) if self.error is None else ():
+            for chunk in self._chunks(name, span, None if is_row_major else tensor.stride):
                 target[at : at + chunk.numel()].copy_(chunk)
                 at += chunk.numel()
         except (CheckpointError, OSError, RuntimeError) as error:
             self.error = error
 
-    def _chunks(self, name: str, tensor: ModelTensor, span: Span) -> Iterator[Tensor]:
-        """The elements `span` in the memory order of `tensor`; if the file has a different one, it is read whole."""
-        path = self.files.paths[name]
-        if tensor.place is None or tensor.stride is None:
+    def _chunks(self, name: str, span: Span, stride: tuple[int, ...] | None) -> Iterator[Tensor]:
+        """The elements `span` in the memory order of `stride`; if that is not row-major, the tensor is read whole."""
+        path, info = self.files.paths[name], self.files.info(name)
+        if stride is None:
             yield from self._counted(path, span)
             return
-        chunks = list(self._counted(path, Span(0, tensor.info.numel)))
-        full = torch.cat(chunks).view(tensor.info.shape)
-        ordered = torch.empty_strided(tensor.info.shape, tensor.stride, dtype=full.dtype, device="cpu").copy_(
-            full
-        )
+        full = torch.cat(list(self._counted(path, Span(0, info.numel)))).view(info.shape)
+        ordered = torch.empty_strided(info.shape, stride, dtype=full.dtype, device="cpu").copy_(full)
         yield ordered.as_strided((full.numel(),), (1,))[span.as_slice()]
 
     def _counted(self, path: str, span: Span) -> Iterator[Tensor]:
         for chunk in self.files.source.read(path, span):
-            self.nbytes += chunk.nbytes
             yield chunk
-            self.observe(chunk.nbytes)
+            self._count(chunk.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.observe(nbytes)
 
     def agree(self) -> None:
         """Raise the error of the first rank that has one, on every rank.

@@ -73,12 +73,9 @@ def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
         skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
     )
     topology = resolved.plan.topology if resolved.sync_module_states else None
-    function, later = resolved.param_init_fn, ValuesLater(frozenset(), (), None)
-    if isinstance(function, ValuesLater):
-        function, later = function.function, function
-    return _Initialiser(
-        module, ignored, function, resolved.device or torch.device("cpu"), topology, bound, later
-    )
+    asked, device = resolved.param_init_fn, resolved.device or torch.device("cpu")
+    later = asked if isinstance(asked, ValuesLater) else ValuesLater(frozenset(), (), asked)
+    return _Initialiser(module, ignored, later.function, device, topology, bound, later)
 
 
 _NO_WAY: Final = """\
