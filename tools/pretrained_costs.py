@@ -3,8 +3,8 @@
     python tools/pretrained_costs.py --numel 64000000 --ranks 2
 
 Each way runs in processes of its own, one after the other, with one safetensors file in the page cache. Printed for
-each: the bytes that all ranks together read by calls (a mapped file is not read by calls), the highest peak of a rank's memory above what it had before, and the time
-until the slowest rank was done; of `--rounds` rounds, the fastest.
+each: the bytes that all ranks together read by calls (a mapped file is not read by calls), the highest peak of a rank's
+memory above what it had before, and the time until the slowest rank was done; of `--rounds` rounds, the fastest.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def read_pretrained(
         CheckpointError: on every rank, if one could not read; the values of the model are of no use then.
     """
     bring_to_rest(model)
-    reading = _Reading(files, topology, observe)
+    reading = _RankReading(files, topology, observe)
     for tensor in model_tensors(model):
         found = files.found(tensor.names)
         if found and tensor.info.numel:
@@ -57,7 +57,7 @@ def read_pretrained(
 
 @final
 @attrs.define(eq=False)
-class _Reading:
+class _RankReading:
     """The reading of one rank. It goes on with its part in collectives after an error, which is told at the end."""
 
     files: PretrainedFiles
