@@ -148,7 +148,7 @@ class StridedTensor(Stored):
                     piece.numel * itemsize,
                 )
                 at = (piece.start - span.start) * itemsize
-                file.read_into(start, nbytes, memoryview(target[at : at + nbytes]))
+                file.read_into(start, nbytes, target[at : at + nbytes].data)
                 yield nbytes
 
     def can_fill(self, out: Tensor) -> bool:
