@@ -274,7 +274,7 @@ def _on_every_rank(units: Sequence[Unit], deed: str, prepare: Callable[[], None]
     cause, refused = None, []
     try:
         prepare()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, MemoryError) as error:
         cause, refused = error, [f"{type(error).__name__}: {error}"]
     everywhere = refused_anywhere(units[0].topology, refused)
     if everywhere:

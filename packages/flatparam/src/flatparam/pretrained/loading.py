@@ -111,6 +111,9 @@ def load_pretrained(
     if dtype is not None:
         cast_parameters(made, dtype)
     topology = _topology(made, arguments)
+    if isinstance(arguments.get("process_group"), str):
+        # A name makes a group each time that it is resolved.
+        arguments["process_group"] = topology
     files, found = _compared(made, path, mapping, strict, topology)
     if not units_in(made):
         made = _sharded(made, files, found, arguments)
