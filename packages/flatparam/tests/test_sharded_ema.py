@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from flatparam import (
     fully_shard,
 )
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.command import main
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, FlatParamError, RecordingCollectives
 from flatparam_state import open_checkpoint, open_source, write_checkpoint
@@ -422,6 +424,24 @@ def test_a_checkpoint_that_was_rewritten(tmp_path: Path) -> None:
     for state in on_ranks(2, load):
         assert state["updates"] == STEPS
         assert_same_state(state["averages"], expected(mlp))
+
+
+def test_an_export_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`flatparam ckpt export --averages` writes the averages as a model for `from_pretrained`, without any rank."""
+
+    def save(world: Collectives) -> None:
+        model = sharded(seeded(mlp))
+        Checkpointer(tmp_path / "run", model, averages={"slow": averaged(model)}, ranks=world).save(2)
+
+    def export(*arguments: str) -> int:
+        return main(["ckpt", "export", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", *arguments])
+
+    on_ranks(2, save)
+    assert export("--averages") == export("--averages", "quick") == 2
+    assert capsys.readouterr().err.count("it has those named 'slow'") == 2
+    assert export("--averages", "slow") == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert_same_state(dict(sorted(found.items())), dict(sorted(expected(mlp).items())))
 
 
 def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
