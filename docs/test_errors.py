@@ -23,9 +23,12 @@ from flatparam import (
     Checkpointer,
     CheckpointError,
     MixedPrecision,
+    ShardedEMA,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    load_pretrained,
+    offload,
 )
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import fully_shard as our_fully_shard
@@ -434,6 +437,26 @@ def one_byte_short(directory: Path, checkpointer: Checkpointer) -> None:
     checkpointer.load()
 
 
+def called_while_offloaded() -> None:
+    model = wrapped()
+    offload(model)
+    model(torch.ones(1, 2))
+
+
+def stepped_while_offloaded() -> None:
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload(model)
+    optimizer.step()
+
+
+def updated_while_applied() -> None:
+    model = wrapped()
+    ema = ShardedEMA(model, 0.9)
+    with ema.applied(model):
+        ema.update()
+
+
 CASES: Final[dict[str, dict[str, Provoke]]] = {
     "Setting up": {
         "wrapped without a group of ranks": lambda: FSDP(nn.Linear(2, 2)),
@@ -536,6 +559,32 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "loaded a file that has lost a byte": in_a_run(one_byte_short),
         "opened a directory that is not a checkpoint": in_a_run(
             lambda directory, _: open_source(directory.parent)
+        ),
+    },
+    "Fine-tuning": {
+        "called a model that is offloaded": called_while_offloaded,
+        "stepped while the model is offloaded": stepped_while_offloaded,
+        "offloaded a model that is not sharded": lambda: offload(nn.Linear(2, 2)),
+        "updated averages while the model shows them": updated_while_applied,
+        "loaded averages that were not saved": in_a_run(
+            lambda directory, _: Checkpointer(
+                directory, model := nn.Linear(2, 2), averages=ShardedEMA(model, 0.9), ranks=ALONE
+            ).load()
+        ),
+        "began with weights of different shapes": in_a_run(
+            lambda directory, _: load_pretrained(lambda: nn.Linear(2, 3), directory, process_group=ALONE)
+        ),
+        "began with weights that lack a name, with `strict=True`": in_a_run(
+            lambda directory, _: load_pretrained(
+                lambda: nn.Bilinear(2, 2, 2),
+                directory,
+                mapping={"weight": "other"},
+                strict=True,
+                process_group=ALONE,
+            )
+        ),
+        "passed `sync_module_states` to `load_pretrained`": lambda: load_pretrained(
+            lambda: nn.Linear(2, 2), "runs", sync_module_states=True
         ),
     },
     "Several ranks": {

@@ -1,5 +1,6 @@
 """Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
 
+from flatparam_state.averages import ShardedEMA
 from flatparam_state.checkpoint import (
     Checkpointer,
     CheckpointReader,
@@ -32,6 +33,7 @@ from flatparam_state.formats import (
     FORMATS,
     Soundness,
     UnknownFormatError,
+    averages_as_model,
     cast_model,
     open_source,
     select,
@@ -65,6 +67,7 @@ from flatparam_state.model import (
     refused_anywhere,
     state_shown,
 )
+from flatparam_state.offloading import offload, onload
 from flatparam_state.optimizer import (
     FirstState,
     Held,
@@ -74,6 +77,7 @@ from flatparam_state.optimizer import (
     optimizer_state_dict,
 )
 from flatparam_state.places import Place, places_in, places_of
+from flatparam_state.pretrained import Fit, Names, PretrainedFiles, fit, read_pretrained
 from flatparam_state.version import __version__ as __version__
 
 __all__ = [
@@ -86,17 +90,21 @@ __all__ = [
     "DTYPES",
     "FORMATS",
     "FirstState",
+    "Fit",
     "FormKind",
     "Held",
     "Holding",
     "Loaded",
     "ModelLoad",
     "Moment",
+    "Names",
     "OWN_CHUNKER",
     "OnMoment",
     "Optimizers",
     "Place",
+    "PretrainedFiles",
     "SafetensorsHeader",
+    "ShardedEMA",
     "Soundness",
     "Source",
     "Staging",
@@ -111,11 +119,13 @@ __all__ = [
     "Verification",
     "Wanted",
     "as_tensor",
+    "averages_as_model",
     "cast_model",
     "chunk_spans",
     "clean_keys",
     "fragment_of",
     "fragments_of",
+    "fit",
     "from_first",
     "gather",
     "held_parameters",
@@ -125,12 +135,15 @@ __all__ = [
     "load_model_state",
     "load_optimizer_state",
     "model_state_dict",
+    "offload",
+    "onload",
     "open_checkpoint",
     "open_source",
     "optimizer_state_dict",
     "places_in",
     "places_of",
     "read_header",
+    "read_pretrained",
     "refused_anywhere",
     "select",
     "shape_of",

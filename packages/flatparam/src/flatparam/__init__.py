@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from flatparam.observing.recording import trace
     from flatparam.planning.errors import PlanError
     from flatparam.planning.plan import Plan, plan
+    from flatparam.pretrained.loading import PretrainedReport, load_pretrained
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
-    from flatparam_state import Checkpointer, CheckpointError, Loaded
+    from flatparam_state import Checkpointer, CheckpointError, Loaded, ShardedEMA, offload, onload
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,8 @@ __all__ = [
     "OptimStateKeyType",
     "Plan",
     "PlanError",
+    "PretrainedReport",
+    "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -75,6 +78,9 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "install",
+    "load_pretrained",
+    "offload",
+    "onload",
     "plan",
     "register_fsdp_forward_method",
     "trace",
@@ -108,6 +114,7 @@ _HOMES = {
     "flatparam.observing.recording": ("trace",),
     "flatparam.planning.errors": ("PlanError",),
     "flatparam.planning.plan": ("Plan", "plan"),
+    "flatparam.pretrained.loading": ("PretrainedReport", "load_pretrained"),
     "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),
     "flatparam_runtime": ("allow_shards",),
@@ -115,6 +122,9 @@ _HOMES = {
         "Checkpointer",
         "CheckpointError",
         "Loaded",
+        "ShardedEMA",
+        "offload",
+        "onload",
     ),
 }
 """The modules that have the names which this package exports."""

@@ -47,6 +47,7 @@ from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
 from flatparam.wrapper.training_state import HandleTrainingState, TrainingState, UnshardHandle
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 from flatparam_runtime import Nonfinite
+from flatparam_state import offload, onload
 
 __all__ = [
     "BackwardPrefetch",
@@ -412,6 +413,20 @@ class FullyShardedDataParallel(nn.Module):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
+
+    def offload(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `flatparam.offload(self, ...)`, or, if the wrapped module has a method `offload`, that one."""
+        return self._own_or("offload", offload)(*args, **kwargs)
+
+    def onload(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `flatparam.onload(self, ...)`, or, if the wrapped module has a method `onload`, that one."""
+        return self._own_or("onload", onload)(*args, **kwargs)
+
+    def _own_or(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The wrapped module's own method `name`, as FSDP1 forwards it; if it has none, `function` of this wrapper."""
+        own = getattr(type(inner_module(self)), name, None)
+        is_ours = own is getattr(FullyShardedDataParallel, name)
+        return partial(function, self) if own is None or is_ours else getattr(inner_module(self), name)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside with its full parameters in place, and keep the changes.

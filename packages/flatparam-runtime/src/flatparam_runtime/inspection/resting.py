@@ -52,6 +52,7 @@ def inspecting(unit: Unit) -> Iterator[None]:
             "contexts do not nest"
         )
     refuse_in_a_pass(unit)
+    unit.check_is_here()
     unit.move(Phase.INSPECTING)
     try:
         with telling(f"state_dict(), summon_full_params() or loading, at unit {unit.name!r}"):

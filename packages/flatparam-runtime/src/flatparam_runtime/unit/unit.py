@@ -73,6 +73,8 @@ class Unit:
     observers: Observers = attrs.field(factory=Observers)
     showing: Summoned = attrs.field(factory=Summoned)
     """The state of the full parameters outside of passes: of `summon_full_params`, and of gathers by a caller."""
+    away: str = ""
+    """Where the shards are while the model is offloaded, for messages; empty while it is not."""
     _gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
 
@@ -219,6 +221,7 @@ class Unit:
             lender.begin_unshard(full_precision=full_precision, copied=copied)
         if self.residency is not Residency.SHARDED or not self.handles:
             return
+        self.check_is_here()
         nbytes = 0
         for handle in self.handles:
             nbytes += handle.full_nbytes(full_precision=full_precision)
@@ -235,6 +238,22 @@ class Unit:
         for handle in self.handles:
             if handle.taken_over:
                 self.observers.tell(self, "take over", handle.flat_param.nbytes)
+
+    def send_away(self, where: str) -> None:
+        """Note that the shards are `where` until the model is brought back; an empty text: that they are back."""
+        self.away = where
+
+    def check_is_here(self) -> None:
+        """Check that the shards are where the unit computes.
+
+        Raises:
+            FlatParamError: while the model is offloaded.
+        """
+        if self.away:
+            raise FlatParamError(
+                f"unit {self.name!r}, rank {self.topology.group.rank}: its parameters are offloaded to {self.away}, so "
+                "they cannot be gathered: call flatparam.onload(model) on every rank first"
+            )
 
     def finish_unshard(self) -> None:
         """Wait for the gather and show the full parameters, unless they are shown already."""

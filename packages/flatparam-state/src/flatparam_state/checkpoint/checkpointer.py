@@ -7,17 +7,21 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
 from flatparam_runtime import Collectives, resolve_topology
+from flatparam_state.checkpoint.averages_of import averages_by_name
 from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
 from flatparam_state.checkpoint.save import Committer, Saver, Subject, optimizers_by_name
 from flatparam_state.files import CheckpointError
+
+if TYPE_CHECKING:
+    from flatparam_state.averages import ShardedEMA
 
 __all__ = ["Checkpointer", "Optimizers"]
 
@@ -41,6 +45,7 @@ class Checkpointer:
         model: nn.Module | None = None,
         optimizer: Optimizers = None,
         *,
+        averages: ShardedEMA | Mapping[str, ShardedEMA] | None = None,
         ranks: Collectives | None = None,
         keep: int | None = None,
         asynchronous: bool = False,
@@ -53,6 +58,7 @@ class Checkpointer:
             directory: seen by all ranks under this name.
             model: sharded, or not. None saves `extra` alone.
             optimizer: of the model's parameters; several by name.
+            averages: of the model's parameters; several by name.
             ranks: those that share the model; by default all (see `resolve_topology`).
             keep: after each save delete all but this many checkpoints; None keeps all.
             asynchronous: copy to host memory, and write beside training.
@@ -65,14 +71,19 @@ class Checkpointer:
             raise ValueError(f"expected on_save_error to be 'raise' or 'warn', found {on_save_error!r}")
         self._ranks = resolve_topology().shard if ranks is None else ranks
         self._directory = CheckpointDirectory(Path(directory))
-        self._model = model
-        self._optimizers = optimizers_by_name(optimizer)
-        if self._optimizers and model is None:
+        optimizers = optimizers_by_name(optimizer)
+        if optimizers and model is None:
             raise ValueError("expected the model of the optimizer's parameters too")
+        of_model = averages_by_name(averages)
+        if any(each.model is not model for each in of_model.values()):
+            raise ValueError(
+                "expected averages of the model that is saved, found those of a different one, or of none"
+            )
         self._on_save_error = on_save_error
+        self._subject = Subject(model, optimizers, self._ranks.rank, of_model)
         self._saver = Saver(
             self._ranks,
-            Subject(model, self._optimizers, self._ranks.rank),
+            self._subject,
             Committer(self._directory, keep, on_moment),
             asynchronous=asynchronous,
             on_moment=on_moment,
@@ -163,14 +174,14 @@ class Checkpointer:
         convert_dtype: bool = False,
         other_states: bool = False,
     ) -> Loaded | None:
-        """Load the latest checkpoint, or that of `step`, into the model and the optimizer; every rank calls it.
+        """Load the latest checkpoint, or that of `step`, into model, optimizer and averages; every rank calls it.
 
         World size, wrapping, sharding strategy and `use_orig_params` may differ from those of the save. Every rank
         reads only the blocks that it needs, and verifies them. Nothing is changed on any rank before all have said that
         everything is sound and fits.
 
         Args:
-            strict: refuse a checkpoint that has other names than the model.
+            strict: refuse a checkpoint that has other names than the model, or lacks the averages.
             convert_dtype: convert parameters and buffers to the dtypes that they have in the model.
             other_states: load a different optimizer's state, too: one that lacks what the optimizer needs, such as the
                 state of AdamW for SGD with momentum.
@@ -185,8 +196,7 @@ class Checkpointer:
         return load_checkpoint(
             self._directory,
             self._ranks,
-            self._model,
-            self._optimizers,
+            self._subject,
             step=step,
             strict=strict,
             convert_dtype=convert_dtype,

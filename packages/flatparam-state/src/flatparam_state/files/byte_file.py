@@ -78,14 +78,23 @@ class ByteFile:
             CheckpointError: if the file ends before.
             UnreadableError: if it cannot be read.
         """
+        data = bytearray(max(nbytes, 0) if nbytes <= self.nbytes else 0)
+        self.read_into(offset, nbytes, memoryview(data))
+        return data
+
+    def read_into(self, offset: int, nbytes: int, view: memoryview) -> None:
+        """Put the bytes `[offset, offset + nbytes)` into `view`, which has as many bytes.
+
+        Raises:
+            CheckpointError: if the file ends before.
+            UnreadableError: if it cannot be read.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise CheckpointError(
                 f"{self.path}: expected {nbytes:,} bytes at offset {offset:,}, found a file of {self.nbytes:,} bytes",
                 path=self.path,
                 hint="it was truncated or replaced: use a different checkpoint",
             )
-        data = bytearray(nbytes)
-        view = memoryview(data)
         done = 0
         while done < nbytes:
             try:
@@ -98,4 +107,3 @@ class ByteFile:
                 )
             done += count
         self.nbytes_read += nbytes
-        return data

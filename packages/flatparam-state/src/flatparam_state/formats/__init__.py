@@ -6,7 +6,7 @@ from flatparam_state.formats.deepspeed.reader import open_deepspeed
 from flatparam_state.formats.detect import FORMATS, UnknownFormatError, open_source
 from flatparam_state.formats.hugging_face.model_files import open_hugging_face, write_hugging_face
 from flatparam_state.formats.own import write_checkpoint
-from flatparam_state.formats.stored import cast_model, select, watch
+from flatparam_state.formats.stored import averages_as_model, cast_model, select, watch
 from flatparam_state.formats.torch_save import open_torch_file, write_torch_file
 from flatparam_state.formats.verify import verify_source
 from flatparam_state.soundness import Soundness
@@ -15,6 +15,7 @@ __all__ = [
     "FORMATS",
     "Soundness",
     "UnknownFormatError",
+    "averages_as_model",
     "cast_model",
     "open_dcp",
     "open_deepspeed",

@@ -216,6 +216,13 @@ def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="hf: the most bytes of tensors in a file, such as 2GB (default: 5GB)",
     )
     added.add_argument("--world-size", type=positive, default=1, help="dcp: the number of files (default: 1)")
+    added.add_argument(
+        "--averages",
+        metavar="NAME",
+        nargs="?",
+        const="",
+        help="write the averages (those of this name, if there are several) as the model, and nothing else",
+    )
     _add_writing(added)
 
 

@@ -17,6 +17,7 @@ from flatparam.command.progress import showing
 from flatparam_state import (
     CheckpointError,
     Source,
+    averages_as_model,
     cast_model,
     watch,
     write_checkpoint,
@@ -57,7 +58,12 @@ def export(chosen: argparse.Namespace) -> int:
 def _to_convert(chosen: argparse.Namespace) -> Source:
     if getattr(chosen, "to", None) == "hf":
         chosen.only = chosen.only or ["model"]
-    source = opened(chosen)
+    averages = getattr(chosen, "averages", None)
+    if averages is None:
+        source = opened(chosen)
+    else:
+        chosen.only = None
+        source = averages_as_model(opened(chosen), averages)
     _refuse_inside(source, chosen)
     differing = source.facts.get("per_rank")
     if differing and "optimizer" in source.values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, final
 
 import attrs
@@ -18,7 +18,31 @@ from flatparam_comm import Topology
 from flatparam_core import BoundParameter, discover
 from flatparam_runtime import Initialise, unit_of
 
-__all__ = ["initialiser", "is_deferred"]
+__all__ = ["ValuesLater", "initialiser", "is_deferred"]
+
+
+@final
+@attrs.frozen(eq=False)
+class ValuesLater:
+    """A `param_init_fn` for parameters whose values come once they are sharded: no memory is made for full ones."""
+
+    _known: frozenset[int]
+    """The identities of these parameters."""
+    _kept: Sequence[nn.Parameter]
+    """The parameters themselves, so that the identities stay theirs."""
+    function: Callable[[nn.Module], None] | None
+    """Gives values to modules that have others on the meta device; by default their `reset_parameters()` does."""
+
+    def __call__(self, module: nn.Module) -> None:
+        """Refuse: whoever knows this class asks for `function`.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("ValuesLater gives no values by itself")
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._known
 
 
 def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
@@ -49,9 +73,9 @@ def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
         skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
     )
     topology = resolved.plan.topology if resolved.sync_module_states else None
-    return _Initialiser(
-        module, ignored, resolved.param_init_fn, resolved.device or torch.device("cpu"), topology, bound
-    )
+    asked, device = resolved.param_init_fn, resolved.device or torch.device("cpu")
+    later = asked if isinstance(asked, ValuesLater) else ValuesLater(frozenset(), (), asked)
+    return _Initialiser(module, ignored, later.function, device, topology, bound, later)
 
 
 _NO_WAY: Final = """\
@@ -77,11 +101,13 @@ class _Initialiser:
     topology: Topology | None
     """Whose first rank's values count; `None`: each rank's own do."""
     bound: tuple[BoundParameter, ...]
+    later: ValuesLater
 
     def __call__(self, pack: Callable[[str, Tensor], None]) -> None:
         """Make, pack and let go of one module after the other."""
         holders = {(info.module, info.param_name): b for b in self.bound for info in b.infos}
         to_come = {b: len(b.infos) for b in self.bound}
+        held: set[BoundParameter] = set()
         for child in _own_modules(self.module, self.ignored):
             if self._has_to_be_made(child):
                 self._make(child)
@@ -91,6 +117,11 @@ class _Initialiser:
                 b = holders.get((child, name))
                 if b is None or parameter is None:
                     continue
+                if parameter in self.later:
+                    self._hold_place(parameter, b)
+                    held.add(b)
+                if b in held:
+                    continue
                 # A tie is not broken by a new object under one of its names.
                 for info in b.infos:
                     info.module._parameters[info.param_name] = parameter
@@ -99,10 +130,20 @@ class _Initialiser:
                 if not to_come[b]:
                     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
+    def _hold_place(self, parameter: nn.Parameter, bound: BoundParameter) -> None:
+        """Put a parameter without elements in the places of one whose values come later; until then they are zero."""
+        empty = nn.Parameter(
+            torch.empty(0, dtype=parameter.dtype, device=self.device), requires_grad=parameter.requires_grad
+        )
+        vars(empty).update(vars(parameter))
+        for info in bound.infos:
+            info.module._parameters[info.param_name] = empty
+
     def _has_to_be_made(self, child: nn.Module) -> bool:
         """Whether tensors of `child` are on the meta device; for a user's function also those of modules inside it."""
         inside = [child] if self.function is None else _own_modules(child, self.ignored)
-        return any(tensor.is_meta for each in inside for tensor in _tensors(each, self.ignored))
+        tensors = (tensor for each in inside for tensor in _tensors(each, self.ignored))
+        return any(tensor.is_meta and tensor not in self.later for tensor in tensors)
 
     def _make(self, child: nn.Module) -> None:
         try:

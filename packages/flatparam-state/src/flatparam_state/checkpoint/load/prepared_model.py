@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 from torch import Tensor, nn
 
+from flatparam_state.checkpoint.averages_of import UPDATES, tensors_of
 from flatparam_state.checkpoint.load.elements import read_part
 from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.files import CheckpointError, join_path, split_path
 
-__all__ = ["PreparedModel", "prepare_model"]
+if TYPE_CHECKING:
+    from flatparam_state.averages import ShardedEMA
+
+__all__ = ["PreparedAverages", "PreparedModel", "prepare_averages", "prepare_model"]
 
 _SHOWN = 5
 
@@ -37,17 +41,90 @@ class PreparedModel:
             tensor.put(staged)
 
 
+@final
+@attrs.frozen(eq=False)
+class PreparedAverages:
+    """New values for the averages of a model, and the number of their updates."""
+
+    averages: ShardedEMA
+    tensors: PreparedModel
+    updates: int
+
+    def install(self) -> None:
+        """Give the new values to the averages."""
+        self.tensors.install()
+        self.averages.updates = self.updates
+
+
 def prepare_model(
     reader: CheckpointReader, model: nn.Module, *, strict: bool, convert_dtype: bool
 ) -> PreparedModel:
-    """Read what this rank has of `model`.
+    """Read what this rank has of `model`, extra states included; see `prepare_tensors`."""
+    modules, extra = dict(extra_state_modules(model)), reader.manifest.values.get("model", {})
+    states = [(module, extra[name]) for name, module in modules.items() if name in extra]
+    prepared = prepare_tensors(
+        reader,
+        model,
+        ("model",),
+        strict=strict,
+        convert_dtype=convert_dtype,
+        missing=[name for name in modules if name not in extra],
+        unexpected=[name for name in extra if name not in modules],
+    )
+    extra_states = [(module, reader.decode(state)) for module, state in states]
+    return attrs.evolve(prepared, extra_states=extra_states)
+
+
+def prepare_averages(
+    reader: CheckpointReader, averages: ShardedEMA, at: tuple[str, ...], *, strict: bool, convert_dtype: bool
+) -> PreparedAverages | None:
+    """Read what this rank has of the averages that were saved under the keys `at`; None, if not `strict`, without them.
+
+    Raises:
+        CheckpointError: see `prepare_tensors`; also if there are none.
+    """
+    tree: Any = reader.manifest.values
+    for key in (*at, UPDATES):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    if type(tree) is not int:
+        if not strict:
+            return None
+        raise CheckpointError(
+            f"{reader.path} has no averages at {join_path(at)!r}",
+            path=reader.path,
+            hint="load without them, or with strict=False: then they are begun anew by the next update()",
+        )
+    prepared = averages.in_place(
+        lambda: prepare_tensors(
+            reader, averages.model, tensors_of(at), strict=strict, convert_dtype=convert_dtype
+        )
+    )
+    return PreparedAverages(averages, prepared, tree)
+
+
+def prepare_tensors(
+    reader: CheckpointReader,
+    model: nn.Module,
+    at: tuple[str, ...],
+    *,
+    strict: bool,
+    convert_dtype: bool,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+) -> PreparedModel:
+    """Read what this rank has of the tensors of `model`, which were saved under the keys `at`.
+
+    Args:
+        missing: names that the checkpoint lacks, as is known already.
+        unexpected: names that the model lacks, as is known already.
 
     Raises:
         CheckpointError: if names, shapes or dtypes do not fit, naming them; if bytes are not what was written.
     """
-    wanted, used, missing, problems = [], set(), [], []
+    wanted, used, problems = [], set(), []
+    missing, unexpected = [*missing], [*unexpected]
     for tensor in model_tensors(model):
-        found = _paths(reader, tensor)
+        found = _paths(reader, tensor, at)
         used.update(found)
         if not found:
             missing.append(tensor.name)
@@ -56,10 +133,7 @@ def prepare_model(
         if problem:
             problems.append(problem)
         wanted.append((tensor, found[0]))
-    modules, extra = dict(extra_state_modules(model)), reader.manifest.values.get("model", {})
-    missing += [name for name in modules if name not in extra]
-    unexpected = [split_path(path)[1] for path in reader.tensors if _is_of_model(path) and path not in used]
-    unexpected += [name for name in extra if name not in modules]
+    unexpected += [split_path(path)[-1] for path in reader.tensors if _is_at(path, at) and path not in used]
     if strict and missing:
         problems.append(f"the checkpoint lacks {_some(missing)}")
     if strict and unexpected:
@@ -74,13 +148,12 @@ def prepare_model(
         (tensor, read_part(reader, path, tensor.stride, tensor.span, tensor.info.dtype))
         for tensor, path in wanted
     ]
-    states = [(module, reader.decode(extra[name])) for name, module in modules.items() if name in extra]
-    return PreparedModel(tensors, states, tuple(missing), tuple(unexpected))
+    return PreparedModel(tensors, [], tuple(missing), tuple(unexpected))
 
 
-def _is_of_model(path: str) -> bool:
+def _is_at(path: str, at: tuple[str, ...]) -> bool:
     parts = split_path(path)
-    return parts[0] == "model" and len(parts) == 2
+    return parts[:-1] == at
 
 
 def _some(names: Sequence[str]) -> str:
@@ -88,10 +161,10 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def _paths(reader: CheckpointReader, tensor: ModelTensor) -> list[str]:
+def _paths(reader: CheckpointReader, tensor: ModelTensor, at: tuple[str, ...]) -> list[str]:
     """The paths at which the checkpoint has `tensor`, under any of its names or theirs."""
     manifest = reader.manifest
-    paths = [join_path(("model", name)) for name in tensor.names]
+    paths = [join_path((*at, name)) for name in tensor.names]
     found = [manifest.aliases.get(path, path) for path in paths]
     return list(dict.fromkeys(path for path in found if path in manifest.tensors))
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
-import torch
-from torch import nn
 
 from flatparam_runtime import Collectives
-from flatparam_state.checkpoint.load.prepared_model import PreparedModel, prepare_model
+from flatparam_state.checkpoint.load.prepared_model import (
+    PreparedAverages,
+    PreparedModel,
+    prepare_averages,
+    prepare_model,
+)
 from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
 from flatparam_state.checkpoint.manifest import MANIFEST, Manifest
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, agree, attempt, read_manifest
 from flatparam_state.checkpoint.reader import CheckpointReader, deletion_of, what_it_says
+from flatparam_state.checkpoint.save import Subject
 from flatparam_state.files import CheckpointError
 
 __all__ = ["Loaded", "load_checkpoint"]
@@ -69,14 +72,14 @@ class _Prepared:
 
     model: PreparedModel | None
     optimizers: list[PreparedOptimizer]
+    averages: list[PreparedAverages]
     loaded: Loaded
 
 
 def load_checkpoint(
     directory: CheckpointDirectory,
     ranks: Collectives,
-    model: nn.Module | None,
-    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
+    subject: Subject,
     *,
     step: int | None,
     strict: bool,
@@ -90,7 +93,7 @@ def load_checkpoint(
             return None
         try:
             prepared = _prepare_everywhere(
-                directory, ranks, place, model, optimizers, strict, convert_dtype, other_states
+                directory, ranks, place, subject, strict, convert_dtype, other_states
             )
         except CheckpointError as error:
             # Rank 0 has chosen it; a different rank may not see the directory at all.
@@ -106,6 +109,8 @@ def load_checkpoint(
         optimizer.install()
     if prepared.model is not None:
         prepared.model.install()
+    for averages in prepared.averages:
+        averages.install()
     return prepared.loaded
 
 
@@ -113,8 +118,7 @@ def _prepare_everywhere(
     directory: CheckpointDirectory,
     ranks: Collectives,
     place: tuple[Path, str],
-    model: nn.Module | None,
-    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
+    subject: Subject,
     strict: bool,
     convert_dtype: bool,
     other_states: bool,
@@ -135,7 +139,7 @@ def _prepare_everywhere(
         for rank, file in enumerate(manifest.files):
             _check_presence(directory, path / file.name, file.nbytes, rank)
         with CheckpointReader(path, manifest) as reader:
-            return _prepare(reader, ranks, model, optimizers, strict, convert_dtype, other_states)
+            return _prepare(reader, ranks, subject, strict, convert_dtype, other_states)
 
     attempted = attempt(prepare, ranks.rank)
     agree(ranks, attempted, label="load a checkpoint")
@@ -165,20 +169,24 @@ def _agree_on_place(
 def _prepare(
     reader: CheckpointReader,
     ranks: Collectives,
-    model: nn.Module | None,
-    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer],
+    subject: Subject,
     strict: bool,
     convert_dtype: bool,
     other_states: bool,
 ) -> _Prepared:
-    prepared_model, prepared_optimizers = None, []
+    model, prepared_model, prepared_optimizers, prepared_averages = subject.model, None, [], []
     if model is not None:
         bring_to_rest(model)
         prepared_model = prepare_model(reader, model, strict=strict, convert_dtype=convert_dtype)
         prepared_optimizers = [
             prepare_optimizer(reader, model, each, at, other_states=other_states)
-            for at, each in optimizers.items()
+            for at, each in subject.optimizers.items()
         ]
+        found = [
+            prepare_averages(reader, each, at, strict=strict, convert_dtype=convert_dtype)
+            for at, each in subject.averages.items()
+        ]
+        prepared_averages = [each for each in found if each is not None]
     manifest = reader.manifest
     extra = reader.decode(manifest.values.get("extra"))
     mine = _rank_extra(reader, manifest, ranks.rank) if manifest.world_size == ranks.size else None
@@ -193,7 +201,7 @@ def _prepare(
         prepared_model.unexpected if prepared_model else (),
         reader.path,
     )
-    return _Prepared(prepared_model, prepared_optimizers, loaded)
+    return _Prepared(prepared_model, prepared_optimizers, prepared_averages, loaded)
 
 
 def _rank_extra(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:

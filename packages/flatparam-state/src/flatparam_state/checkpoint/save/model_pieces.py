@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import Span
+from flatparam_state.checkpoint.averages_of import UPDATES, tensors_of
 from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_on_demand
 from flatparam_state.files import TensorInfo, join_path
 from flatparam_state.places import Place
 
-__all__ = ["add_model", "record_of", "share_of"]
+if TYPE_CHECKING:
+    from flatparam_state.averages import ShardedEMA
+
+__all__ = ["add_averages", "add_model", "record_of", "share_of"]
 
 
 def share_of(span: Span, place: Place) -> Span:
@@ -35,8 +40,22 @@ def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRe
 
 def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
     """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
+    _add_tensors(model, ("model",), rank, contribution)
+    if rank == 0:
+        for name, module in extra_state_modules(model):
+            contribution.add_values(("model", name), module.get_extra_state())
+
+
+def add_averages(averages: ShardedEMA, at: tuple[str, ...], rank: int, contribution: Contribution) -> None:
+    """Add what `rank` saves of `averages`, under the keys `at`: of each as much as of the tensor that it is of."""
+    averages.in_place(lambda: _add_tensors(averages.model, tensors_of(at), rank, contribution))
+    if rank == 0:
+        contribution.add_values((*at, UPDATES), averages.updates)
+
+
+def _add_tensors(model: nn.Module, at: tuple[str, ...], rank: int, contribution: Contribution) -> None:
     for tensor in model_tensors(model):
-        path = join_path(("model", tensor.name))
+        path = join_path((*at, tensor.name))
         if tensor.place is not None:
             share = share_of(tensor.span, tensor.place)
             part = tensor.local[share.relative_to(tensor.span.start).as_slice()]
@@ -45,10 +64,7 @@ def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
             chunks = row_major_on_demand(tensor.local)
             contribution.pieces.append(OwnedPiece(path, record_of(tensor), tensor.span, chunks))
         for alias in tensor.names[1:]:
-            contribution.aliases[join_path(("model", alias))] = path
-    if rank == 0:
-        for name, module in extra_state_modules(model):
-            contribution.add_values(("model", name), module.get_extra_state())
+            contribution.aliases[join_path((*at, alias))] = path
 
 
 def _give(part: Tensor) -> Callable[[], tuple[Tensor, ...]]:

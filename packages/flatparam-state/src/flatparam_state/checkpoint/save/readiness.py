@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import attrs
 import torch
 
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.save.contribution import Contribution
-from flatparam_state.checkpoint.save.model_pieces import add_model
+from flatparam_state.checkpoint.save.model_pieces import add_averages, add_model
 from flatparam_state.checkpoint.save.optimizer_pieces import add_optimizer
 from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in
+
+if TYPE_CHECKING:
+    from flatparam_state.averages import ShardedEMA
 
 __all__ = ["Inventories", "Subject", "check_optimizers", "check_space", "check_steps"]
 
@@ -26,11 +29,12 @@ Inventories: TypeAlias = Mapping[tuple[str, ...], Inventory]
 @final
 @attrs.frozen(eq=False)
 class Subject:
-    """The model and the optimizers that a program saves, and the rank that saves its part of them."""
+    """The model, the optimizers and the averages that a program saves, and the rank that saves its part of them."""
 
     model: torch.nn.Module | None
     optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer]
     rank: int
+    averages: Mapping[tuple[str, ...], ShardedEMA] = attrs.field(factory=dict)
 
     def contribute(self, contribution: Contribution, extra: Any, rank_extra: Any) -> Inventories:
         """Add all that this rank saves; returns what each of its optimizers holds."""
@@ -40,6 +44,8 @@ class Subject:
             add_model(self.model, self.rank, contribution)
             for at, optimizer in self.optimizers.items():
                 inventories[at] = add_optimizer(self.model, optimizer, at, self.rank, contribution)
+            for at, averages in self.averages.items():
+                add_averages(averages, at, self.rank, contribution)
         if self.rank == 0:
             contribution.add_values(("extra",), extra)
         if rank_extra is not None:

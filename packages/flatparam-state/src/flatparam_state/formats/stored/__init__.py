@@ -14,6 +14,7 @@ from flatparam_state.formats.stored.tensors import (
 )
 from flatparam_state.formats.stored.whole_sources import (
     StoredSource,
+    averages_as_model,
     cast_model,
     select,
     stored_source,
@@ -29,6 +30,7 @@ __all__ = [
     "StoredSource",
     "StridedTensor",
     "arranged",
+    "averages_as_model",
     "cast_model",
     "read_boxes",
     "row_major",

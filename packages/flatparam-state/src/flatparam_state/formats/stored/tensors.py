@@ -133,6 +133,29 @@ class StridedTensor(Stored):
                 for chunk in read_boxes(self.info, span, lambda box, out: self._read_box(file, box, out)):
                     yield self._resolved(chunk)
 
+    def read_into(self, span: Span, out: Tensor) -> Iterator[int]:
+        """Read the elements `span` into `out` itself, without a copy; yields the bytes of each piece that is there.
+
+        Args:
+            out: 1-D, contiguous, on the CPU, of as many elements and of a dtype that `can_fill` admits.
+        """
+        target, itemsize = out.view(torch.uint8).numpy(), self.info.dtype.itemsize
+        with ByteFile(self.storage.file) as file:
+            self.storage.check(file)
+            for piece in chunk_spans(span, itemsize):
+                start, nbytes = (
+                    self.storage.start + (self.offset + piece.start) * itemsize,
+                    piece.numel * itemsize,
+                )
+                at = (piece.start - span.start) * itemsize
+                file.read_into(start, nbytes, target[at : at + nbytes].data)
+                yield nbytes
+
+    def can_fill(self, out: Tensor) -> bool:
+        """Whether the bytes of the file are, one after the other, those of the elements that `out` is to have."""
+        is_plain = self._is_contiguous() and not (self.conjugated or self.negated)
+        return is_plain and out.is_cpu and out.dtype == self.info.dtype and out.is_contiguous()
+
     def read_box(self, box: Box, out: Tensor) -> None:
         """Read the elements of a box into `out`, of the sizes of the box, without the flags.
 

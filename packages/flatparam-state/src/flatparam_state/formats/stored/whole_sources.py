@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.files import CheckpointError, Source, TensorInfo, chunk_spans, split_path
+from flatparam_state.files import CheckpointError, Source, TensorInfo, chunk_spans, join_path, split_path
 from flatparam_state.formats.stored.tensors import Storage, Stored, read_boxes
 
-__all__ = ["StoredSource", "cast_model", "select", "stored_source", "tree_of", "watch"]
+__all__ = ["StoredSource", "averages_as_model", "cast_model", "select", "stored_source", "tree_of", "watch"]
 
 
 @final
@@ -117,6 +117,32 @@ def select(source: Source, parts: Sequence[str]) -> StoredSource:
         stored={path: each for path, each in whole.stored.items() if split_path(path)[0] in parts},
         values={part: value for part, value in whole.values.items() if part in parts},
     )
+
+
+def averages_as_model(source: Source, name: str = "") -> StoredSource:
+    """The averages of a model that a checkpoint of ours has, as if they were the model, without everything else.
+
+    Args:
+        name: of these averages, if there are several by name.
+
+    Raises:
+        CheckpointError: if there are none.
+    """
+    at = ("averages", name, "model") if name else ("averages", "model")
+    whole = stored_source(source)
+    parts = {path: split_path(path) for path in whole.stored}
+    stored = {join_path(("model", p[-1])): whole.stored[path] for path, p in parts.items() if p[:-1] == at}
+    if not stored:
+        known = sorted({p[1] for p in parts.values() if p[0] == "averages" and len(p) == 4})
+        raise CheckpointError(
+            f"the checkpoint has no averages {name!r}"
+            if name
+            else "the checkpoint has no averages without a name",
+            hint=f"it has those named {', '.join(map(repr, known))}"
+            if known
+            else "save them: Checkpointer(averages=)",
+        )
+    return attrs.evolve(whole, stored=stored, values={"model": {}})
 
 
 @final

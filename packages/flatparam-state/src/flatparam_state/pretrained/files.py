@@ -1,0 +1,86 @@
+"""The files of a model, with its tensors under the names that the model has for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeAlias, final
+
+import attrs
+from typing_extensions import Self
+
+from flatparam_state.files import CheckpointError, TensorInfo, split_path
+from flatparam_state.formats import open_source, select
+from flatparam_state.formats.stored import Stored, StoredSource, StridedTensor
+
+__all__ = ["Names", "PretrainedFiles"]
+
+Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
+"""From a tensor's name in the files to its name in the model; None, or an absent key of a mapping, keeps the name."""
+
+
+@final
+@attrs.frozen(eq=False)
+class PretrainedFiles:
+    """The tensors of a model in files, by their names in the model."""
+
+    path: Path
+    source: StoredSource
+    paths: Mapping[str, str]
+    """The path of each tensor in the source."""
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], names: Names | None = None) -> Self:
+        """Open safetensors (one file, several with an index), `pytorch_model.bin`, a directory of DCP or one of ours.
+
+        Only headers are read. Checksums of `torch.save` are not compared later, because every rank would have to read
+        all bytes of a tensor for that.
+
+        Args:
+            names: what the tensors are called in the model, if not as in the files.
+
+        Raises:
+            CheckpointError: if there is nothing that is known, something damaged, or two tensors with one name.
+        """
+        source = select(open_source(path), ["model"]).map_tensors(lambda _, stored: _unchecked(stored))
+        if not source.tensors:
+            raise CheckpointError(f"{path} has no tensors of a model", path=Path(path), hint="check the path")
+        paths: dict[str, str] = {}
+        for each in source.tensors:
+            name = _renamed(".".join(split_path(each)[1:]), names)
+            if name in paths:
+                raise CheckpointError(
+                    f"{path}: the names of {paths[name]!r} and of {each!r} both become {name!r}",
+                    path=Path(path),
+                    fqn=name,
+                )
+            paths[name] = each
+        return cls(Path(path), source, paths)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors; of tied ones, once if the format tells."""
+        aliases = self.source.aliases()
+        return sum(info.nbytes for path, info in self.source.tensors.items() if path not in aliases)
+
+    def info(self, name: str) -> TensorInfo:
+        """The shape and dtype of the tensor that the model calls `name`."""
+        return self.source.tensors[self.paths[name]]
+
+    def found(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that are there."""
+        return [name for name in names if name in self.paths]
+
+
+def _renamed(name: str, names: Names | None) -> str:
+    if names is None:
+        return name
+    renamed = names(name) if callable(names) else names.get(name)
+    return name if renamed is None else renamed
+
+
+def _unchecked(stored: Stored) -> Stored:
+    if isinstance(stored, StridedTensor) and stored.storage.crc:
+        return attrs.evolve(stored, storage=attrs.evolve(stored.storage, crc=0))
+    return stored

@@ -1,0 +1,154 @@
+"""The values of a sharded model from files, each rank its own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from flatparam_runtime import Collectives, Span, Topology
+from flatparam_state.checkpoint.model_tensors import ModelTensor, bring_to_rest, model_tensors
+from flatparam_state.files import CheckpointError
+from flatparam_state.formats.stored import StridedTensor
+from flatparam_state.pretrained.files import PretrainedFiles
+
+__all__ = ["read_pretrained"]
+
+
+def _nothing(done: int) -> None:
+    """Observe nothing."""
+
+
+@torch.no_grad()
+def read_pretrained(
+    model: nn.Module,
+    files: PretrainedFiles,
+    topology: Topology,
+    *,
+    observe: Callable[[int], object] = _nothing,
+) -> int:
+    """Read what `files` have of `model`, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
+
+    A rank reads the elements of its shards. Ranks that hold copies of a shard read a part each, and send it to each
+    other. What is whole on every rank is read by the first one, and sent. Memory: one tensor at a time, at most.
+
+    Args:
+        topology: the ranks of the model.
+        observe: called with the bytes of each piece that this rank has read.
+
+    Returns:
+        The bytes that this rank has read of the tensors.
+
+    Raises:
+        CheckpointError: on every rank, if one could not read; the values of the model are of no use then.
+    """
+    bring_to_rest(model)
+    reading = _RankReading(files, topology, observe)
+    for tensor in model_tensors(model):
+        found = files.found(tensor.names)
+        if found and tensor.info.numel:
+            reading.fill(tensor, found[0])
+    reading.agree()
+    return reading.nbytes
+
+
+@final
+@attrs.define(eq=False)
+class _RankReading:
+    """The reading of one rank. It goes on with its part in collectives after an error, which is told at the end."""
+
+    files: PretrainedFiles
+    topology: Topology
+    observe: Callable[[int], object]
+    nbytes: int = 0
+    error: Exception | None = None
+
+    def fill(self, tensor: ModelTensor, name: str) -> None:
+        """Read `tensor`, which the files have under `name`."""
+        if tensor.place is None:
+            self._fill_whole(tensor, name)
+            return
+        replicate = tensor.place.unit.topology.replicate
+        if replicate is None or replicate.size == 1:
+            self._read(name, tensor, tensor.span, tensor.local)
+        elif tensor.span:
+            self._fill_shared(tensor, name, replicate)
+
+    def _fill_shared(self, tensor: ModelTensor, name: str, replicate: Collectives) -> None:
+        """Read this rank's part of what several ranks hold, and get theirs."""
+        numel, each = tensor.span.numel, -(-tensor.span.numel // replicate.size)
+        start, stop = (min(numel, each * rank) for rank in (replicate.rank, replicate.rank + 1))
+        full = tensor.local.new_zeros(each * replicate.size)
+        own = full[replicate.rank * each :][:each]
+        mine = Span(tensor.span.start + start, tensor.span.start + stop)
+        self._read(name, tensor, mine, own[: stop - start])
+        replicate.all_gather(full, own, label=f"load {name}").wait()
+        tensor.local.copy_(full[:numel])
+
+    def _fill_whole(self, tensor: ModelTensor, name: str) -> None:
+        """Read on the first rank what every rank has whole, and send it to the others."""
+        groups = [each for each in (self.topology.replicate, self.topology.shard) if each is not None]
+        whole = tensor.local.new_empty(tensor.info.numel)
+        if all(group.rank == 0 for group in groups):
+            self._read(name, tensor, Span(0, tensor.info.numel), whole)
+        for group in groups:
+            if group.size > 1:
+                group.broadcast(whole, root=0, label=f"load {name}").wait()
+        tensor.put(whole)
+
+    def _read(self, name: str, tensor: ModelTensor, span: Span, target: Tensor) -> None:
+        """Fill `target` with the elements `span`; after an error, here or before, leave it."""
+        if self.error is not None or not span:
+            return
+        stored = self.files.source.stored[self.files.paths[name]]
+        is_row_major = tensor.place is None or tensor.stride is None
+        try:
+            if is_row_major and isinstance(stored, StridedTensor) and stored.can_fill(target):
+                for nbytes in stored.read_into(span, target):
+                    self._count(nbytes)
+                return
+            at = 0
+            for chunk in self._chunks(name, span, None if is_row_major else tensor.stride):
+                target[at : at + chunk.numel()].copy_(chunk)
+                at += chunk.numel()
+        except (CheckpointError, OSError, RuntimeError) as error:
+            self.error = error
+
+    def _chunks(self, name: str, span: Span, stride: tuple[int, ...] | None) -> Iterator[Tensor]:
+        """The elements `span` in the memory order of `stride`; if that is not row-major, the tensor is read whole."""
+        path, info = self.files.paths[name], self.files.info(name)
+        if stride is None:
+            yield from self._counted(path, span)
+            return
+        full = torch.cat(list(self._counted(path, Span(0, info.numel)))).view(info.shape)
+        ordered = torch.empty_strided(info.shape, stride, dtype=full.dtype, device="cpu").copy_(full)
+        yield ordered.as_strided((full.numel(),), (1,))[span.as_slice()]
+
+    def _counted(self, path: str, span: Span) -> Iterator[Tensor]:
+        for chunk in self.files.source.read(path, span):
+            yield chunk
+            self._count(chunk.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.observe(nbytes)
+
+    def agree(self) -> None:
+        """Raise the error of the first rank that has one, on every rank.
+
+        Raises:
+            CheckpointError: naming the rank.
+        """
+        said = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        told = self.topology.exchange(said, label="load pretrained")
+        for rank, text in enumerate(told):
+            if text:
+                raise CheckpointError(
+                    f"rank {rank}: {text}",
+                    rank=rank,
+                    path=self.files.path,
+                    hint="the model has no values of use now",
+                ) from self.error

@@ -1,0 +1,1 @@
+"""Models that begin with the weights of somebody else."""

@@ -1,0 +1,256 @@
+"""`load_pretrained`: a model that is sharded before it has values, and whose ranks read their own bytes of files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, final, overload
+
+import attrs
+import torch
+from torch import nn
+
+from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+from flatparam.pretrained.making import cast_parameters, hollow, materialise, unknown_buffers
+from flatparam.sharding.deferred_init import ValuesLater
+from flatparam_comm import Topology, resolve_topology
+from flatparam_runtime import units_in
+from flatparam_state import CheckpointError, Fit, Names, PretrainedFiles, fit, read_pretrained
+
+__all__ = ["PretrainedReport", "load_pretrained"]
+
+_SHOWN = 10
+
+
+@final
+@attrs.frozen
+class PretrainedReport:
+    """What was loaded, as `from_pretrained(output_loading_info=True)` of transformers tells it, and what was read."""
+
+    missing_keys: tuple[str, ...]
+    """Parameters and buffers that the files lack, which have the values that their modules begin with."""
+    unexpected_keys: tuple[str, ...]
+    """Names in the files that the model lacks, which were not read."""
+    tied_keys: dict[str, str]
+    """The names of tied parameters that the files lack, and the name under which they have them."""
+    nbytes: int
+    """The bytes of the tensors in the files."""
+    nbytes_read: int
+    """The bytes of tensors that this rank has read."""
+
+
+@overload
+def load_pretrained(
+    model: nn.Module | Callable[[], nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    mapping: Names | None = ...,
+    dtype: torch.dtype | None = ...,
+    strict: bool = ...,
+    progress: bool | None = ...,
+    output_loading_info: Literal[False] = ...,
+    **arguments: Any,
+) -> nn.Module: ...
+@overload
+def load_pretrained(
+    model: nn.Module | Callable[[], nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    mapping: Names | None = ...,
+    dtype: torch.dtype | None = ...,
+    strict: bool = ...,
+    progress: bool | None = ...,
+    output_loading_info: Literal[True],
+    **arguments: Any,
+) -> tuple[nn.Module, PretrainedReport]: ...
+def load_pretrained(
+    model: nn.Module | Callable[[], nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    mapping: Names | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+    progress: bool | None = None,
+    output_loading_info: bool = False,
+    **arguments: Any,
+) -> nn.Module | tuple[nn.Module, PretrainedReport]:
+    """Shard a model and give it the values in files; every rank calls it, and reads its own part of each tensor.
+
+    All ranks together read each byte once; ranks that hold copies of a shard read a part each. A rank holds its shards
+    and one tensor at most. Names, shapes and dtypes are compared on every rank before anything is made. Values are cast
+    to the dtype of their parameter while they are read.
+
+    Args:
+        model: a function without arguments that makes the model (best: its buffers have values then), or a model on
+            the meta device, or one that is sharded already, in whichever way, whose values are replaced.
+        path: a safetensors file, a folder with one or with several and an index, `pytorch_model.bin` (one or several),
+            a directory of `torch.distributed.checkpoint`, or of a `Checkpointer`.
+        mapping: what tensors are called in the model, by their name in the files: a mapping, for those whose name
+            differs, or a function, which returns None for a name that stays.
+        dtype: for the floating-point parameters; by default those that the model gives them.
+        strict: refuse files that lack a tensor of the model, or have others. Otherwise what is missing gets the values
+            that `param_init_fn` or `reset_parameters()` gives it; the first rank warns of both.
+        progress: show a bar on the first rank; by default if stderr is a terminal. It takes `tqdm`.
+        output_loading_info: return a report too.
+        arguments: those of `FullyShardedDataParallel`; none for a model that is sharded already.
+
+    Returns:
+        The sharded model; with `output_loading_info` also a `PretrainedReport`.
+
+    Raises:
+        CheckpointError: on every rank, if the files are damaged or do not fit on one, naming rank and tensors.
+        ValueError: for arguments that do not fit each other, or buffers that nothing gives values.
+    """
+    _check_arguments(model, dtype, arguments)
+    made = model if isinstance(model, nn.Module) else hollow(model)
+    if dtype is not None:
+        cast_parameters(made, dtype)
+    topology = _topology(made, arguments)
+    if isinstance(arguments.get("process_group"), str):
+        # A name makes a group each time that it is resolved.
+        arguments["process_group"] = topology
+    files, found = _compared(made, path, mapping, strict, topology)
+    if not units_in(made):
+        made = _sharded(made, files, found, arguments)
+    is_first = topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)
+    with _bar(progress, files, is_first, topology) as observe:
+        nbytes_read = read_pretrained(made, files, topology, observe=observe)
+    if is_first:
+        _warn(files, found)
+    if not output_loading_info:
+        return made
+    return made, PretrainedReport(
+        found.missing, found.unexpected, dict(found.tied), files.nbytes, nbytes_read
+    )
+
+
+def _check_arguments(model: Any, dtype: torch.dtype | None, arguments: dict[str, Any]) -> None:
+    """Check what can be checked without the files.
+
+    Raises:
+        TypeError: for something that is neither a module nor a function.
+        ValueError: for arguments that do not fit each other.
+    """
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise TypeError(f"load_pretrained: expected a module, or a function that makes one, found {model!r}")
+    is_sharded = isinstance(model, nn.Module) and bool(units_in(model))
+    if is_sharded and (arguments or dtype is not None):
+        named = [*arguments, *(["dtype"] if dtype is not None else [])]
+        raise ValueError(
+            f"load_pretrained: this {type(model).__name__} is sharded already, so {', '.join(named)} would have no "
+            "effect; leave them out"
+        )
+    if arguments.get("sync_module_states"):
+        raise ValueError(
+            "load_pretrained: sync_module_states sends rank 0's values, and here each rank reads its own; leave it out"
+        )
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"load_pretrained: expected a floating-point dtype, found {dtype}")
+
+
+def _topology(model: nn.Module, arguments: dict[str, Any]) -> Topology:
+    units = units_in(model)
+    if units:
+        return units[0].topology
+    chosen = arguments.get("device_mesh")
+    return resolve_topology(arguments.get("process_group") if chosen is None else chosen)
+
+
+def _compared(
+    model: nn.Module, path: str | os.PathLike[str], mapping: Names | None, strict: bool, topology: Topology
+) -> tuple[PretrainedFiles, Fit]:
+    """The files, and how they fit; if that fails on a rank, no rank has changed anything.
+
+    Raises:
+        CheckpointError: on every rank, naming the first that has failed, and what does not fit.
+    """
+    said, cause, result, facts = "", None, None, 0
+    try:
+        files = PretrainedFiles.open(path, mapping)
+        found = fit(model, files)
+        said = _refusal(model, files, found, strict)
+        facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
+        result = files, found
+    except (CheckpointError, OSError) as error:
+        said, cause = f"{type(error).__name__}: {error}", error
+    told = topology.exchange((said, facts), label="compare files")
+    for rank, (text, theirs) in enumerate(told):
+        if not text and theirs != told[0][1]:
+            text = f"{os.fspath(path)} has other names, shapes or dtypes of tensors than on rank 0"
+        if text:
+            raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=str(path)) from cause
+    assert result is not None, "nobody has failed"
+    return result
+
+
+def _refusal(model: nn.Module, files: PretrainedFiles, found: Fit, strict: bool) -> str:
+    problems = list(found.mismatched[:_SHOWN])
+    if strict and found.missing:
+        problems.append(f"the files lack {_some(found.missing)}")
+    if strict and found.unexpected:
+        problems.append(f"the model lacks {_some(found.unexpected)}")
+    if len(found.unexpected) == len(files.paths):
+        problems.append(f"no name is the model's: {_some(found.unexpected)}; pass mapping=")
+    unknown = [] if problems else unknown_buffers(model, files.paths)
+    if unknown:
+        problems.append(
+            f"the buffers {_some(unknown)} are on the meta device, and nothing gives them values; pass the function "
+            "that makes the model, not a model, so that they are computed"
+        )
+    return f"{files.path} does not fit the {type(model).__name__}: {'; '.join(problems)}" if problems else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _sharded(
+    model: nn.Module, files: PretrainedFiles, found: Fit, arguments: dict[str, Any]
+) -> FullyShardedDataParallel:
+    known = {*files.paths, *found.tied}
+    later = [p for name, p in model.named_parameters(remove_duplicate=False) if name in known and p.is_meta]
+    initialise = ValuesLater(frozenset(map(id, later)), later, arguments.get("param_init_fn"))
+    device = torch.device("cpu") if torch.get_default_device().type == "meta" else torch.get_default_device()
+    materialise(model, device, known)
+    wrapped = FullyShardedDataParallel(model, **{**arguments, "param_init_fn": initialise})
+    materialise(wrapped, wrapped.compute_device)
+    return wrapped
+
+
+@contextlib.contextmanager
+def _bar(
+    asked: bool | None, files: PretrainedFiles, is_first: bool, topology: Topology
+) -> Iterator[Callable[[int], object]]:
+    """Show a bar over the bytes that the first rank reads."""
+    shows = sys.stderr.isatty() if asked is None else asked
+    if not (shows and is_first) or importlib.util.find_spec("tqdm") is None:
+        yield lambda done: None
+        return
+    # Imported only if a bar is shown.
+    from tqdm import tqdm
+
+    with tqdm(
+        total=files.nbytes // topology.data_parallel_size,
+        desc=f"load {files.path.name}",
+        unit="B",
+        unit_scale=True,
+    ) as bar:
+        yield bar.update
+
+
+def _warn(files: PretrainedFiles, found: Fit) -> None:
+    if found.missing:
+        warnings.warn(
+            f"{files.path} lacks {_some(found.missing)}: they begin anew, so train them before they are used",
+            stacklevel=3,
+        )
+    if found.unexpected:
+        warnings.warn(
+            f"{files.path} has {_some(found.unexpected)}, which the model lacks: not read", stacklevel=3
+        )

@@ -1,0 +1,94 @@
+"""A model without values: parameters on the meta device, buffers as the model computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["cast_parameters", "hollow", "materialise", "unknown_buffers"]
+
+
+def hollow(factory: Callable[[], nn.Module]) -> nn.Module:
+    """What `factory()` returns, with each parameter moved to the meta device as soon as a module registers it.
+
+    So initialisation computes nothing, and buffers (rotary caches, masks) have the values that the model gives them.
+    """
+    made = WeakIdKeyDictionary()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        if parameter not in made:
+            made[parameter] = _like(parameter, torch.device("meta"))
+        replaced: nn.Parameter = made[parameter]
+        return replaced
+
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return one
+    try:
+        return factory()
+    finally:
+        hook.remove()
+
+
+def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter on `device` without values, with the attributes that were set on `parameter`."""
+    data = torch.empty_like(parameter.detach(), device=device)
+    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    return other
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the floating-point parameters of `model`, which have no values yet, a different dtype."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def unknown_buffers(model: nn.Module, known: Collection[str]) -> list[str]:
+    """The buffers of `model` that have no values, and get none: neither from files nor from their modules."""
+    return [
+        name
+        for name, module, attribute in _buffers_on_meta(model)
+        if not _is_known(module, attribute, name, known)
+        and not callable(getattr(module, "reset_parameters", None))
+    ]
+
+
+def materialise(model: nn.Module, device: torch.device, known: Collection[str] | None = None) -> None:
+    """Give memory on `device` to what is left of `model` on the meta device, for values that files have.
+
+    Args:
+        known: only to persistent buffers of these names; by default to all parameters and buffers.
+    """
+    for name, module, attribute in list(_buffers_on_meta(model)):
+        if known is None or _is_known(module, attribute, name, known):
+            module._buffers[attribute] = torch.empty_like(_buffer(module, attribute), device=device)
+    if known is not None:
+        return
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[attribute] = made.setdefault(id(parameter), _like(parameter, device))
+
+
+def _is_known(module: nn.Module, attribute: str, name: str, known: Collection[str]) -> bool:
+    return name in known and attribute not in module._non_persistent_buffers_set
+
+
+def _buffers_on_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                yield f"{path}.{attribute}" if path else attribute, module, attribute
+
+
+def _buffer(module: nn.Module, attribute: str) -> Tensor:
+    buffer = module._buffers[attribute]
+    assert buffer is not None, "it was there just now"
+    return buffer

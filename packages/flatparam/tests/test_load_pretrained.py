@@ -1,0 +1,401 @@
+"""`flatparam.load_pretrained`: ranks read their own bytes of somebody's weights, in whatever files they are."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam import (
+    Checkpointer,
+    CheckpointError,
+    MixedPrecision,
+    PretrainedReport,
+    ShardingStrategy,
+    fully_shard,
+    load_pretrained,
+)
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives, SingleCollectives
+from flatparam_state import open_source, read_pretrained, write_dcp, write_hugging_face
+from flatparam_state.files import ByteFile
+
+from .models import Batch, Block, Transformer, mlp, seeded
+from .worlds import assert_same_state, node_groups, on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated:FutureWarning")
+
+LINEAR = ModuleWrapPolicy({nn.Linear})
+FORMATS = ["one file", "several files", "bin", "several bins", "dcp", "own"]
+
+
+class Rotary(nn.Module):
+    """A model with a cache that it computes when it is made, and that no file has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+        self.register_buffer("inv_freq", 1.0 / (10 ** (torch.arange(4) / 4)), persistent=False)
+        self.register_buffer("scale", torch.ones(3))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        # Column after column.
+        self.odd = nn.Parameter(torch.randn(5, 7).t())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.inv_freq.repeat(2) + self.odd.sum()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale.sum()
+
+
+def disturbed(make: Callable[[], nn.Module] = Rotary) -> nn.Module:
+    """A model with weights and buffers of somebody else."""
+    model = seeded(make, 3)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n == "scale")):
+            tensor.add_(torch.randn_like(tensor))
+    return model
+
+
+def written(model: nn.Module, kind: str, folder: Path) -> Path:
+    """The state of a model in files."""
+    bins = folder / "bins"
+    bins.mkdir()
+    torch.save(model.state_dict(), bins / "pytorch_model.bin")
+    if kind == "bin":
+        return bins
+    source = open_source(bins)
+    if kind == "one file":
+        write_hugging_face(source, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    if kind == "several files":
+        write_hugging_face(source, folder / "hf", max_shard_nbytes=200)
+        assert len(list((folder / "hf").glob("*.safetensors"))) > 2
+        return folder / "hf"
+    if kind == "several bins":
+        return several_bins(model, folder / "several")
+    if kind == "dcp":
+        write_dcp(source, folder / "dcp", world_size=2)
+        return folder / "dcp"
+    Checkpointer(folder / "own", model, ranks=SingleCollectives()).save(1)
+    return folder / "own"
+
+
+def several_bins(model: nn.Module, folder: Path) -> Path:
+    folder.mkdir()
+    entries = list(model.state_dict().items())
+    parts = {"pytorch_model-1.bin": entries[::2], "pytorch_model-2.bin": entries[1::2]}
+    weights = ", ".join(f'"{name}": "{file}"' for file, each in parts.items() for name, _ in each)
+    for file, each in parts.items():
+        torch.save({name: value.clone() for name, value in each}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(f'{{"weight_map": {{{weights}}}}}', encoding="utf-8")
+    return folder
+
+
+def same_values(found: Any, expected: Any) -> None:
+    """Assert the same names and bits; memory order does not count."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype, name
+
+
+@pytest.fixture
+def read_nbytes() -> Iterator[list[int]]:
+    """The sizes of everything that is read of files."""
+    sizes: list[int] = []
+    read = ByteFile.read_into
+
+    def counting(file: ByteFile, offset: int, nbytes: int, view: memoryview) -> None:
+        sizes.append(nbytes)
+        read(file, offset, nbytes, view)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteFile, "read_into", counting)
+        yield sizes
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats(kind: str, tmp_path: Path, use_orig_params: bool) -> None:
+    """From each format the model has the weights of the files, bit for bit, computed caches and tied parameters."""
+    expected = disturbed()
+    path = written(expected, kind, tmp_path)
+
+    def rank(world: Collectives) -> Any:
+        model = load_pretrained(
+            lambda: seeded(Rotary),
+            path,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+        )
+        assert isinstance(model, FSDP)
+        assert torch.equal(model.inv_freq, expected.inv_freq)
+        tokens = torch.tensor([[1, 2, 3]])
+        assert torch.equal(model(tokens), expected(tokens))
+        return model.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for state in on_ranks(2, rank):
+            same_values(state, expected.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("kind", ["several files", "bin"])
+def test_each_byte_is_read_once(
+    strategy: str, kind: str, tmp_path: Path, read_nbytes: list[int], use_orig_params: bool
+) -> None:
+    """All four ranks together read the bytes of the tensors once, also where ranks hold copies, and buffers too."""
+    path = written(disturbed(lambda: nn.Sequential(Batch(), mlp())), kind, tmp_path)
+
+    def opened(world: Collectives) -> None:
+        if world.rank == 0:
+            read_nbytes.clear()
+            open_source(path)
+        world.barrier()
+
+    on_ranks(4, opened)
+    headers = sum(read_nbytes)
+
+    def rank(world: Collectives) -> PretrainedReport:
+        if world.rank == 0:
+            read_nbytes.clear()
+        group = node_groups(world) if strategy == "HYBRID_SHARD" else None
+        return load_pretrained(
+            lambda: nn.Sequential(Batch(), mlp()),
+            path,
+            output_loading_info=True,
+            auto_wrap_policy=LINEAR,
+            process_group=group or world,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+        )[1]
+
+    reports = on_ranks(4, rank)
+    assert sum(report.nbytes_read for report in reports) == reports[0].nbytes
+    assert sum(read_nbytes) - 4 * headers == reports[0].nbytes
+    assert all(report.nbytes_read > 0 for report in reports)
+
+
+def peak_nbytes() -> int:
+    """The most memory that this process had since `clear_refs` was written."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    return int(found[1]) * 1024 if found else 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell")
+def test_memory(tmp_path: Path) -> None:
+    """The peak of both ranks together is their shards, and for each rank a tensor at most: never a whole model."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+
+    path = written(disturbed(make), "one file", tmp_path)
+    whole, largest = 4 * 4 * (2048 * 2048 + 2048), 4 * 2048 * 2048
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before = peak_nbytes()
+    models = on_ranks(2, lambda world: load_pretrained(make, path))
+    peak = peak_nbytes() - before
+    assert sum(parameter.nbytes for model in models for parameter in model.parameters()) == whole
+    assert peak < whole + 2 * largest
+
+
+def test_cast(tmp_path: Path) -> None:
+    """Values are cast to the parameters' dtype while they are read, to the bits of a cast afterwards."""
+    expected = disturbed(mlp)
+    path = written(expected, "one file", tmp_path)
+
+    def rank(world: Collectives) -> Any:
+        cast = load_pretrained(mlp, path, dtype=torch.bfloat16)
+        back = load_pretrained(
+            lambda: mlp().double(), path, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+        )
+        return cast.state_dict(), back.state_dict()
+
+    for cast, back in on_ranks(2, rank):
+        same_values(cast, expected.bfloat16().state_dict())
+        assert {value.dtype for value in back.values()} == {torch.float64}
+
+
+def test_names(tmp_path: Path) -> None:
+    """A function, or a mapping, says what the tensors of the files are called in the model."""
+    expected = disturbed(mlp)
+    path = written(nn.ModuleDict({"model": expected}), "one file", tmp_path)
+
+    def rank(world: Collectives) -> Any:
+        found = {name: name.removeprefix("model.") for name in expected_names}
+        by_mapping = load_pretrained(mlp, path, mapping=found, strict=True)
+        by_function = load_pretrained(
+            mlp, path, mapping=lambda name: name.removeprefix("model."), strict=True
+        )
+        same_values(by_mapping.state_dict(), by_function.state_dict())
+        with pytest.raises(CheckpointError, match="no name is the model's: 'model.*pass mapping="):
+            load_pretrained(mlp, path)
+        return by_mapping.state_dict()
+
+    expected_names = [f"model.{name}" for name in expected.state_dict()]
+    for state in on_ranks(2, rank):
+        same_values(state, expected.state_dict())
+
+
+def test_missing_and_unexpected(tmp_path: Path, use_orig_params: bool) -> None:
+    """What the files lack begins anew, what the model lacks is left out, and the first rank warns of both; or `strict`."""
+    state = disturbed(mlp).state_dict()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({**{n: v for n, v in state.items() if not n.startswith("4")}, "old": torch.ones(2)}, path)
+
+    def rank(world: Collectives) -> Any:
+        with pytest.raises(
+            CheckpointError, match=r"rank 0: .* files lack '4\.\w+', '4\.\w+'; the model lacks 'old'"
+        ):
+            load_pretrained(mlp, path, strict=True)
+        torch.manual_seed(7)
+        model, report = load_pretrained(
+            mlp, path, output_loading_info=True, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
+        )
+        return model.state_dict(), report
+
+    torch.manual_seed(7)
+    begun = nn.Linear(7, 1)
+    with pytest.warns(UserWarning, match="pytorch_model.bin") as caught:
+        results = on_ranks(2, rank)
+    told = [str(each.message) for each in caught]
+    assert ["begin anew" in each or "'old', which the model lacks" in each for each in told] == [True] * 2
+    for found, report in results:
+        same_values(found, {**state, "4.weight": begun.weight, "4.bias": begun.bias})
+        assert sorted(report.missing_keys) == ["4.bias", "4.weight"]
+        assert report.unexpected_keys == ("old",)
+
+
+def test_tied(tmp_path: Path) -> None:
+    """A tied parameter that the files have under one name is not missing; the report says where it came from."""
+    expected = disturbed(Transformer)
+    path = written(expected, "one file", tmp_path)
+
+    def rank(world: Collectives) -> None:
+        model, report = load_pretrained(Transformer, path, output_loading_info=True, strict=True)
+        assert report.tied_keys == {"head.weight": "embed.weight"}
+        assert report.missing_keys == ()
+        assert_same_state(model.state_dict(), expected.state_dict())
+
+    on_ranks(2, rank)
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    """Shapes and dtypes that differ are named on every rank before a model that was passed is touched."""
+    state = disturbed(mlp).state_dict()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({**state, "0.weight": torch.ones(3, 5), "2.bias": torch.ones(7, dtype=torch.int8)}, path)
+
+    def rank(world: Collectives) -> None:
+        with torch.device("meta"):
+            model = mlp()
+        with pytest.raises(CheckpointError) as caught:
+            load_pretrained(model, path, auto_wrap_policy=LINEAR)
+        assert "'0.weight': expected shape (5, 3), found (3, 5)" in str(caught.value)
+        assert "'2.bias': expected torch.float32, found torch.int8" in str(caught.value)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not any(isinstance(module, FSDP) for module in model.modules())
+
+    on_ranks(2, rank)
+
+
+def test_files_of_one_rank(tmp_path: Path) -> None:
+    """If one rank has no files, or others, or cannot read on, every rank raises an error that names it."""
+    written(disturbed(mlp), "one file", tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    written(disturbed(lambda: mlp().double()), "one file", other)
+    path = tmp_path / "model.safetensors"
+
+    def rank(world: Collectives) -> None:
+        second = world.rank == 1
+        with pytest.raises(CheckpointError, match="rank 1: UnknownFormatError: .*nowhere does not exist"):
+            load_pretrained(mlp, tmp_path / "nowhere" if second else path)
+        with pytest.raises(
+            CheckpointError, match="rank 1: .*has other names, shapes or dtypes .* than on rank 0"
+        ):
+            load_pretrained(mlp, other / "model.safetensors" if second else path)
+
+    on_ranks(2, rank)
+
+
+def test_files_that_change(tmp_path: Path) -> None:
+    """If a rank cannot read on, once the names were compared, every rank raises the error with its number."""
+    path = written(disturbed(mlp), "one file", tmp_path)
+
+    def cut(*arguments: Any, **named: Any) -> Any:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 8)
+        return read_pretrained(*arguments, **named)
+
+    def rank(world: Collectives) -> None:
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: CheckpointError: .*expected.*the model has no values"
+        ):
+            load_pretrained(mlp, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatparam.pretrained.loading.read_pretrained", cut)
+        on_ranks(2, rank)
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    """It is filled if the files have its buffers; a cache that nothing computes is refused by name, and not garbage."""
+    expected = disturbed(Rotary)
+    path = written(expected, "several files", tmp_path)
+    other = tmp_path / "mlp"
+    other.mkdir()
+    batch = disturbed(Batch)
+    with_buffers = written(batch, "one file", other)
+
+    def rank(world: Collectives) -> None:
+        with torch.device("meta"):
+            model, batches = Rotary(), Batch()
+        with pytest.raises(
+            CheckpointError, match=r"the buffers 'inv_freq' are on the meta device.*pass the function"
+        ):
+            load_pretrained(model, path)
+        batches.cache = torch.ones(2)
+        loaded = load_pretrained(batches, with_buffers)
+        same_values(loaded.state_dict(), batch.state_dict())
+
+    on_ranks(2, rank)
+
+
+def test_a_model_that_is_sharded(tmp_path: Path) -> None:
+    """Modules of `fully_shard`, and wrapped ones with ignored parameters, get new values in their place."""
+    expected = disturbed(mlp)
+    path = written(expected, "one file", tmp_path)
+
+    def rank(world: Collectives) -> None:
+        model = fully_shard(seeded(mlp))
+        assert load_pretrained(model, path) is model
+        same_values(model.state_dict(), expected.state_dict())
+        with pytest.raises(ValueError, match="sharded already, so use_orig_params would have no effect"):
+            load_pretrained(model, path, use_orig_params=True)
+        with pytest.raises(ValueError, match="sync_module_states sends rank 0's values"):
+            load_pretrained(mlp, path, sync_module_states=True)
+        partly = seeded(mlp)
+        partly = FSDP(partly, ignored_modules=[partly[0]])
+        load_pretrained(partly, path)
+        same_values(partly.state_dict(), expected.state_dict())
+
+    on_ranks(2, rank)
+
+
+def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first rank shows a bar over its bytes, if it is asked to, and no other does."""
+    pytest.importorskip("tqdm")
+    path = written(disturbed(mlp), "one file", tmp_path)
+    on_ranks(2, lambda world: load_pretrained(mlp, path, progress=True) and None)
+    assert capsys.readouterr().err.count("load model.safetensors: 100%") == 1
