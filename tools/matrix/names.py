@@ -37,6 +37,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_cdata": "torch.UntypedStorage",
     "_devices": "torch._C._distributed_c10d.ProcessGroupGloo._Options",
     "_enabled": "torch.amp.GradScaler('cpu')",
+    "_engine_run_backward": "torch.autograd.graph",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
     "_init_group": "torch.optim.AdamW",
@@ -60,6 +61,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
 _NOT_TORCHS: Final = frozenset(
     {
         "_SubParsersAction",
+        "_current_exceptions",
         "_current_frames",
         "_exit",
         "_flatparam_owner",

@@ -73,8 +73,6 @@ class Unit:
     observers: Observers = attrs.field(factory=Observers)
     showing: Summoned = attrs.field(factory=Summoned)
     """The state of the full parameters outside of passes: of `summon_full_params`, and of gathers by a caller."""
-    away: str = ""
-    """Where the shards are while the model is offloaded, for messages; empty while it is not."""
     _gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
 
@@ -241,7 +239,7 @@ class Unit:
 
     def send_away(self, where: str) -> None:
         """Note that the shards are `where` until the model is brought back; an empty text: that they are back."""
-        self.away = where
+        self.showing.away = where
 
     def check_is_here(self) -> None:
         """Check that the shards are where the unit computes.
@@ -249,9 +247,9 @@ class Unit:
         Raises:
             FlatParamError: while the model is offloaded.
         """
-        if self.away:
+        if self.showing.away:
             raise FlatParamError(
-                f"unit {self.name!r}, rank {self.topology.group.rank}: its parameters are offloaded to {self.away}, so "
+                f"unit {self.name!r}, rank {self.topology.group.rank}: its parameters are offloaded to {self.showing.away}, so "
                 "they cannot be gathered: call flatparam.onload(model) on every rank first"
             )
 
