@@ -93,11 +93,13 @@ class Gather:
             full, shard = handle.begin_unshard(
                 full_precision=full_precision, take_over=take_over, copied=copied
             )
-            if hook is None:
-                self._pending.append(gather_shards(group, handle.layout, full, shard, label=label))
-            else:
+            if hook is not None:
                 check_even(handle.layout, "the hook in the place of the all-gather")
                 hook(shard, full)
+            elif handle.layout.uneven_numels:
+                self._pending.append(gather_shards(group, handle.layout, full, shard, label=label))
+            else:
+                self._pending.append(group.all_gather(full, shard, label=label))
 
     def _abandon(self) -> None:
         with contextlib.suppress(RuntimeError):

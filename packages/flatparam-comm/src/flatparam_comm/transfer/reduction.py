@@ -154,17 +154,20 @@ class Reducer:
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            lies_apart = handle.gradients.is_apart and not handle.layout.uneven_numels
-            if self._of_parts is not None and averaging.in_parts and lies_apart:
+            uneven = handle.layout.uneven_numels
+            in_parts = averaging.in_parts and not uneven and handle.gradients.is_apart
+            if self._of_parts is not None and in_parts:
                 output, apart = handle.begin_reduce_parts()
                 pending = self._of_parts.reduce_scatter_parts(output, apart, label=label)
             else:
                 output, full = handle.begin_reduce()
-                if hook is None:
-                    pending = scatter_sums(summing, handle.layout, output, full, label=label)
-                else:
+                if hook is not None:
                     check_even(handle.layout, "the hook in the place of the reduce-scatter")
                     hook(full, output)
+                elif uneven:
+                    pending = scatter_sums(summing, handle.layout, output, full, label=label)
+                else:
+                    pending = summing.reduce_scatter(output, full, label=label)
             parts.append(_ShardSum(handle, output, pending))
         return Reduction(self, label, averaging, parts)
 

@@ -47,7 +47,7 @@ def gather_shards(
 def scatter_sums(
     group: Collectives | Scaled, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
 ) -> Pending:
-    """Fill `output` with this rank's part of the sum of every rank's `full`.
+    """Fill `output` with this rank's part of the sum of every rank's `full`; the shards differ in length.
 
     Args:
         group: the ranks that share the flat parameter.
@@ -56,8 +56,6 @@ def scatter_sums(
         full: 1-D, `layout.numel` elements, of the dtype of `output`.
         label: names the call in errors and ledgers.
     """
-    if not layout.uneven_numels:
-        return group.reduce_scatter(output, full, label=label)
     longest = max(layout.shard_numels)
     staged = full.new_zeros(layout.world_size * longest)
     for own, part in _parts(layout, full, staged):

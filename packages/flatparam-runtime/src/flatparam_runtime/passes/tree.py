@@ -147,7 +147,8 @@ class UnitTree:
             FlatParamError: while full parameters are summoned, or state is saved or loaded.
         """
         for unit in self.units:
-            unit.check_is_here()
+            if unit.showing.away:
+                unit.check_is_here()
             if unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
                     f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "

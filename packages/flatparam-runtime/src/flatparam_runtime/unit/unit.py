@@ -219,7 +219,8 @@ class Unit:
             lender.begin_unshard(full_precision=full_precision, copied=copied)
         if self.residency is not Residency.SHARDED or not self.handles:
             return
-        self.check_is_here()
+        if self.showing.away:
+            self.check_is_here()
         nbytes = 0
         for handle in self.handles:
             nbytes += handle.full_nbytes(full_precision=full_precision)
@@ -247,9 +248,10 @@ class Unit:
         Raises:
             FlatParamError: while the model is offloaded.
         """
-        if self.showing.away:
+        away = self.showing.away
+        if away:
             raise FlatParamError(
-                f"unit {self.name!r}, rank {self.topology.group.rank}: its parameters are offloaded to {self.showing.away}, so "
+                f"unit {self.name!r}, rank {self.topology.group.rank}: its parameters are offloaded to {away}, so "
                 "they cannot be gathered: call flatparam.onload(model) on every rank first"
             )
 
