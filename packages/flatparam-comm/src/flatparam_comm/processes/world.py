@@ -31,8 +31,8 @@ __all__ = ["run_processes"]
 
 T = TypeVar("T")
 
-#: Seconds for the other ranks to report, once one has failed.
-_GRACE_SECONDS = 1.0
+#: Seconds for the other ranks to report, once one has failed. Ranks that are told report within two on a quiet machine.
+_GRACE_SECONDS = 5.0
 
 #: The modules that the server imports, so that no rank has to: this package, torch, and what test modules often need.
 _PRELOADED = ("torch", "torch.distributed", "flatparam_comm.processes.child")

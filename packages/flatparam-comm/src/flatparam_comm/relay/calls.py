@@ -16,6 +16,7 @@ from flatparam_comm.relay.board import Board
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.page import Page, Position, code_of
 from flatparam_comm.relay.settings import RelaySettings
+from flatparam_comm.relay.watched_call import ACTIVITY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -124,6 +125,7 @@ class GroupCalls:
         if self._takes_care:
             self._look_around(site)
         number = self.issued = self.issued + 1
+        ACTIVITY.issued += 1
         if self._page is not None:
             other = self._page.enter(number, site, code_of(site.op, dtype, detail), numel)
             if other is not None:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
@@ -24,7 +24,7 @@ from flatparam_comm.relay.settings import RelaySettings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["calls_of", "end_of_call", "set_relay", "tell_failure", "telling", "watch_call"]
+__all__ = ["calls_of", "set_relay", "tell_failure", "telling"]
 
 
 @final
@@ -157,28 +157,6 @@ def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool
         relay.tell_error(error, attrs.evolve(failure, is_final=is_final))
         if is_final:
             relay.flush()
-
-
-def watch_call(frame: FrameType, where: str) -> None:
-    """Let the ranks that wait for this one raise `PeerError` within seconds if the call with this frame raises.
-
-    For calls of other people's functions between two hooks of theirs, of which the second is not called after an
-    exception: `end_of_call` says that the call ends otherwise. It does nothing if there is no relay.
-
-    Args:
-        frame: the frame of the call, in this thread, as `sys._getframe(1)` in the first hook.
-        where: what this rank is doing, as in `step of AdamW`.
-    """
-    relay = _NOW.relay
-    if relay is not None:
-        relay.watch(frame, where)
-
-
-def end_of_call() -> None:
-    """The call that is watched is about to return."""
-    relay = _NOW.relay
-    if relay is not None:
-        relay.end_watch()
 
 
 @contextlib.contextmanager

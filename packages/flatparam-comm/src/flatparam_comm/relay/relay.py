@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import weakref
-from types import FrameType
 from typing import Any, Final, final
 
 import attrs
@@ -22,7 +21,7 @@ from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.star import CLOSED, Ended, Said, Star
-from flatparam_comm.relay.watched_call import WatchedCall
+from flatparam_comm.relay.watched_call import ACTIVITY
 
 __all__ = ["Relay"]
 
@@ -65,7 +64,6 @@ class Relay:
         self._forgiven_until = 0.0
         self._may_forgive = False
         self._said: FailureReport | None = None
-        self._watched: WatchedCall | None = None
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self.run, name="flatparam relay", daemon=True)
@@ -76,6 +74,8 @@ class Relay:
         The first collective would wait for rank 0 anyway, mostly. A process that ends before it was heard of is not
         missed.
         """
+        # What has raised before there was a relay concerns nobody.
+        ACTIVITY.watched = None
         self._thread.start()
         deadline = time.monotonic() + self.settings.connect
         with self._changed:
@@ -125,21 +125,6 @@ class Relay:
         for calls in [*self.calls.values()]:
             calls.note_own_failure()
         self.tell(failure)
-
-    def watch(self, frame: FrameType, where: str) -> None:
-        """Let the other ranks know if the call with this frame, in this thread, raises; `end_watch` says that it ended.
-
-        One call is watched at a time, the last to begin.
-        """
-        self._watched = WatchedCall.of(frame, where, self._issued)
-
-    def end_watch(self) -> None:
-        """The watched call is about to return."""
-        self._watched = None
-
-    @property
-    def _issued(self) -> int:
-        return sum(calls.issued for calls in [*self.calls.values()])
 
     def tell_departure(self, message: str) -> None:
         """Let the other ranks know that this one ends; if it has failed, that is why."""
@@ -248,12 +233,12 @@ class Relay:
         return min([settings.sleep, *(max(0.0, moment - now) + 0.005 for moment in moments)])
 
     def _look_at_watched(self) -> None:
-        watched = self._watched
-        if watched is None or watched.is_under_way or self._watched is not watched:
+        watched = ACTIVITY.watched
+        if watched is None or watched.is_under_way or ACTIVITY.watched is not watched:
             return
-        self._watched = None
+        ACTIVITY.watched = None
         # If the program has caught the exception and issued a collective since, it goes on.
-        if self._issued == watched.issued:
+        if ACTIVITY.issued == watched.issued:
             error = watched.error
             self.tell_error(error, FailureReport.of(self.rank, error, watched.where))
 

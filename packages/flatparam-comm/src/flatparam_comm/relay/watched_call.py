@@ -1,4 +1,7 @@
-"""A call of somebody else's function, which says that it has begun and ended, but not that it has raised."""
+"""A call of somebody else's function, which says that it has begun and ended, but not that it has raised.
+
+It is written down here, without a lock or a message; the relay's thread looks at it now and then.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import final
+from typing import Final, final
 
 import attrs
 
-__all__ = ["WatchedCall"]
+__all__ = ["ACTIVITY", "WatchedCall", "end_of_call", "watch_call"]
 
 
 @final
@@ -54,6 +57,39 @@ class WatchedCall:
 
     def _is(self, frame: FrameType) -> bool:
         return id(frame) == self._frame and frame.f_code is self._code
+
+
+@final
+@attrs.define
+class Activity:
+    """What this process is doing, as far as its relay asks."""
+
+    issued: int = 0
+    """The collectives that it has issued, on all groups."""
+    watched: WatchedCall | None = None
+    """The call that is watched: one at a time, the last to begin."""
+
+
+ACTIVITY: Final = Activity()
+"""The activity of this process."""
+
+
+def watch_call(frame: FrameType, where: str) -> None:
+    """Let the ranks that wait for this one raise `PeerError` within seconds if the call with this frame raises.
+
+    For calls of other people's functions between two hooks of theirs, of which the second is not called after an
+    exception: `end_of_call` says that the call ends otherwise. It does nothing if there is no relay.
+
+    Args:
+        frame: the frame of the call, in this thread, as `sys._getframe(1)` in the first hook.
+        where: what this rank is doing, as in `step of AdamW`.
+    """
+    ACTIVITY.watched = WatchedCall.of(frame, where, ACTIVITY.issued)
+
+
+def end_of_call() -> None:
+    """The call that is watched is about to return."""
+    ACTIVITY.watched = None
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
