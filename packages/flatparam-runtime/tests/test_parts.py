@@ -24,7 +24,7 @@ from flatparam_comm.transfer.reduction import PART_NBYTES
 from flatparam_runtime import no_sync, unit_of, units_in
 
 from .models import Branches, Chain, Stack, TiedBranches, TiedRoot, batch
-from .worlds import Grads, check_at_rest, full_gradients, run, sharded
+from .worlds import Grads, check_at_rest, check_same, full_gradients, run, sharded
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +177,28 @@ def test_what_is_divided_before_is_flat() -> None:
     for most, parts, flat in run(2, partial(_most, precision=precision), two_steps):
         assert most > 0
         assert (parts, flat) == (0, 6)
+
+
+def test_gradients_beside_large_frozen_parameters_are_means() -> None:
+    """The size of frozen parameters of another dtype decides nothing that changes the mean of those beside them."""
+
+    class Adapted(Chain):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.frozen = nn.Linear(64, 64, bias=False, dtype=torch.float64).requires_grad_(False)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return super().forward(value) + self.frozen.weight[0, 0].float()
+
+    def step(collectives: Collectives, *, parts: bool) -> Grads:
+        module = sharded(Adapted, PartsCollectives(collectives) if parts else collectives)
+        loss(module, collectives.rank, 0).backward()
+        return full_gradients(module)
+
+    # On average over all parameters the gradients would be larger, over the trained ones they are smaller.
+    with PART_NBYTES.set_to(2**12):
+        (expected, _), (found, _) = run(2, partial(step, parts=False)), run(2, partial(step, parts=True))
+    check_same(found, expected)
 
 
 def test_a_hook_is_given_a_flat_gradient() -> None:

@@ -146,9 +146,17 @@ class Reducer:
         topology = self.topology
         return topology.shard if self._is_sharded or topology.replicate is None else topology.replicate
 
-    def issue(self, handles: Sequence[FlatParamHandle], *, label: str = "") -> Reduction:
-        """Issue the sums of the collected gradients of `handles` over the ranks that they are sharded over."""
-        averaging = self.averaging(handles)
+    def issue(
+        self, handles: Sequence[FlatParamHandle], *, label: str = "", averaging: Averaging | None = None
+    ) -> Reduction:
+        """Issue the sums of the collected gradients of `handles` over the ranks that they are sharded over.
+
+        Args:
+            averaging: the factors that the gradients were collected with; by default those of `handles`. If they were
+                collected together with others, which are not summed, the factors are those of all.
+        """
+        if averaging is None:
+            averaging = self.averaging(handles)
         shard, hook = self.topology.shard, self.hooks.reduce
         summing = self._summing(averaging, handles) if self._is_sharded else shard
         parts = []

@@ -334,7 +334,9 @@ class Unit:
         self.move(Phase.REDUCING)
         self.reducer.unsynced.clear()
         self.observers.tell(self, "reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
-        return self.reducer.issue(handles, label=self.name)
+        # A part of the mean was taken when the gradients were collected, and that of all flat parameters together.
+        averaging = self.reducer.averaging(self.handles)
+        return self.reducer.issue(handles, label=self.name, averaging=averaging)
 
     def synchronise(self, wanted: bool) -> None:
         """Have later backward passes reduce gradients, or only collect them."""
