@@ -170,16 +170,16 @@ class Gain(nn.Module):
         return x * self.weight + self.bias.sum()
 
 
-class Double(nn.Module):
-    """A float64 and a float32 parameter."""
+class TwoDtypes(nn.Module):
+    """A parameter in a dtype of its own beside a float32 one."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.empty(WIDTH, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.double() * self.weight).to(x.dtype) + self.bias
+        return (x.to(self.weight.dtype) * self.weight).to(x.dtype) + self.bias
 
 
 class Norm(nn.LayerNorm):
@@ -260,7 +260,8 @@ LAYERS = {
     "norm": Norm,
     "embedding": Lookup,
     "gain": Gain,
-    "double": Double,
+    "double": lambda: TwoDtypes(torch.float64),
+    "half": lambda: TwoDtypes(torch.float16),
     "convolution": Convolution,
     "buffered": Buffered,
     "plain": lambda: nn.Linear(WIDTH, WIDTH, bias=False),

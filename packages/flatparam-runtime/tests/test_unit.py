@@ -167,7 +167,7 @@ def test_a_reduction_owns_its_tensors_until_it_is_settled(ranks: int) -> None:
         module.up.bias.grad = torch.full((WIDTH,), 2.0)
         handle.deposit(1, divisor=ranks)
         unit.reshard()
-        reduction = unit.begin_reduce([handle])
+        reduction = unit.begin_reduce([handle], unit.reducer.averaging(unit.handles))
         assert unit.phase is Phase.REDUCING
         # With one rank the flat gradient becomes `.grad`.
         assert (handle.gradients.buffer.held_nbytes > 0) == (ranks > 1)

@@ -123,8 +123,8 @@ class BackwardPass:
     """The complete units whose full parameters stay until the end of the pass: code around them may still read some."""
     calls: dict[Unit, ForwardCall] = attrs.field(factory=dict)
     """For each unit that was entered, the forward call that is differentiated: the unit's last one."""
-    ready: list[Unit] = attrs.field(factory=list)
-    """The complete units that wait for their turn to be reduced."""
+    ready: dict[Unit, Averaging] = attrs.field(factory=dict)
+    """The complete units that wait for their turn to be reduced, with the factors that they have collected with."""
     reductions: Reductions = attrs.field(factory=Reductions)
     to_enter: set[Unit] = attrs.field(init=False)
     """The expected units that no gradient has reached yet: their full parameters may still have to be gathered."""
@@ -292,8 +292,7 @@ class BackwardPass:
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
             )
         # The unit was complete, and a gradient reaches it again: the collected gradients stay.
-        if unit in self.ready:
-            self.ready.remove(unit)
+        self.ready.pop(unit, None)
         unit.move(Phase.BACKWARD)
         averaging = unit.reducer.averaging(unit.handles)
         keeps = (averaging.in_parts and unit.sync_gradients) or streams_of(unit.device).runs_ahead
@@ -351,7 +350,7 @@ class BackwardPass:
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
             unit.reducer.unsynced.update(unit.trainable)
-        self.ready.append(unit)
+        self.ready[unit] = state.averaging
         self._reduce_ready()
 
     def _free(self, unit: Unit) -> None:
@@ -365,12 +364,13 @@ class BackwardPass:
         awaited = (
             -1 if all_of_them else self.forward.place(next(iter(self.expected))) if self.expected else -1
         )
-        self.ready.sort(key=self.forward.place)
-        while self.ready and self.forward.place(self.ready[-1]) >= awaited:
-            unit = self.ready.pop()
+        for unit in sorted(self.ready, key=self.forward.place, reverse=True):
+            if self.forward.place(unit) < awaited:
+                return
+            averaging = self.ready.pop(unit)
             self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
             if unit.sync_gradients:
-                self.reductions.issue(unit)
+                self.reductions.issue(unit, averaging)
 
     def finish(self) -> None:
         """Complete the units that still wait, and give every gradient to its parameter; autograd has computed all."""
@@ -397,7 +397,7 @@ class BackwardPass:
         for unit in self.units:
             # The gradients were collected earlier, and this pass has not reached the unit.
             if unit.sync_gradients and unit.reducer.unsynced and unit.phase is Phase.IDLE:
-                self.reductions.issue(unit)
+                self.reductions.issue(unit, unit.reducer.averaging(unit.handles))
         self.reductions.settle()
         if self.reductions.has_begun:
             self.comparison = self.reductions.give_held(self.units, self.fingerprint)

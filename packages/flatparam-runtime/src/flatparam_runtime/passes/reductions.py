@@ -10,7 +10,15 @@ from typing import Final, TypeAlias, final
 import attrs
 import torch
 
-from flatparam_comm import FlatParamError, FlatParamHandle, Reduced, Reduction, Threshold, streams_of
+from flatparam_comm import (
+    Averaging,
+    FlatParamError,
+    FlatParamHandle,
+    Reduced,
+    Reduction,
+    Threshold,
+    streams_of,
+)
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range
@@ -54,15 +62,15 @@ class Reductions:
     _given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """For each flat parameter that was reduced, a flag for each parameter: this rank had a gradient of it."""
 
-    def issue(self, unit: Unit) -> None:
-        """Issue the reduction of the gradients that `unit` has collected, if it has any."""
+    def issue(self, unit: Unit, averaging: Averaging) -> None:
+        """Issue the reduction of the gradients that `unit` has collected with these factors, if it has any."""
         handles = unit.to_reduce
         if not handles:
             return
         self.make_room()
         if unit.observers.guard is not None:
             unit.observers.guard.look_before_reduction(unit, handles)
-        reduction = unit.begin_reduce(handles)
+        reduction = unit.begin_reduce(handles, averaging)
         self._reducing.append((unit, reduction))
         self.has_begun = True
         has_copies = unit.plan.topology.replicate is not None

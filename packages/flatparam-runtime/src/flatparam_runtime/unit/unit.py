@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import (
+    Averaging,
     FlatParamError,
     FlatParamHandle,
     Gather,
@@ -329,13 +330,11 @@ class Unit:
 
     # Gradients
 
-    def begin_reduce(self, handles: Sequence[FlatParamHandle]) -> Reduction:
-        """Issue the reduction of the collected gradients of `handles` to this rank's shards."""
+    def begin_reduce(self, handles: Sequence[FlatParamHandle], averaging: Averaging) -> Reduction:
+        """Issue the reduction of the gradients of `handles`, which were collected with these factors, to the shards."""
         self.move(Phase.REDUCING)
         self.reducer.unsynced.clear()
         self.observers.tell(self, "reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
-        # A part of the mean was taken when the gradients were collected, and that of all flat parameters together.
-        averaging = self.reducer.averaging(self.handles)
         return self.reducer.issue(handles, label=self.name, averaging=averaging)
 
     def synchronise(self, wanted: bool) -> None:
