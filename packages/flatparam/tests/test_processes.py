@@ -107,3 +107,27 @@ def test_meshes_of_more_dimensions() -> None:
         assert "a pair of groups is for the hybrid strategies" in hybrid_pair
         assert "found 3" in three
         assert "exclude each other" in both
+
+
+def spoiled_norm(ranks: Collectives, bad: int) -> tuple[float, bool]:
+    """The largest element of gradients of which those of rank `bad` are not numbers; and whether an error says so."""
+    model = FSDP(seeded(mlp), use_orig_params=True)
+    model(torch.ones(4, 3)).sum().backward()
+    if ranks.rank == bad:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(torch.nan)
+    raised = False
+    try:
+        model.clip_grad_norm_(1.0, torch.inf, error_if_nonfinite=True)
+    except RuntimeError:
+        raised = True
+    return model.clip_grad_norm_(1.0, torch.inf).item(), raised
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_norm_that_is_no_number_on_one_rank(bad: int) -> None:
+    """gloo's maximum of numbers and of what is no number depends on the rank; the norm of order infinity does not."""
+    for norm, raised in run_processes(2, spoiled_norm, bad):
+        assert norm != norm
+        assert raised

@@ -180,8 +180,11 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
 def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:
     """Combine the ranks' norms of their parts to the norm of the whole."""
     if norm_type == float("inf"):
-        group.all_reduce(local, op=ReduceOp.MAX, label="gradient norm").wait()
-        return local
+        # A maximum of floats may lose what is not a number: gloo's does. As integers, the bits of numbers that are not
+        # negative have the same order, and those of what is not a number come after infinity.
+        bits = local.abs().view(torch.int32)
+        group.all_reduce(bits, op=ReduceOp.MAX, label="gradient norm").wait()
+        return bits.view(torch.float32)
     power = local.pow(norm_type)
     group.all_reduce(power, label="gradient norm").wait()
     return power.pow(1.0 / norm_type)
