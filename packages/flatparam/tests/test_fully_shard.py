@@ -278,6 +278,25 @@ def test_settings_of_a_module_and_of_those_inside() -> None:
     on_ranks(2, rank)
 
 
+def test_a_divide_factor_between_accumulations() -> None:
+    """A divisor that would hold for a part of the gradients only is refused; once they are reduced, it is taken."""
+
+    def rank(ranks: Collectives) -> None:
+        model = sharded()
+        unit = units_in(model)[0]
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(FlatParamError, match="a new divisor of gradients between two accumulations"):
+            model.set_gradient_divide_factor(3.0)
+        assert unit.reducer.divide_factor is None
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(2, 3)).sum().backward()
+        model.set_gradient_divide_factor(3.0)
+        assert unit.reducer.divide_factor == 3.0
+
+    on_ranks(2, rank)
+
+
 def test_unshard_and_reshard() -> None:
     """`unshard` shows full parameters, of this module only, and `reshard` frees them; `async_op` gives a handle."""
 

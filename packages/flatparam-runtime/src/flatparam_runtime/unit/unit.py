@@ -346,7 +346,17 @@ class Unit:
         self.reducer.sums_copies = wanted
 
     def divide_by(self, factor: float | None) -> None:
-        """Divide the sum of gradients by `factor`; `None` divides it by the number of ranks."""
+        """Divide the sum of gradients by `factor`; `None` divides it by the number of ranks.
+
+        Raises:
+            FlatParamError: if gradients wait for a reduction: a part of the division is done when they are collected.
+        """
+        if self.reducer.unsynced and factor != self.reducer.divide_factor:
+            raise FlatParamError(
+                f"unit {self.name!r}, rank {self.topology.group.rank}: expected a new divisor of gradients between two "
+                "accumulations, found gradients of backward passes without synchronisation, which were collected with "
+                "the old one; set it before the first of these passes, or after the one that synchronises"
+            )
         self.reducer.divide_factor = factor
 
     # Other units, and changes by a caller

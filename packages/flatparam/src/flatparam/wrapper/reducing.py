@@ -40,6 +40,7 @@ def set_divide_factor(units: Iterable[Unit], factor: float | None) -> None:
 
     Raises:
         ValueError: for a factor that is not above zero.
+        FlatParamError: if gradients of passes without synchronisation wait for their reduction.
     """
     if factor is not None and not factor > 0:
         raise ValueError(f"expected a divide factor above zero, found {factor!r}")
