@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -373,3 +374,40 @@ def _uses_it_in_a_child(comm: ProcessGroupCollectives, through: str) -> int:
 def test_a_forked_process_is_refused(through: str) -> None:
     """A collective in a forked process is an error at once, and its parent's collectives go on."""
     assert run_processes(2, _uses_it_in_a_child, through) == [0, 0]
+
+
+class _Writes(logging.Handler):
+    """Writes the first message to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(record.getMessage())
+        part.rename(self.path)
+
+
+def _stalls(comm: ProcessGroupCollectives, directory: str) -> None:
+    os.environ["FLATPARAM_RELAY_STALL"] = "0.2"
+    warning = Path(directory, "warning")
+    logging.getLogger("flatparam_comm.relay").addHandler(
+        _Writes(warning if comm.rank == 0 else Path(directory, "other"))
+    )
+    _steps(comm)
+    if comm.rank == 1:
+        deadline = time.monotonic() + PATIENCE
+        while not warning.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    comm.all_reduce(torch.ones(1000), label="the next step").wait()
+
+
+def test_ranks_that_stay_at_different_collectives_are_listed(tmp_path: Path) -> None:
+    """The rank that is ahead warns of what each rank has issued last; nothing is raised, and the ranks go on."""
+    run_processes(2, _stalls, str(tmp_path), pg_timeout=PATIENCE)
+    told = (tmp_path / "warning").read_text()
+    assert "rank 0 has issued 4, the last all_reduce 'the next step', 4,000 bytes (process " in told
+    assert "; rank 1 has issued 3, the last all_reduce 'step 2', 4,000 bytes (process " in told
+    assert "what is behind, [1], computes, loads data" in told
+    assert not (tmp_path / "other").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol, final
 
@@ -14,7 +15,7 @@ from flatparam_comm.errors import CollectiveError, CommError, MismatchError, Pee
 from flatparam_comm.process_group import groups
 from flatparam_comm.relay.board import Board
 from flatparam_comm.relay.failure import FailureReport
-from flatparam_comm.relay.page import Page, Position, code_of
+from flatparam_comm.relay.page import Page, Position, Standing, code_of
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.watched_call import ACTIVITY
 
@@ -200,6 +201,13 @@ class GroupCalls:
                 "only in the process that is the rank: a DataLoader's workers, say, must not call a sharded model"
             )
             raise CollectiveError(site.rank, site.op, site.label, text)
+
+    def standings(self) -> dict[int, Standing]:
+        """The last collective of each rank of this host, by its number in the world; empty if nothing is compared."""
+        page, relay = self._page, self._relay
+        if page is None or relay is None:
+            return {}
+        return {**page.standings(), relay.rank: page.own_standing(f"process {os.getpid()}")}
 
     def leave_board(self) -> None:
         """Compare no longer, and let go of the memory."""

@@ -14,7 +14,7 @@ from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import describe_call
 
-__all__ = ["PAGE_NBYTES", "Page", "Position", "code_of", "key_of"]
+__all__ = ["PAGE_NBYTES", "Page", "Position", "Standing", "code_of", "key_of"]
 
 PAGE_NBYTES: Final = 4096
 #: Collectives that a page remembers. A rank that is further ahead of another one is not compared with it.
@@ -71,6 +71,24 @@ class Position:
         return f"{self.op} of {self.numel} x {str(self.dtype).removeprefix('torch.')}{detail}"
 
 
+@final
+@attrs.frozen
+class Standing:
+    """The last collective of a rank on a group: its number, counted from 1, what it is, and its process."""
+
+    number: int
+    text: str
+    """The operation and its label, which is the unit's name; empty before the first collective."""
+    position: Position | None
+    process: str
+
+    def __str__(self) -> str:
+        if self.position is None:
+            return f"none ({self.process})"
+        nbytes = self.position.numel * (0 if self.position.dtype is None else self.position.dtype.itemsize)
+        return f"{self.number}, the last {self.text}, {nbytes:,} bytes ({self.process})"
+
+
 def code_of(op: str, dtype: torch.dtype | None, detail: int) -> int:
     """A position without its number of elements, in 31 bits."""
     return _OP_CODES[op] | _DTYPE_CODES[dtype] | (detail & 0xFFFF)
@@ -110,9 +128,15 @@ class Page:
     def last_of(self, rank: int) -> str | None:
         """The last collective of `rank` of the world, empty if there was none; None if its memory is not known."""
         theirs = dict(self._found).get(rank)
-        return (
-            None if theirs is None else bytes(theirs.cast("B")[_TEXT]).rstrip(b"\0").decode(errors="replace")
-        )
+        return None if theirs is None else _text_of(theirs)
+
+    def standings(self) -> dict[int, Standing]:
+        """The last collective of each other rank of this host, by its number within the world."""
+        return {rank: _standing(words, self._neighbours.describe(rank)) for rank, words in self._found}
+
+    def own_standing(self, process: str) -> Standing:
+        """The last collective of this rank."""
+        return _standing(self._words, process)
 
     def describe_late(self, number: int) -> str:
         """Which ranks have not issued collective `number`, and what they issued last; empty if there are none."""
@@ -155,6 +179,19 @@ class Page:
         if theirs[at] != found or (found == header and other == numel):
             return None
         return Position.from_words(found & 0x7FFFFFFF, other)
+
+
+def _text_of(words: memoryview) -> str:
+    return bytes(words.cast("B")[_TEXT]).rstrip(b"\0").decode(errors="replace")
+
+
+def _standing(words: memoryview, process: str) -> Standing:
+    headers = words[1 : 1 + 2 * _REMEMBERED : 2].tolist()
+    header = max(headers)
+    if header == 0:
+        return Standing(0, "", None, process)
+    numel = words[2 + 2 * headers.index(header)]
+    return Standing(header >> 31, _text_of(words), Position.from_words(header & 0x7FFFFFFF, numel), process)
 
 
 def _padded(text: str) -> bytes:

@@ -7,6 +7,7 @@ makes the backend give up; the thread that waited then asks why, and raises `Pee
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -20,11 +21,13 @@ from flatparam_comm.relay.board import Board
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.settings import RelaySettings
+from flatparam_comm.relay.stalls import StallWatch
 from flatparam_comm.relay.star import CLOSED, Ended, Said, Star
 from flatparam_comm.relay.watched_call import ACTIVITY
 
 __all__ = ["Relay"]
 
+_LOGGER: Final = logging.getLogger("flatparam_comm.relay")
 #: The attribute of an exception that was told: it goes when the program drops the exception.
 _MARK: Final = "_flatparam_told"
 
@@ -64,6 +67,8 @@ class Relay:
         self._forgiven_until = 0.0
         self._may_forgive = False
         self._said: FailureReport | None = None
+        self._stalls = StallWatch(rank, settings.stall)
+        self._next_look = 0.0
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self.run, name="flatparam relay", daemon=True)
@@ -203,6 +208,7 @@ class Relay:
                 self._take_back()
                 self._say_own()
                 self._break_groups()
+                self._look_at_stalls()
                 with self._changed:
                     self._changed.notify_all()
             self._say_own()
@@ -321,6 +327,18 @@ class Relay:
                 is_late = now >= self._since[rank] + (0.0 if speaks else self.settings.mercy)
                 if failure.diverged == calls.name or (is_late and calls.waits_in_vain_for(failure)):
                     calls.break_by(failure)
+
+    def _look_at_stalls(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        # Each look copies a page of each rank.
+        self._next_look = now + self.settings.stall / 4
+        for calls in [*self.calls.values()]:
+            standings = {} if calls.broken_by is not None or self._known else calls.standings()
+            warning = self._stalls.look(calls.name, standings, now) if len(standings) > 1 else None
+            if warning is not None:
+                _LOGGER.warning("%s", warning)
 
     def _is_lost_hub(self, rank: int, failure: FailureReport) -> bool:
         """Whether `rank` has passed on the news and has failed: no news of any other rank can come any more."""

@@ -51,6 +51,10 @@ class RelaySettings:
     sleep: float = _seconds(
         0.5, "The longest sleep of the thread; then it looks whether an optimizer's step has raised."
     )
+    stall: float = _seconds(
+        60.0,
+        "Ranks of a host that stay at different collectives for so long are listed in a warning of the log.",
+    )
     silence: float = _seconds(5.0, "Silence on a connection until the system asks whether the host is there.")
     store: float = _seconds(10.0, "The most that a call of the process group's store may take.")
 
