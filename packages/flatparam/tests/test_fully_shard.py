@@ -388,8 +388,32 @@ def test_apply_sees_full_parameters() -> None:
         assert_same_state(state, reference.state_dict())
 
 
+class Drawn(nn.Module):
+    """Layers that the module itself gives values, by a method of a usual name, and a buffer that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2, bias=False)
+        self.scale = nn.Parameter(torch.empty(4)) if self.has_own else None
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    has_own = False
+
+    def init_weights(self) -> None:
+        for layer in (self.last, self.first):
+            layer.reset_parameters()
+        nn.init.normal_(self.last.weight)
+        self.table.fill_(3.0)
+
+
+class Owning(Drawn):
+    """The same with a parameter of its own."""
+
+    has_own = True
+
+
 def test_a_module_on_the_meta_device() -> None:
-    """It is initialised by `reset_parameters()`, unit by unit; `to_empty()` afterwards is refused, and says why."""
+    """It is initialised by `reset_parameters()`, unit by unit; what has a parameter and no such method is refused."""
 
     def rank(ranks: Collectives) -> Any:
         with torch.device("meta"):
@@ -398,16 +422,57 @@ def test_a_module_on_the_meta_device() -> None:
         for layer in model:
             fully_shard(layer)
         root = fully_shard(model)
-        with pytest.raises(FlatParamError, match="leave out to_empty"):
-            root.to_empty(device="cpu")
         with torch.device("meta"):
-            nameless = Reduced()
-        with pytest.raises(ValueError, match="a Reduced is on the meta device and has no reset_parameters"):
+            nameless = Owning()
+        with pytest.raises(ValueError, match="a Owning is on the meta device and has no reset_parameters"):
             fully_shard(nameless)
         return root.state_dict()
 
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for state in on_ranks(2, rank):
+        assert_same_state(state, reference.state_dict())
+
+
+def test_values_after_sharding_on_the_meta_device() -> None:
+    """FSDP2's order: shard, `to_empty()`, then the model's own method, which finds full parameters in place."""
+
+    def rank(ranks: Collectives) -> Any:
+        with torch.device("meta"):
+            model = Drawn()
+        fully_shard(model.first)
+        root = fully_shard(model)
+        assert model.table.is_meta
+        with pytest.raises(
+            FlatParamError, match="is on cpu, found device='meta'; its parameters have"
+        ):
+            root.to_empty(device="meta")
+        assert root.to_empty(device="cpu") is root
+        torch.manual_seed(0)
+        model.init_weights()
+        assert torch.equal(model.table, torch.full((2,), 3.0))
+        first = model.first.weight.numel() + model.first.bias.numel()
+        assert first < 16, "only this rank's part is left"
+        return root.state_dict()
+
+    reference = Drawn()
+    torch.manual_seed(0)
+    reference.init_weights()
+    for state in on_ranks(2, rank):
+        assert_same_state(state, reference.state_dict())
+
+
+def test_a_sharded_layer_is_initialised_anew() -> None:
+    """`reset_parameters()` of a sharded module draws the values of the whole, not those of a rank's part."""
+
+    def rank(ranks: Collectives) -> Any:
+        layer = fully_shard(nn.Linear(3, 5))
+        torch.manual_seed(1)
+        layer.reset_parameters()
+        return layer.state_dict()
+
+    torch.manual_seed(1)
+    reference = nn.Linear(3, 5)
     for state in on_ranks(2, rank):
         assert_same_state(state, reference.state_dict())
 

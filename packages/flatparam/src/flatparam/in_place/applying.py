@@ -190,8 +190,7 @@ def _check_can_be_made(module: nn.Module, resolved: Resolved) -> None:
         ValueError: if a module there has no `reset_parameters()`.
     """
     for child in own_modules(module, resolved.ignored):
-        tensors = (*child.parameters(recurse=False), *child.buffers(recurse=False))
-        is_deferred = any(tensor.is_meta and tensor not in resolved.ignored for tensor in tensors)
+        is_deferred = any(p.is_meta and p not in resolved.ignored for p in child.parameters(recurse=False))
         if is_deferred and not callable(getattr(child, "reset_parameters", None)):
             raise ValueError(
                 f"fully_shard: a {type(child).__name__} is on the meta device and has no reset_parameters(), so "

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatparam.api import MixedPrecision, ShardingStrategy
+from flatparam.in_place.initialising import buffers_to_come
 from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, as_policy
 from flatparam.resolving.arguments import Arguments
 from flatparam.resolving.devices import resolve_device
@@ -61,7 +62,7 @@ def resolve_in_place(
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(
-        Arguments(),
+        Arguments(param_init_fn=buffers_to_come(module, ignored)),
         ShardingStrategy.FULL_SHARD,
         plan,
         ignored,

@@ -13,6 +13,7 @@ from typing_extensions import Self, deprecated
 import flatparam_runtime as runtime
 from flatparam.in_place import state
 from flatparam.in_place.arguments import check_flag, freeing
+from flatparam.in_place.initialising import initialisers_of, make_on_device
 from flatparam.wrapper import parameters, prefetching, reducing, refusing
 from flatparam.wrapper.training_state import UnshardHandle
 from flatparam_core import FlatParamError
@@ -219,16 +220,16 @@ class FSDPModule(_Base):
             return super().apply(fn)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Refuse: the parameters have values.
+        """Give buffers on the meta device memory; what `fully_shard` has initialised stays as it is.
+
+        For programs that shard a module on the meta device, call this, and then `reset_parameters()` or
+        `init_weights()`, which have full parameters in place: for one sharded module after the other.
 
         Raises:
-            FlatParamError: always.
+            FlatParamError: for a different device than the one on which the module was sharded.
         """
-        raise FlatParamError(
-            f"{type(self).__name__}.to_empty(): fully_shard has initialised what was on the meta device, by the "
-            "reset_parameters() of each module; leave out to_empty(), and load a state or call apply(fn) for "
-            "other values"
-        )
+        make_on_device(self, device)
+        return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move or cast the shards as wholes; the parameters follow as views of them.
@@ -307,7 +308,12 @@ def class_for(original: type[nn.Module]) -> type[nn.Module]:
     """The class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
     found = _CLASSES.get(original)
     if found is None:
-        content = {"_sharded_class": original, "__module__": original.__module__, "__doc__": original.__doc__}
+        content = {
+            "_sharded_class": original,
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+            **initialisers_of(original),
+        }
         found = cast("type[nn.Module]", type(f"FSDP{original.__name__}", (FSDPModule, original), content))
         _CLASSES[original] = found
     return found

@@ -215,7 +215,7 @@ def _sharded(
 ) -> FullyShardedDataParallel:
     known = {*files.paths, *found.tied}
     later = [p for name, p in model.named_parameters(remove_duplicate=False) if name in known and p.is_meta]
-    initialise = ValuesLater(frozenset(map(id, later)), later, arguments.get("param_init_fn"))
+    initialise = ValuesLater.of(later, arguments.get("param_init_fn"))
     device = torch.device("cpu") if torch.get_default_device().type == "meta" else torch.get_default_device()
     materialise(model, device, known)
     wrapped = FullyShardedDataParallel(model, **{**arguments, "param_init_fn": initialise})

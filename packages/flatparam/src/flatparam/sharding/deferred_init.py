@@ -24,13 +24,16 @@ __all__ = ["ValuesLater", "initialiser", "is_deferred"]
 @final
 @attrs.frozen(eq=False)
 class ValuesLater:
-    """A `param_init_fn` for parameters whose values come once they are sharded: no memory is made for full ones."""
+    """A `param_init_fn` for tensors whose values come later: of parameters, once they are sharded.
+
+    No memory is made for full parameters; buffers stay on the meta device.
+    """
 
     _known: frozenset[int]
-    """The identities of these parameters."""
-    _kept: Sequence[nn.Parameter]
-    """The parameters themselves, so that the identities stay theirs."""
-    function: Callable[[nn.Module], None] | None
+    """The identities of these parameters and buffers."""
+    _kept: Sequence[Tensor]
+    """The tensors themselves, so that the identities stay theirs."""
+    function: Callable[[nn.Module], None] | None = None
     """Gives values to modules that have others on the meta device; by default their `reset_parameters()` does."""
 
     def __call__(self, module: nn.Module) -> None:
@@ -43,6 +46,13 @@ class ValuesLater:
 
     def __contains__(self, tensor: object) -> bool:
         return id(tensor) in self._known
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], function: Callable[[nn.Module], None] | None = None
+    ) -> ValuesLater:
+        """Leave out these tensors."""
+        return cls(frozenset(map(id, tensors)), tensors, function)
 
 
 def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
@@ -74,7 +84,7 @@ def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
     )
     topology = resolved.plan.topology if resolved.sync_module_states else None
     asked, device = resolved.param_init_fn, resolved.device or torch.device("cpu")
-    later = asked if isinstance(asked, ValuesLater) else ValuesLater(frozenset(), (), asked)
+    later = asked if isinstance(asked, ValuesLater) else ValuesLater.of((), asked)
     return _Initialiser(module, ignored, later.function, device, topology, bound, later)
 
 
