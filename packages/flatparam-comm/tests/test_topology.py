@@ -203,6 +203,8 @@ def _parted(world: Collectives) -> str:
 def test_ranks_that_exchange_different_things_are_told() -> None:
     """If a rank is in another place, every rank gets an error that names the places, and not the other's value."""
     first, second, _ = run_threads(3, _parted)
-    said = "rank 0 exchanges 'units'; rank 1 exchanges 'order'; rank 2 exchanges something else; make every rank"
+    said = (
+        "rank 0 exchanges 'units'; rank 1 exchanges 'order'; rank 2 exchanges something else; make every rank"
+    )
     assert f"rank 0: exchange 'units': the ranks are in different places: {said}" in first
     assert f"rank 1: exchange 'order': the ranks are in different places: {said}" in second

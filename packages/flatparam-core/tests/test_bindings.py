@@ -86,8 +86,14 @@ def test_names_are_clean_of_wrappers() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: torch.jit.script(nn.Linear(1, 1)), "'0.weight' belongs to TorchScript.*leave the module whole"),
-        (lambda: nn.LazyLinear(1), "'0.weight' has no shape yet, since its LazyLinear was not called; call the"),
+        (
+            lambda: torch.jit.script(nn.Linear(1, 1)),
+            "'0.weight' belongs to TorchScript.*leave the module whole",
+        ),
+        (
+            lambda: nn.LazyLinear(1),
+            "'0.weight' has no shape yet, since its LazyLinear was not called; call the",
+        ),
     ],
 )
 def test_parameters_that_cannot_be_taken(make: Callable[[], nn.Module], told: str) -> None:

@@ -153,7 +153,10 @@ def test_containers_without_a_forward_are_warned_of(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: nn.ParameterList([torch.ones(2)]), "a ParameterList has no forward pass, so nothing gathers"),
+        (
+            lambda: nn.ParameterList([torch.ones(2)]),
+            "a ParameterList has no forward pass, so nothing gathers",
+        ),
         (lambda: nn.ParameterDict({"a": torch.ones(2)}), "a ParameterDict has no forward pass"),
         (lambda: nn.MultiheadAttention(4, 2).out_proj, "does not call it.*wrap the nn.MultiheadAttention"),
     ],

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @final
 @attrs.frozen
-class _Told:
+class _Labelled:
     """A rank's value in an exchange, and the exchange that the rank takes it for."""
 
     label: str
@@ -62,11 +62,11 @@ class Topology:
             MismatchError: if ranks exchange values under different labels, or outside of a `Topology`, as happens
                 after one of them caught an error and went on to something else.
         """
-        known: list[Any] = [_Told(label, value)]
+        known: list[Any] = [_Labelled(label, value)]
         for group in (self.shard, self.replicate):
             if group is not None and group.size > 1:
                 known = [item for items in group.exchange(known, label=label) for item in _as_list(items)]
-        labels = [item.label if isinstance(item, _Told) else None for item in known]
+        labels = [item.label if isinstance(item, _Labelled) else None for item in known]
         if any(found != label for found in labels):
             raise self._mismatch(label, labels)
         return [item.value for item in known]
