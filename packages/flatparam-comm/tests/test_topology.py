@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam_comm import (
     Collectives,
+    MismatchError,
     ProcessGroupCollectives,
     SingleCollectives,
     Topology,
@@ -186,3 +187,24 @@ def test_a_torch_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_topology(alone).shard is alone
     with pytest.raises(TypeError, match="expected None"):
         resolve_topology(3)  # type: ignore[arg-type]
+
+
+def _parted(world: Collectives) -> str:
+    topology = Topology(world)
+    with pytest.raises(MismatchError) as raised:
+        if world.rank == 2:
+            world.exchange(("not", "labelled"), label="units")
+            raise MismatchError(2, "exchange", "units", "this rank is none of a topology's")
+        topology.exchange(world.rank, label="order" if world.rank == 1 else "units")
+    assert topology.exchange(world.rank, label="ranks") == [0, 1, 2], "the group is usable"
+    return str(raised.value)
+
+
+def test_ranks_that_exchange_different_things_are_told() -> None:
+    """If a rank is in another place, every rank gets an error that names the places, and not the other's value."""
+    first, second, _ = run_threads(3, _parted)
+    said = (
+        "rank 0 exchanges 'units'; rank 1 exchanges 'order'; rank 2 exchanges something else; make every rank"
+    )
+    assert f"rank 0: exchange 'units': the ranks are in different places: {said}" in first
+    assert f"rank 1: exchange 'order': the ranks are in different places: {said}" in second

@@ -278,6 +278,34 @@ def test_shards_that_wait_for_their_copies() -> None:
     assert run_threads(4, program) == [expected] * 4
 
 
+def test_parameters_whose_waiting_gradients_are_dropped() -> None:
+    """What waits of a chosen parameter is dropped, unsharded or before the sum over copies, and the rest stays."""
+
+    def program(world: Collectives) -> list[list[int]]:
+        topology = rectangle(world, 2)
+        _, handles = flattened(topology.shard)
+        reducer = Reducer(topology)
+        found = []
+        for sums_copies, dropped in [(False, 0), (True, 1)]:
+            reducer.sums_copies = sums_copies
+            gather = Gather.issue(handles, topology.shard)
+            gather.finish()
+            deposit(handles, reducer, number_of(topology))
+            for handle in handles if dropped else ():
+                handle.gradients.drop([dropped])
+            reduction = reducer.issue(handles)
+            reduction.replicate()
+            found += [list(map(int, each.arrived)) for each in reduction.settle()]
+            assert reducer.waits != sums_copies
+            for handle in handles if reducer.waits else ():
+                reducer.drop(handle, [0])
+                reducer.drop(handle, [0, 1])
+            gather.drop()
+        return found
+
+    assert run_threads(4, program) == [[[1, 0]] * 2] * 4
+
+
 def test_who_had_a_gradient() -> None:
     """`arrived` says of which parameters this rank had a gradient, of all passes since the copies were summed."""
 

@@ -1,6 +1,7 @@
 """discover: which parameters a module has, through which attributes, and under which names."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -79,6 +80,29 @@ def test_names_are_clean_of_wrappers() -> None:
         clean_fqn("_fsdp_wrapped_module._orig_mod.block._checkpoint_wrapped_module.weight") == "block.weight"
     )
     assert clean_fqn("my_orig_mod.weight") == "my_orig_mod.weight"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: torch.jit.script(nn.Linear(1, 1)),
+            "'0.weight' belongs to TorchScript.*leave the module whole",
+        ),
+        (
+            lambda: nn.LazyLinear(1),
+            "'0.weight' has no shape yet, since its LazyLinear was not called; call the",
+        ),
+    ],
+)
+def test_parameters_that_cannot_be_taken(make: Callable[[], nn.Module], told: str) -> None:
+    """Parameters of TorchScript, and those that have no shape yet, are refused by name; they can be left out."""
+    odd = make()
+    module = nn.Sequential(odd, nn.Linear(1, 1))
+    with pytest.raises(FlatParamError, match=told):
+        found(module)
+    assert found(module, skip_module=lambda m: m is odd) == ["1.weight", "1.bias"]
 
 
 def test_a_binding_holds_its_module_weakly() -> None:

@@ -94,6 +94,22 @@ def test_release_forgets() -> None:
     assert ledger.slot(0).tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_are_dropped_one_by_one(kept: bool) -> None:
+    """A dropped gradient is as one that has not arrived; with the last one the memory is freed."""
+    ledger = ledger_of()
+    (ledger.keep if kept else ledger.deposit)(0, torch.ones(3))
+    ledger.deposit(1, torch.ones(2, 2))
+    ledger.drop([0])
+    assert [index for index, _ in ledger.arrived()] == [1]
+    assert ledger.complete().tolist()[:7] == [0.0] * 3 + [1.0] * 4
+    ledger.deposit(0, torch.ones(3))
+    assert ledger.slot(0).tolist() == [1.0] * 3
+    ledger.drop([0, 1])
+    assert ledger.is_empty
+    assert stored(ledger) == 0
+
+
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 8.0])
 def test_divisor(divisor: float) -> None:
     """Each deposit is divided by its divisor, the first and the later ones alike."""

@@ -200,6 +200,30 @@ def test_both_exposures_agree(optimizer: str) -> None:
     assert all(torch.equal(full[0][name], full[1][name]) for name in full[0])
 
 
+class Lookup(nn.Module):
+    """An embedding whose gradient lists the rows that were looked up, some of them twice."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3, padding_idx=0, sparse=sparse)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, seed: int) -> torch.Tensor:
+        tokens = torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(seed))
+        found: torch.Tensor = self.head(self.embed(tokens))
+        return found.square().mean()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sparse_gradients(optimizer: str, use_orig_params: bool) -> None:
+    """A sparse gradient is added to its dense slot, so the ranks train as with a dense one."""
+    losses, reference = train_locally(lambda: Lookup(sparse=False), optimizer, 2)
+    ranks = Ranks(lambda: Lookup(sparse=True), 2, use_orig_params=use_orig_params)
+    optimizers = [OPTIMIZERS[optimizer](list(module.parameters())) for module in ranks.modules]
+    assert train_ranks(ranks, optimizers) == losses
+    check_equal(ranks, reference)
+
+
 def test_units_of_one_model_gather_and_reduce_on_their_own(use_orig_params: bool) -> None:
     """Two units of one model, each resharded between forward and backward, equal the unsharded model."""
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torchs_fsdp
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
-from flatparam_comm import Collectives, run_threads
+from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_runtime import EventLog, observe
 
 from .models import mlp, seeded
@@ -111,3 +112,43 @@ def test_a_flat_parameter_that_is_cast(use_orig_params: bool) -> None:
 
     for state, grads in on_ranks(2, rank):
         assert set(state.values()) == set(grads) == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_facts_of_a_flat_parameter_are_torchs(torch_world: None, use_orig_params: bool) -> None:
+    """S-101: the shapes, strides, lengths and gaps of the original parameters, under FSDP1's names."""
+
+    def facts(model: Any) -> dict[str, Any]:
+        flat_param = model._flat_param
+        found = {
+            name: list(getattr(flat_param, name))
+            for name in ("_fqns", "_shapes", "_strides", "_contiguities", "_numels")
+        }
+        found |= {
+            name: list(getattr(flat_param, name)) for name in ("_numels_with_padding", "_is_padding_mask")
+        }
+        sizes = ("_sharded_size", "_unpadded_unsharded_size")
+        found |= {name: getattr(flat_param, name) for name in sizes}
+        return found | {"modules": len(flat_param._modules), "params": flat_param._num_params}
+
+    def conv() -> nn.Module:
+        return nn.Conv2d(3, 3, 1).to(memory_format=torch.channels_last)
+
+    for make in (lambda: nn.Linear(3, 2), conv):
+        theirs = torchs_fsdp.FullyShardedDataParallel(
+            make(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        assert facts(FSDP(make(), SingleCollectives(), use_orig_params=use_orig_params)) == facts(theirs)
+
+
+def test_the_length_of_a_shard() -> None:
+    """The length of the full flat parameter with and without the gap at its end, and of a rank's part."""
+
+    def rank(world: Collectives) -> Any:
+        flat_param = FSDP(nn.Linear(3, 3, bias=False))._flat_param
+        assert flat_param is not None
+        names = ("_sharded_size", "_unpadded_unsharded_size", "_padded_unsharded_size")
+        return [getattr(flat_param, name) for name in names]
+
+    assert on_ranks(2, rank) == [[torch.Size([5]), torch.Size([9]), torch.Size([10])]] * 2

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from flatparam import BackwardPrefetch, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.private._flat_param import FlatParamHandle
-from flatparam.wrap import ModuleWrapPolicy
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
 from flatparam_core import FlatParameter
 from flatparam_runtime import BackwardOrder
@@ -148,6 +148,25 @@ def test_containers_without_a_forward_are_warned_of(make: Any) -> None:
     """S-010: a bare list or dict of modules is never called, so nothing would gather its parameters."""
     with pytest.warns(UserWarning, match="forward"):
         FSDP(make(), HERE)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: nn.ParameterList([torch.ones(2)]),
+            "a ParameterList has no forward pass, so nothing gathers",
+        ),
+        (lambda: nn.ParameterDict({"a": torch.ones(2)}), "a ParameterDict has no forward pass"),
+        (lambda: nn.MultiheadAttention(4, 2).out_proj, "does not call it.*wrap the nn.MultiheadAttention"),
+    ],
+)
+def test_parameters_that_other_modules_read_are_warned_of(make: Any, told: str) -> None:
+    """The parameters of what is never called would be shards where they are read; FSDP1 says nothing."""
+    module = nn.ModuleDict({"inner": make()})
+    policy = CustomPolicy(lambda each: each is module["inner"])
+    with pytest.warns(UserWarning, match=told):
+        FSDP(module, HERE, auto_wrap_policy=policy)
 
 
 def test_nothing_is_warned_of_otherwise() -> None:

@@ -118,6 +118,36 @@ def test_zero_grad(set_to_none: bool, use_orig_params: bool) -> None:
         assert_same_state(state, reference.state_dict())
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("of", ["model", "optimizer", "optimizer of what is here"])
+def test_zero_grad_after_no_sync(
+    of: str, set_to_none: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Micro-batches that `no_sync` has collected are dropped by `zero_grad`, as in torch, on every rank."""
+
+    def rank(world: Collectives) -> Any:
+        model = FSDP(
+            seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params, sharding_strategy=strategy
+        )
+        held = [p for p in model.parameters() if of != "optimizer of what is here" or p.numel()]
+        optimizer = torch.optim.SGD(held, lr=0.5)
+        for _ in range(2):
+            with model.no_sync():
+                model(inputs(world.rank)[0]).square().mean().backward()
+            (model if of == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+        model(inputs(world.rank)[1]).square().mean().backward()
+        optimizer.step()
+        return model.state_dict()
+
+    reference = seeded(mlp)
+    for number in range(2):
+        (reference(inputs(number)[1]).square().mean() / 2).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    for state in on_ranks(2, rank):
+        assert_same_state(state, reference.state_dict())
+
+
 def test_some_parameters_of_a_unit_are_frozen_and_thawed() -> None:
     """S-044: `requires_grad` of a single original counts from the next forward on; all frozen means no gradient."""
 

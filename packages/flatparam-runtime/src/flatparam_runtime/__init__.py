@@ -20,6 +20,7 @@ from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.unit.registry import holder_of, inside, revive_units, unit_of, units_in
 from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit.waiting import drop_waiting
 from flatparam_runtime.vocabulary import (
     FLAT_PARAM,
     Collectives,
@@ -80,6 +81,7 @@ __all__ = [
     "clean_fqn",
     "clip_grad_norm_",
     "clip_gradients_",
+    "drop_waiting",
     "full_views",
     "gather_full",
     "gradient_divisors",

@@ -324,6 +324,11 @@ class FullyShardedDataParallel(nn.Module):
         """How often the steps after a backward pass were left out, on all ranks, by `nonfinite="skip"`."""
         return runtime.skipped_steps(self)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, and drop those that `no_sync` has collected; every rank calls it."""
+        super().zero_grad(set_to_none)
+        runtime.drop_waiting(runtime.units_in(self))
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward pass outside reduces the sum."""
         return runtime.no_sync(self)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import attrs
 
 from flatparam_comm.collectives import Collectives
+from flatparam_comm.errors import MismatchError
+from flatparam_comm.rank_texts import told_by_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["Topology"]
 
 T = TypeVar("T")
+
+
+@final
+@attrs.frozen
+class _Labelled:
+    """A rank's value in an exchange, and the exchange that the rank takes it for."""
+
+    label: str
+    value: Any
 
 
 @final
@@ -44,9 +56,34 @@ class Topology:
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
 
     def exchange(self, value: T, *, label: str = "") -> list[T]:
-        """The `value` of every data-parallel rank, in rank order, replica by replica; every one of them calls it."""
-        known = [value]
+        """The `value` of every data-parallel rank, in rank order, replica by replica; every one of them calls it.
+
+        Raises:
+            MismatchError: if ranks exchange values under different labels, or outside of a `Topology`, as happens
+                after one of them caught an error and went on to something else.
+        """
+        known: list[Any] = [_Labelled(label, value)]
         for group in (self.shard, self.replicate):
             if group is not None and group.size > 1:
-                known = [item for items in group.exchange(known, label=label) for item in items]
-        return known
+                known = [item for items in group.exchange(known, label=label) for item in _as_list(items)]
+        labels = [item.label if isinstance(item, _Labelled) else None for item in known]
+        if any(found != label for found in labels):
+            raise self._mismatch(label, labels)
+        return [item.value for item in known]
+
+    def _mismatch(self, label: str, labels: Sequence[str | None]) -> MismatchError:
+        said = [
+            (rank, "exchanges something else" if found is None else f"exchanges {found!r}")
+            for rank, found in enumerate(labels)
+        ]
+        advice = (
+            "make every rank call the same units, passes and state functions in one order, and let a rank that has "
+            "caught an error of its own tell the others before it goes on"
+        )
+        text = told_by_ranks("the ranks are in different places", said, advice)
+        return MismatchError(self.shard.rank, "exchange", label, text)
+
+
+def _as_list(items: object) -> list[Any]:
+    """What one rank has sent: a list, if the rank is in the same place."""
+    return items if isinstance(items, list) else [items]

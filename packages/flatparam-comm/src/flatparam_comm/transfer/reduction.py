@@ -204,6 +204,23 @@ class Reducer:
             part.pending = copies.all_reduce(part.output, label=label)
         return True
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for a later reduction, or for its sum over copies."""
+        return bool(self.unsynced or self._partial)
+
+    def drop(self, handle: FlatParamHandle, indices: Sequence[int]) -> None:
+        """Drop what waits for the next reduction of parameters `indices` of `handle`; that reduction still comes."""
+        handle.gradients.drop(indices)
+        partial = self._partial.get(handle)
+        if partial is None:
+            return
+        fragments, arrived = handle.layout.fragments(handle.rank), bytearray(partial.arrived)
+        for index in indices:
+            arrived[index] = 0
+            partial.gradient[fragments[index].in_shard.as_slice()] = 0
+        partial.arrived = bytes(arrived)
+
     def forget(self) -> None:
         """Drop the gradients that wait for the next reduction."""
         self.unsynced.clear()

@@ -9,6 +9,7 @@ from typing import final
 import attrs
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.geometry.specs import ParamSpec
@@ -94,6 +95,9 @@ def discover(
         root: searched with all its submodules.
         ignored_parameters: left out, compared by identity.
         skip_module: a submodule for which this is true is left out with everything below it (`root` never is).
+
+    Raises:
+        FlatParamError: if a parameter cannot be taken from its module: that of TorchScript, or one without a shape.
     """
     ignored = {id(parameter) for parameter in ignored_parameters}
     found: dict[int, tuple[nn.Parameter, list[ParamInfo], list[str]]] = {}
@@ -104,12 +108,27 @@ def discover(
             if parameter is None or id(parameter) in ignored:
                 continue
             info = ParamInfo(name, path, reference)
+            _check_takeable(module, info, parameter)
             _, infos, names = found.setdefault(id(parameter), (parameter, [], []))
             names.append(info.fqn)
             if module not in seen:
                 infos.append(info)
         seen.add(module)
     return tuple(BoundParameter(p, tuple(infos), tuple(names)) for p, infos, names in found.values())
+
+
+def _check_takeable(module: nn.Module, info: ParamInfo, parameter: nn.Parameter) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise FlatParamError(
+            f"parameter {info.fqn!r} belongs to TorchScript, whose compiled code does not see a parameter that takes "
+            "its place; shard the module before it was scripted or traced, use torch.compile instead, or leave the "
+            "module whole (ignored_modules)"
+        )
+    if isinstance(parameter, UninitializedParameter):
+        raise FlatParamError(
+            f"parameter {info.fqn!r} has no shape yet, since its {type(module).__name__} was not called; call the "
+            "model once, with inputs as it will get, before it is sharded"
+        )
 
 
 def _walk(

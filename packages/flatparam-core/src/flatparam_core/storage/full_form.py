@@ -96,7 +96,10 @@ class FullForm:
         return moved
 
     def take_gradients(self, indices: Sequence[int]) -> tuple[Sequence[int], list[torch.Tensor]]:
-        """Take `.grad` from the leaves `indices`; return the indices and the gradients of those that had one."""
+        """Take `.grad` from the leaves `indices`; return the indices and the gradients of those that had one.
+
+        A sparse gradient, as of `nn.Embedding(sparse=True)`, is returned dense, since slots are.
+        """
         leaves = [self.leaves[index] for index in indices]
         gradients = list(map(_GRAD, leaves))
         is_there = [gradient is not None for gradient in gradients]
@@ -106,7 +109,7 @@ class FullForm:
             )
         for leaf in leaves:
             leaf.grad = None
-        return indices, gradients
+        return indices, [each if each.layout is torch.strided else each.to_dense() for each in gradients]
 
 
 @final

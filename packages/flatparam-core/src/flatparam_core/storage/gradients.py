@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, final
 
 import attrs
@@ -262,6 +262,14 @@ class GradientLedger:
         self.deposited[:] = bytes(len(self.deposited))
         self._kept.clear()
         self.buffer.free()
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of parameters `indices`, as if none had arrived since the last release."""
+        for index in indices:
+            self._kept.pop(index, None)
+            self.deposited[index] = 0
+        if self.is_empty:
+            self.release()
 
     def give_away(self) -> torch.Tensor:
         """Return `complete()`, whose memory belongs to the caller from now on; `release` drops the gradients."""

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from flatparam_comm import FlatParameter, end_of_call, owner_of, watch_call
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
-from flatparam_runtime.autograd import in_backward
+from flatparam_runtime.autograd import in_backward, untraced
 from flatparam_runtime.optimizers.divided import is_long
 from flatparam_runtime.optimizers.leaving_out import step_instead
 from flatparam_runtime.optimizers.plan import SegmentStepper
@@ -27,11 +27,13 @@ from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
 from flatparam_runtime.unit.registry import holder_of_parameter
+from flatparam_runtime.unit.waiting import drop_waiting_of
 
 __all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
 
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
+_TORCHS_ZERO_GRAD: Final = optim.Optimizer.zero_grad
 
 
 def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
@@ -52,6 +54,8 @@ def tensors_stepped(optimizer: optim.Optimizer) -> int | None:
 def notice_optimizers() -> None:
     """Have each optimizer in the process looked at when it steps, by a hook of torch; a second call does nothing.
 
+    From then on its `zero_grad()` drops gradients that wait for a reduction (`no_sync`), too.
+
     One of `torch.optim` that holds parameters of a unit then steps neighbours as one tensor, and long ones in pieces
     (`set_flat_steps`); one that would train other numbers on shards is refused, or warned of (`allow_shards`).
 
@@ -60,6 +64,17 @@ def notice_optimizers() -> None:
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    # torch has no hook for this.
+    optim.Optimizer.zero_grad = _zero_grad  # type: ignore[method-assign, assignment]
+
+
+@untraced
+@functools.wraps(_TORCHS_ZERO_GRAD)
+def _zero_grad(optimizer: optim.Optimizer, set_to_none: bool = True) -> None:
+    """Drop the gradients that wait for a reduction, too: in FSDP1 those of `no_sync` are in `.grad`."""
+    _TORCHS_ZERO_GRAD(optimizer, set_to_none)
+    if not in_backward():
+        drop_waiting_of(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder
 from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit.waiting import note_waiting
 
 __all__ = ["BackwardPass", "notice_failed_passes"]
 
@@ -350,6 +351,8 @@ class BackwardPass:
         unit.move(Phase.IDLE)
         if not unit.sync_gradients:
             unit.reducer.unsynced.update(unit.trainable)
+        if not (unit.sync_gradients and unit.reducer.sums_copies):
+            note_waiting(unit)
         self.ready[unit] = state.averaging
         self._reduce_ready()
 

@@ -150,6 +150,11 @@ class FSDPModule(_Base):
         """How often the steps after a backward pass were left out, on all ranks, by `nonfinite="skip"`."""
         return runtime.skipped_steps(self)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, and drop those that wait for a reduction; every rank calls it."""
+        super().zero_grad(set_to_none)
+        runtime.drop_waiting(self._units(recurse=True))
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward pass is the last of several; this changes nothing.
 

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.compat import as_config, as_enum
@@ -96,18 +97,36 @@ class Resolved:
         return self.asked.param_init_fn
 
 
+def _warn_of_calls(module: nn.Module) -> None:
+    """Warn of a module that is not called when its parameters are used, since calls gather them."""
+    name = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        text = (
+            f"a {name} has no forward pass, so its parameters are gathered for each call of a module inside it; wrap "
+            "those, or the module around it"
+        )
+    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        text = (
+            f"a {name} has no forward pass, so nothing gathers its parameters for the code that reads them; wrap the "
+            "module around it instead"
+        )
+    elif isinstance(module, NonDynamicallyQuantizableLinear):
+        text = (
+            f"nn.MultiheadAttention reads the parameters of its {name} and does not call it, so nothing gathers them; "
+            "wrap the nn.MultiheadAttention instead"
+        )
+    else:
+        return
+    warnings.warn(text, stacklevel=5)
+
+
 def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None = None) -> Resolved:
     """Resolve the wrapper's arguments for `module`; nothing is changed, so a refusal leaves everything as it was.
 
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        warnings.warn(
-            f"a {type(module).__name__} has no forward pass, so its parameters are gathered for each call of a "
-            "module inside it; wrap those, or the module around it",
-            stacklevel=4,
-        )
+    _warn_of_calls(module)
     environment = Environment.read() if inherited is None else inherited.environment
     asked = _strategy(arguments)
     if arguments.param_init_fn is not None and not callable(arguments.param_init_fn):

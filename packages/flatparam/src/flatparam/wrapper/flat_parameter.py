@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from flatparam_core import FlatParameter, FlatParamHandle, handle_of
+from flatparam_core import FlatParameter, FlatParamHandle, Span, handle_of
 
 __all__ = ["OfModule", "OfShard", "SharedOfModule", "add_names", "same_memory"]
 
@@ -111,6 +111,52 @@ def shard_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def strides(flat_param: FlatParameter) -> tuple[tuple[int, ...], ...]:
+    """The strides of each original parameter."""
+    return tuple(slot.spec.stride for slot in flat_param.flat_layout.slots)
+
+
+def contiguities(flat_param: FlatParameter) -> tuple[bool, ...]:
+    """Whether each original parameter is row-major, and its last stride is 1."""
+    specs = [slot.spec for slot in flat_param.flat_layout.slots]
+    return tuple(spec.is_row_major and spec.stride[-1:] in ((), (1,)) for spec in specs)
+
+
+def numels_with_padding(flat_param: FlatParameter) -> tuple[int, ...]:
+    """The number of elements of each original parameter and of each gap, in the order of the memory.
+
+    The gap at the end, which makes the length a multiple of the world size, is left out.
+    """
+    return tuple(span.numel for span, _ in _stretches(flat_param))
+
+
+def is_padding_mask(flat_param: FlatParameter) -> tuple[bool, ...]:
+    """For each entry of `_numels_with_padding`, whether it is a gap."""
+    return tuple(is_gap for _, is_gap in _stretches(flat_param))
+
+
+def _stretches(flat_param: FlatParameter) -> list[tuple[Span, bool]]:
+    layout = flat_param.flat_layout
+    end = max((slot.span.stop for slot in layout.slots), default=0)
+    gaps = [(gap, True) for gap in layout.gaps if gap.stop <= end]
+    return sorted([*((slot.span, False) for slot in layout.slots), *gaps], key=lambda pair: pair[0].start)
+
+
+def modules(flat_param: FlatParameter) -> set[nn.Module]:
+    """The modules that have an original parameter as an attribute."""
+    return {info.module for infos in _handle(flat_param).param_infos for info in infos}
+
+
+def unpadded_unsharded_size(flat_param: FlatParameter) -> torch.Size:
+    """The size of the full flat parameter without the gap at the end."""
+    return torch.Size([sum(numels_with_padding(flat_param))])
+
+
+def padded_unsharded_size(flat_param: FlatParameter) -> torch.Size:
+    """The size of the full flat parameter."""
+    return torch.Size([flat_param.flat_layout.numel])
+
+
 def full_param_padded(flat_param: FlatParameter) -> torch.Tensor:
     """The full flat parameter with its padding; without memory while it is sharded, as FSDP1's."""
     return _handle(flat_param).buffer.tensor
@@ -129,6 +175,15 @@ _READ: Final[dict[str, Callable[[FlatParameter], Any]]] = {
     "_shared_param_infos": shared_param_infos,
     "_shard_param_infos": shard_param_infos,
     "_full_param_padded": full_param_padded,
+    "_strides": strides,
+    "_contiguities": contiguities,
+    "_numels_with_padding": numels_with_padding,
+    "_is_padding_mask": is_padding_mask,
+    "_modules": modules,
+    "_num_params": lambda flat_param: len(flat_param.flat_layout.slots),
+    "_sharded_size": lambda flat_param: flat_param.size(),
+    "_unpadded_unsharded_size": unpadded_unsharded_size,
+    "_padded_unsharded_size": padded_unsharded_size,
 }
 _MISSING: Final[dict[str, str]] = {
     "_mp_shard": "the shard is cast while it is gathered, so there is no copy of it in low precision",

@@ -1,0 +1,95 @@
+"""The units with gradients that wait for a later reduction, which `zero_grad()` drops as it drops `.grad`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Final
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from flatparam_comm import FlatParameter, FlatParamHandle, handle_of, owner_of
+from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.unit.unit import Unit
+
+__all__ = ["drop_waiting", "drop_waiting_of", "note_waiting"]
+
+_TOLD: Final = 3
+_WAITING: Final[WeakSet[Unit]] = weakref.WeakSet()
+"""Units whose backward pass has not completed the reduction, and some that have been reduced since."""
+
+
+def note_waiting(unit: Unit) -> None:
+    """Note that gradients of `unit` wait for a later reduction: inside `no_sync`, or for the sum over copies."""
+    _WAITING.add(unit)
+
+
+def drop_waiting(units: Iterable[Unit]) -> None:
+    """Drop all gradients of `units` that wait; every rank calls it, between passes."""
+    wanted = set(units)
+    for unit in _waiting():
+        if unit in wanted:
+            _drop(unit, {handle: range(len(handle.layout.slots)) for handle in unit.handles})
+
+
+def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
+    """Drop the gradients of `parameters` that wait; every rank calls it, between passes.
+
+    Args:
+        parameters: what an optimizer holds. It need not hold parameters of which this rank has no element: the
+            gradients that this rank has for the others' parts are dropped with all others of the model.
+    """
+    waiting = _waiting()
+    if not waiting:
+        return
+    named = _indices_of(parameters)
+    by_tree: dict[Fingerprint | None, list[Unit]] = {}
+    for unit in waiting:
+        by_tree.setdefault(unit.observers.fingerprint, []).append(unit)
+    for units in by_tree.values():
+        if all(_elements_here(handle) <= named.get(handle, set()) for u in units for handle in u.trainable):
+            drop_waiting(units)
+            continue
+        for unit in units:
+            _drop(unit, {handle: sorted(named[handle]) for handle in unit.handles if handle in named})
+
+
+def _waiting() -> list[Unit]:
+    """The units that wait, in the order of their trees, which is the same on every rank."""
+    for unit in list(_WAITING):
+        if not unit.reducer.waits:
+            _WAITING.discard(unit)
+    return sorted(_WAITING, key=lambda unit: unit.observers.number)
+
+
+def _indices_of(parameters: Iterable[Tensor]) -> dict[FlatParamHandle, set[int]]:
+    found: dict[FlatParamHandle, set[int]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, FlatParameter):
+            handle = handle_of(parameter)
+            if handle is not None:
+                found.setdefault(handle, set()).update(range(len(handle.layout.slots)))
+        else:
+            owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+            if owner is not None:
+                found.setdefault(owner[0], set()).add(owner[1])
+    return found
+
+
+def _elements_here(handle: FlatParamHandle) -> set[int]:
+    """The parameters of `handle` that are trained, and of which this rank has elements."""
+    fragments = handle.layout.fragments(handle.rank)
+    return {index for index, trained in enumerate(handle.trained) if trained and fragments[index].in_shard}
+
+
+def _drop(unit: Unit, indices: Mapping[FlatParamHandle, Iterable[int]]) -> None:
+    fqns: list[str] = []
+    for handle, chosen in indices.items():
+        dropped = list(chosen)
+        unit.reducer.drop(handle, dropped)
+        fqns += [handle.layout.fqns[index] for index in dropped]
+    fingerprint = unit.observers.fingerprint
+    if fqns and fingerprint is not None:
+        more = f" and {len(fqns) - _TOLD} more" if len(fqns) > _TOLD else ""
+        fingerprint.note_step(f"zero_grad() in unit {unit.name!r}, of {', '.join(fqns[:_TOLD])}{more}")
