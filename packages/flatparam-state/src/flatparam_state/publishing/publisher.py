@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from typing import final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from flatparam_runtime import Threshold
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.catalogue import Catalogue, ReceiverNames, published_tensors
 from flatparam_state.publishing.channel import Channel, Frames, NewVersion, VersionId
@@ -18,6 +20,12 @@ from flatparam_state.publishing.ranks import is_first, topology_of
 from flatparam_state.publishing.slicing import Part, Slicing
 
 __all__ = ["Published", "Publisher"]
+
+CACHED_NUMEL: Final = Threshold(
+    "state.cached_numel",
+    2**17,
+    "A rank on the CPU looks for changes to publish in so many elements at a time; more would not stay in its cache.",
+)
 
 
 @final
@@ -117,7 +125,7 @@ class Publisher:
         )
         delivered = self._channel.deliver(new, topology)
         for shard in self._shards:
-            shard.remember()
+            shard.remember(has_all=not knows)
         self._number, self._last = new.number, delivered.version
         return Published(
             new.number, not knows, delivered.nbytes, self._channel.slicing.nbytes(self._catalogue)
@@ -158,6 +166,8 @@ class _OwnShard:
     """What each receiver has of the tensor."""
     snapshot: Tensor | None = None
     """What receivers have, if they have anything; of the published dtype."""
+    _sent: list[_Change] = attrs.field(factory=list)
+    """What the last version changes, if it is one of changes; receivers do not have it yet."""
 
     def look_at(self, pair: Pair, slicing: Slicing, is_own: bool) -> None:
         """Find the elements where they are now; none, if another rank sends them."""
@@ -167,44 +177,78 @@ class _OwnShard:
         self.local = tensor.local.reshape(-1) if is_own else tensor.local.new_empty(0)
         self.parts = tuple(slicing.part(published, rank) for rank in range(slicing.size))
 
-    def remember(self) -> None:
-        """Take the elements as what receivers have."""
+    def remember(self, *, has_all: bool) -> None:
+        """Take the elements as what receivers have, who got all of them, or what `frames` has found to have changed."""
         if self.snapshot is None:
             self.snapshot = torch.empty_like(self.local, dtype=self.dtype)
-        self.snapshot.copy_(self.local)
+        if has_all:
+            self.snapshot.copy_(self.local)
+        bits = bits_of(self.snapshot)
+        for change in self._sent:
+            bits[change.start :][change.places.to(bits.device)] = change.new.to(bits.device)
+        self._sent = []
 
     def frames(self, wants_all: bool, nbytes: int) -> Frames:
         """The records of this rank, looking at `nbytes` at a time."""
         step = max(1, nbytes // self.dtype.itemsize)
+        if not wants_all:
+            self._sent = []
         for start in range(0, self.local.numel(), step):
-            new = bits_of(self.local[start : start + step].to(self.dtype))
+            stop = min(start + step, self.local.numel())
             if wants_all or self.snapshot is None:
-                for number, part in enumerate(self.parts):
-                    yield from ((number, piece) for piece in self._values(part, start, new))
-                continue
-            old = bits_of(self.snapshot[start : start + step].to(new.device))
-            changed = (new != old).nonzero().view(-1)
-            if changed.numel():
-                for number, part in enumerate(self.parts):
-                    yield from ((number, piece) for piece in self._changes(part, start, changed, old, new))
+                records = (self._values(part, start, stop) for part in self.parts)
+            else:
+                change = _Change.found(self.local, self.snapshot, start, stop)
+                self._sent.append(change)
+                records = (self._changes(part, change) for part in self.parts)
+            for number, record in enumerate(records):
+                yield from ((number, piece) for piece in record)
 
-    def _values(self, part: Part, start: int, new: Tensor) -> list[Tensor]:
-        first = self.start + start
+    def _values(self, part: Part, start: int, stop: int) -> list[Tensor]:
+        """The record of the elements `[start, stop)`, as far as they are in `part`."""
+        new = bits_of(self.local[start:stop].to(self.dtype))
         if not part.is_whole:
-            new = new[part.mask(torch.arange(first, first + new.numel(), device=new.device))]
-        return values(self.index, part.before(first), new) if new.numel() else []
+            new = new[part.mask(torch.arange(self.start + start, self.start + stop, device=new.device))]
+        return values(self.index, part.before(self.start + start), new) if new.numel() else []
 
-    def _changes(self, part: Part, start: int, changed: Tensor, old: Tensor, new: Tensor) -> list[Tensor]:
-        """The shorter of the record of changes and that of values."""
-        first = self.start + start
-        begin = part.before(first)
+    def _changes(self, part: Part, change: _Change) -> list[Tensor]:
+        """The shorter of the record of changes and that of values; nothing, if nothing has changed in `part`."""
+        first, last = self.start + change.start, self.start + change.stop
+        begin, end = part.before(first), part.before(last)
+        places, old, new = change.places, change.old, change.new
         if not part.is_whole:
-            changed = changed[part.mask(changed + first)]
-        if not changed.numel():
+            inside = part.mask(places + first)
+            places, old, new = part.places(places[inside] + first) - begin, old[inside], new[inside]
+        if not places.numel():
             return []
-        places = changed if part.is_whole else part.places(changed + first) - begin
-        record = changes(self.index, begin, places, old[changed], new[changed])
-        numel = part.before(first + new.numel()) - begin
-        if sum(piece.numel() for piece in record[1:]) < numel * self.dtype.itemsize:
+        record = changes(self.index, begin, places, old, new)
+        if sum(piece.numel() for piece in record[1:]) < (end - begin) * self.dtype.itemsize:
             return record
-        return self._values(part, start, new)
+        return self._values(part, change.start, change.stop)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Change:
+    """What differs between the elements `[start, stop)` of a shard and what receivers have of it."""
+
+    start: int
+    stop: int
+    places: Tensor
+    """1-D, int64, increasing, counted from `start`."""
+    old: Tensor
+    new: Tensor
+    """The integers there."""
+
+    @classmethod
+    def found(cls, local: Tensor, snapshot: Tensor, start: int, stop: int) -> Self:
+        """Compare them, on the CPU so many at a time that they stay in its cache."""
+        step = CACHED_NUMEL.value if local.is_cpu else stop - start
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            new = bits_of(local[at:end].to(snapshot.dtype))
+            old = bits_of(snapshot[at:end].to(new.device))
+            places = (new != old).nonzero().view(-1)
+            found.append((places + (at - start), old[places], new[places]))
+        return cls(start, stop, *(torch.cat(each) for each in zip(*found, strict=True)))
