@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import attrs
 import torch
@@ -23,6 +23,8 @@ from flatparam_state.publishing.encoding import bits_of, changes
 from .job import batches, pretrained, train
 
 __all__ = ["Row", "measured", "table", "write_page"]
+
+T = TypeVar("T")
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "guides" / "publishing.md"
 BEGIN, END = "<!-- begin table of costs -->", "<!-- end table of costs -->"
@@ -123,7 +125,7 @@ def _measured(model: nn.Module, start: dict[str, Tensor], size: str, versions: i
     return Row(rate, changed, tuple(times), dense / sent, *seconds)
 
 
-def _timed(spent: dict[str, float], what: str, action: Callable[[], object]) -> object:
+def _timed(spent: dict[str, float], what: str, action: Callable[[], T]) -> T:
     """What `action()` returns; the fastest of its times is kept."""
     start = time.perf_counter()
     result = action()
