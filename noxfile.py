@@ -223,7 +223,7 @@ TWINS = (
     "packages/flatparam-state/tests",
     "--ignore=packages/flatparam-state/tests/checkpoint",
     "--ignore=packages/flatparam-state/tests/formats",
-    "--ignore=packages/flatparam-state/tests/publishing",
+    "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
     "integration_tests/lifted",
@@ -400,7 +400,7 @@ def clients(session: nox.Session) -> None:
 
     Of trainers that would need ray or a GPU, the wheels are downloaded, and only their functions for FSDP1 are run.
     """
-    fill(session, "accelerate", "transformers", "peft", "trl", "lightning")
+    fill(session, "accelerate", "bitsandbytes", "transformers", "peft", "trl", "lightning")
     wheels = str(ROOT / "build" / "client-wheels")
     download = (
         "pip",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flatparam import FullyShardedDataParallel, Mailbox, Publisher, Receiver
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
-from flatparam_comm.testing import run_processes
+from flatparam_comm.testing import PATIENCE, run_processes
 
 from .job import batches, make, pretrained
 
@@ -78,7 +78,7 @@ def run_loop(loop: Loop) -> Outcome:
         generator.start()
         start = time.perf_counter()
         try:
-            trainer, *_ = run_processes(2, _train, folder, loop)
+            trainer, *_ = run_processes(2, _train, folder, loop, timeout=PATIENCE, pg_timeout=PATIENCE)
             seconds = time.perf_counter() - start
             (folder / "over").touch()
             generator.join()

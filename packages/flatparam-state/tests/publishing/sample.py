@@ -43,7 +43,7 @@ def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
 
 def bits(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements in row-major order."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().cpu().contiguous().view(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
