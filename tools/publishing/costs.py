@@ -159,7 +159,7 @@ def table(rows: Sequence[Row]) -> str:
         "sent, over all",
         "publish",
         "receive",
-        "all full tensors",
+        "publish all values",
     ]
     lines = [f"| {' | '.join(heads)} |", f"|{' ---: |' * len(heads)}"]
     for row in rows:
