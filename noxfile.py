@@ -178,6 +178,22 @@ def load(session: nox.Session) -> None:
 
 
 @nox.session
+def publish(session: nox.Session) -> None:
+    """Publishing: 100 kills on each side, 1,000 versions compared, the table of the guide anew; not in `tests`.
+
+    `-- loop --rounds 50` runs a trainer and a generator instead, `-- costs` only prints the table.
+    """
+    install_all_layers(session)
+    if session.posargs:
+        python(session, "tools/publishing", *session.posargs)
+        return
+    kills = "packages/flatparam-state/tests/publishing/test_kills.py"
+    pytest(session, kills, env={"FLATPARAM_PUBLISH_KILLS": "100"})
+    python(session, "tools/publishing", "syncs", "--versions", "1000")
+    python(session, "tools/publishing", "--size", "small", "--pretraining", "60", "costs", "--page")
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)
@@ -207,6 +223,7 @@ TWINS = (
     "packages/flatparam-state/tests",
     "--ignore=packages/flatparam-state/tests/checkpoint",
     "--ignore=packages/flatparam-state/tests/formats",
+    "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
     "integration_tests/lifted",
@@ -383,7 +400,7 @@ def clients(session: nox.Session) -> None:
 
     Of trainers that would need ray or a GPU, the wheels are downloaded, and only their functions for FSDP1 are run.
     """
-    fill(session, "accelerate", "transformers", "peft", "trl", "lightning")
+    fill(session, "accelerate", "bitsandbytes", "transformers", "peft", "trl", "lightning")
     wheels = str(ROOT / "build" / "client-wheels")
     download = (
         "pip",

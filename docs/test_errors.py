@@ -22,13 +22,17 @@ from torch.distributed.fsdp import fully_shard
 from flatparam import (
     Checkpointer,
     CheckpointError,
+    Mailbox,
     MixedPrecision,
+    Receiver,
     ShardedEMA,
     ShardedStateDictConfig,
     ShardingStrategy,
+    Slicing,
     StateDictType,
     load_pretrained,
     offload,
+    publish,
 )
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import fully_shard as our_fully_shard
@@ -570,6 +574,24 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
             lambda directory, _: Checkpointer(
                 directory, model := nn.Linear(2, 2), averages=ShardedEMA(model, 0.9), ranks=ALONE
             ).load()
+        ),
+        "published two tensors under one name": lambda: publish(
+            nn.Linear(2, 2), print, names=lambda name: "x"
+        ),
+        "received into a module that lacks a tensor": in_a_run(
+            lambda directory, _: (
+                publish(nn.Linear(2, 2), Mailbox(directory)),
+                Receiver(nn.Linear(2, 2, bias=False), Mailbox(directory)).receive(),
+            )
+        ),
+        "received into a dtype that cannot hold the numbers": in_a_run(
+            lambda directory, _: (
+                publish(nn.Linear(2, 2), Mailbox(directory)),
+                Receiver(nn.Linear(2, 2).half(), Mailbox(directory)).receive(),
+            )
+        ),
+        "cut a tensor into parts that are not equal": lambda: publish(
+            nn.Linear(2, 3), Mailbox("somewhere", slicing=Slicing(2, {"weight": 0}))
         ),
         "began with weights of different shapes": in_a_run(
             lambda directory, _: load_pretrained(lambda: nn.Linear(2, 3), directory, process_group=ALONE)

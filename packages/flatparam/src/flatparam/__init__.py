@@ -39,7 +39,22 @@ if TYPE_CHECKING:
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
-    from flatparam_state import Checkpointer, CheckpointError, Loaded, ShardedEMA, offload, onload
+    from flatparam_state import (
+        Checkpointer,
+        CheckpointError,
+        GroupChannel,
+        Loaded,
+        Mailbox,
+        Published,
+        Publisher,
+        PublishError,
+        Receiver,
+        ShardedEMA,
+        Slicing,
+        offload,
+        onload,
+        publish,
+    )
 
 __version__ = "0.1.0"
 
@@ -54,10 +69,12 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GroupChannel",
     "Installation",
     "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "Mailbox",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -66,10 +83,15 @@ __all__ = [
     "Plan",
     "PlanError",
     "PretrainedReport",
+    "PublishError",
+    "Published",
+    "Publisher",
+    "Receiver",
     "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
+    "Slicing",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
@@ -82,6 +104,7 @@ __all__ = [
     "offload",
     "onload",
     "plan",
+    "publish",
     "register_fsdp_forward_method",
     "trace",
     "uninstall",
@@ -121,10 +144,18 @@ _HOMES = {
     "flatparam_state": (
         "Checkpointer",
         "CheckpointError",
+        "GroupChannel",
         "Loaded",
+        "Mailbox",
+        "PublishError",
+        "Published",
+        "Publisher",
+        "Receiver",
         "ShardedEMA",
+        "Slicing",
         "offload",
         "onload",
+        "publish",
     ),
 }
 """The modules that have the names which this package exports."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import BinaryIO, Final, TypeVar, cast
 
 from flatparam_runtime import Span
 from flatparam_state.files import (
@@ -17,12 +17,22 @@ from flatparam_state.files import (
     read_header,
     split_path,
 )
-from flatparam_state.formats.hugging_face.shard_index import encode_index, read_shards
+from flatparam_state.formats.hugging_face.shard_index import HasInfo, encode_index, read_shards
 from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.stored import Storage, Stored, StoredSource, StridedTensor, row_major, select
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "open_hugging_face", "write_hugging_face"]
+__all__ = [
+    "INDEX_FILE",
+    "MAX_SHARD_NBYTES",
+    "SINGLE_FILE",
+    "divided",
+    "open_hugging_face",
+    "write_hugging_face",
+]
 
+T = TypeVar("T", bound=HasInfo)
+MAX_SHARD_NBYTES: Final = 5 * 10**9
+"""The most bytes of tensors in a file, unless told otherwise."""
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
@@ -57,7 +67,7 @@ def write_hugging_face(
     source: Source,
     path: str | os.PathLike[str],
     *,
-    max_shard_nbytes: int = 5 * 10**9,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
     dry_run: bool = False,
 ) -> dict[str, int]:
     """Write the model of a source as safetensors with the names that `from_pretrained` looks for.
@@ -82,7 +92,7 @@ def write_hugging_face(
     if path.suffix == ".safetensors":
         files = {path.name: tensors}
     else:
-        files = _sharded(tensors, max_shard_nbytes)
+        files = divided(tensors, max_shard_nbytes)
     if not dry_run:
         with appearing(path) as temporary:
             if path.name in files:
@@ -109,9 +119,9 @@ def _model_of(source: Source, path: Path) -> dict[str, Stored]:
     return {split_path(each)[-1]: stored for each, stored in opened.stored.items() if each not in tied}
 
 
-def _sharded(tensors: Mapping[str, Stored], max_nbytes: int) -> dict[str, dict[str, Stored]]:
-    """The tensors of each file: at most `max_nbytes` bytes of them, or one tensor."""
-    shards: list[dict[str, Stored]] = [{}]
+def divided(tensors: Mapping[str, T], max_nbytes: int = MAX_SHARD_NBYTES) -> dict[str, dict[str, T]]:
+    """The tensors of each file, by its name: at most `max_nbytes` bytes of them, or one tensor."""
+    shards: list[dict[str, T]] = [{}]
     nbytes = 0
     for name, stored in tensors.items():
         if shards[-1] and nbytes + stored.info.nbytes > max_nbytes:

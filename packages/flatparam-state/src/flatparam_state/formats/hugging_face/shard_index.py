@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
-from flatparam_state.files import ByteFile, CheckpointError, parse_json
+from flatparam_state.files import ByteFile, CheckpointError, TensorInfo, parse_json
 from flatparam_state.formats.stored import Stored
 
-__all__ = ["encode_index", "read_shards"]
+__all__ = ["HasInfo", "encode_index", "read_shards"]
+
+
+class HasInfo(Protocol):
+    """A tensor that is, or will be, in a file."""
+
+    @property
+    def info(self) -> TensorInfo:
+        """Its shape and dtype."""
+        ...
 
 
 def read_shards(index: Path, read_file: Callable[[Path], Mapping[str, Stored]]) -> dict[str, Stored]:
@@ -47,7 +57,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weights
 
 
-def encode_index(files: Mapping[str, Mapping[str, Stored]]) -> bytes:
+def encode_index(files: Mapping[str, Mapping[str, HasInfo]]) -> bytes:
     """The index of tensors that lie in several files; `files` has them by file and name."""
     total = sum(stored.info.nbytes for tensors in files.values() for stored in tensors.values())
     weights = {tensor: name for name, tensors in files.items() for tensor in tensors}

@@ -1,0 +1,49 @@
+"""QLoRA as it comes: weights of bitsandbytes in 4 bits with their default storage, and adapters of PEFT."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from flatparam_comm.testing import run_processes, run_threads
+
+if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "transformers", "peft")):
+    pytest.skip("it takes bitsandbytes, transformers and peft", allow_module_level=True)
+
+from . import quantised
+from .quantised import RANKS, trained, whole
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora and whole embeddings": {"modules_to_save": ["embed_tokens", "norm"]},
+}
+
+
+def quantised_nbytes() -> int:
+    """The bytes of all weights in 4 bits: half a byte for each of their elements."""
+    return sum(each.numel() for each in whole().parameters() if each.dtype == torch.uint8)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_losses_are_those_of_one_process(adapter: str, use_orig_params: bool) -> None:
+    """Two ranks have, bit for bit, the losses of one process, and keep half of the quantised bytes each."""
+    settings = ADAPTERS[adapter]
+    expected = quantised.losses(whole(**settings))
+    options = {"use_orig_params": use_orig_params}
+    found = run_threads(RANKS, trained, quantised.ours, settings, options)
+    for rank, (losses, nbytes) in enumerate(found):
+        assert losses == [of_ranks[rank] for of_ranks in expected]
+        assert nbytes == quantised_nbytes() // RANKS
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shard", ["ours", "ours_in_place"])
+def test_in_processes(shard: str) -> None:
+    """The same in processes over gloo, by the wrapper and by the function."""
+    expected = quantised.losses(whole())
+    for rank, found in enumerate(run_processes(RANKS, trained, getattr(quantised, shard), {}, {})):
+        assert found == ([of_ranks[rank] for of_ranks in expected], quantised_nbytes() // RANKS)

@@ -1,0 +1,145 @@
+"""`publish`: the full tensors of a sharded model, one bucket at a time, to whoever wants them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from flatparam_runtime import Topology
+from flatparam_state.checkpoint.model_tensors import bring_to_rest
+from flatparam_state.publishing.catalogue import Catalogue, ReceiverNames, published_tensors
+from flatparam_state.publishing.channel import Channel
+from flatparam_state.publishing.errors import all_or_error
+from flatparam_state.publishing.files import writing
+from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair, full_tensors
+from flatparam_state.publishing.publisher import Publisher
+from flatparam_state.publishing.ranks import is_first, topology_of
+
+__all__ = ["Sink", "publish"]
+
+Sink: TypeAlias = Callable[[str, Tensor], object]
+"""Called with the receiver's name of each tensor, and the tensor."""
+
+
+@torch.no_grad()
+def publish(
+    model: nn.Module,
+    sink: Sink | str | os.PathLike[str] | Channel,
+    *,
+    names: ReceiverNames | None = None,
+    dtype: torch.dtype | None = None,
+    bucket: int | None = None,
+    every_rank: bool = False,
+) -> Catalogue:
+    """Give the full tensors of `model` to `sink`, one after the other; every rank calls it, outside of passes.
+
+    Each flat parameter is gathered once, in the dtype in which it is published. While the sink has the tensors of one
+    bucket, the next is gathered. Ranks that hold copies of shards take no part, unless they call the sink as well.
+
+    Args:
+        sink: a function of a name and a tensor, a path, or a channel. The tensor is on the model's device, and may be
+            kept: its memory is not used again. At a path, a safetensors file is written if the name ends with
+            `.safetensors`, else a directory of them for `from_pretrained`. It appears when it is whole. Through a
+            channel (`Mailbox`, `GroupChannel`) every rank sends its own shards, and nothing is gathered; to publish
+            again and again, make a `Publisher`.
+        names: what tensors are called there, by their name in the model: a mapping, for those whose name differs, or a
+            function, which returns None for a name that stays. A tied parameter is given once, under its first name.
+        dtype: of floating-point tensors there; None keeps that of each.
+        bucket: the bytes that full tensors take on a rank at most, unless one tensor is larger than half of it; by
+            default 256 MiB (`state.publish_nbytes`).
+        every_rank: call the sink on every rank, not on the first alone.
+
+    Returns:
+        What was published: names, shapes and dtypes, in order.
+
+    Raises:
+        PublishError: on every rank, naming the first rank whose sink has failed, and why.
+        ValueError: on every rank, if names collide, or the dtype cannot be published.
+        FlatParamError: inside a forward or backward pass, or while full parameters are summoned.
+    """
+    if isinstance(sink, Channel):
+        if every_rank:
+            raise ValueError(
+                "publish: every_rank takes a function as the sink; a channel is used by every rank"
+            )
+        publisher = Publisher(model, sink, names=names, dtype=dtype, bucket=bucket)
+        publisher.publish()
+        return publisher.catalogue
+    bring_to_rest(model)
+    pairs = published_tensors(model, names, dtype)
+    catalogue = Catalogue(tuple(published for _, published in pairs))
+    topology = topology_of(model)
+    if every_rank and not callable(sink):
+        raise ValueError(
+            "publish: every_rank takes a function as the sink; a path is written by the first rank"
+        )
+    calls = every_rank or is_first(topology)
+    giving = _Giving(sink if calls else None, catalogue)
+    with giving:
+        if every_rank or topology.replicate is None or topology.replicate.rank == 0:
+            giving.all_of(pairs, topology, PUBLISH_NBYTES.value if bucket is None else bucket)
+    all_or_error(lambda said: topology.exchange(said, label="publish"), None, giving.error)
+    return catalogue
+
+
+@final
+@attrs.define(eq=False)
+class _Giving:
+    """The giving of tensors to a sink, if this rank has one.
+
+    After an error the rank goes on with its part in collectives, and the error is told at the end.
+    """
+
+    sink: Sink | str | os.PathLike[str] | None
+    catalogue: Catalogue
+    error: Exception | None = None
+    _stack: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
+    _give: Sink | None = None
+
+    def __enter__(self) -> None:
+        if self.sink is None:
+            return
+        with self._noting():
+            self._give = self._stack.enter_context(_open(self.sink, self.catalogue))
+
+    def __exit__(self, *raised: object) -> None:
+        with self._noting():
+            # A path must not appear after an error.
+            if self.error is not None:
+                self._stack.__exit__(type(self.error), self.error, self.error.__traceback__)
+            else:
+                self._stack.__exit__(*raised)  # type: ignore[arg-type]  # what __exit__ was called with
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+
+    def all_of(self, pairs: list[Pair], topology: Topology, nbytes: int) -> None:
+        """Give each tensor."""
+
+        def is_wanted() -> bool:
+            return self._give is not None and self.error is None
+
+        for name, tensor in full_tensors(pairs, topology, nbytes, is_wanted):
+            with self._noting():
+                assert self._give is not None, "it is wanted"
+                self._give(name, tensor)
+            del tensor
+
+
+@contextlib.contextmanager
+def _open(sink: Sink | str | os.PathLike[str], catalogue: Catalogue) -> Iterator[Sink]:
+    if callable(sink):
+        yield sink
+        return
+    with writing(sink, catalogue) as files:
+        yield files

@@ -1,0 +1,388 @@
+"""Versions in a folder, for any number of receivers, who come and go; in memory, if the folder is there."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from flatparam_runtime import Topology
+from flatparam_state.checkpoint.manifest.sealed import seal, unseal
+from flatparam_state.files import bytes_view
+from flatparam_state.publishing.catalogue import Catalogue
+from flatparam_state.publishing.channel import Delivery, NewVersion, Packet, Update, VersionId
+from flatparam_state.publishing.errors import PublishError, all_or_error
+from flatparam_state.publishing.ranks import is_first
+from flatparam_state.publishing.slicing import Slicing
+
+__all__ = ["Mailbox"]
+
+_MANIFEST: Final = "latest.json"
+_SUFFIX: Final = ".flatparam"
+"""Of the files of packets and catalogues: what has this suffix and is in no manifest is deleted."""
+
+
+@final
+class Mailbox:
+    """A folder through which versions go to receivers on this host, or wherever the folder is mounted.
+
+    It has the bytes of one version with all values, the *base*, and the changes since. Changes that together would take
+    more bytes than the base are replaced by a new one. A file never changes, and a version is there when the manifest,
+    which is replaced in one step, names it. So a receiver reads a whole version, whoever is killed, and starts at any
+    time, also when the publisher is gone. There is no limit to the receivers, and the publisher does not know them.
+
+    Only one publisher at a time uses a folder. Each rank makes a `Mailbox` of the same folder and slicing.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, slicing: Slicing | None = None) -> None:
+        """Use `folder`, which is made if it is not there.
+
+        Args:
+            slicing: the parts of tensors that receivers have; by default all of them.
+        """
+        self.folder = Path(folder)
+        self._slicing = slicing or Slicing()
+        self._seen: tuple[tuple[int, ...], VersionId | None] = ((), None)
+        self._room = 0
+
+    @classmethod
+    def in_memory(cls, name: str, *, slicing: Slicing | None = None) -> Self:
+        """Use a folder of this user in the memory of this host, which has `name`.
+
+        Raises:
+            PublishError: if the system has no such memory, or somebody else has a folder of this name there.
+        """
+        root = Path("/dev/shm")
+        if not root.is_dir():
+            raise PublishError("this system has no /dev/shm: choose a folder, and pass it to Mailbox(folder)")
+        if not name or Path(name).name != name:
+            raise ValueError(f"Mailbox.in_memory: expected a name without '/', found {name!r}")
+        folder = root / f"flatparam-{os.getuid()}-{name}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise PublishError(f"{folder} belongs to somebody else: choose a different name")
+        return cls(folder, slicing=slicing)
+
+    def __repr__(self) -> str:
+        return f"Mailbox({str(self.folder)!r})"
+
+    @property
+    def slicing(self) -> Slicing:
+        """The parts of tensors that receivers have."""
+        return self._slicing
+
+    def clear(self) -> None:
+        """Delete what the folder holds of publications, and the folder if it is empty then."""
+        for path in [*self.folder.glob(f"*{_SUFFIX}"), self.folder / _MANIFEST]:
+            path.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    # The publisher's side
+
+    def held(self, topology: Topology) -> VersionId | None:
+        """The version that the manifest names, as the first rank reads it."""
+        told = _on_all(topology, lambda: self._latest() if is_first(topology) else None)[0]
+        self._room = told[1] if told else 0
+        return told[0] if told else None
+
+    def _latest(self) -> tuple[VersionId, int] | None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = self._readable()
+        return (found.version, found.room) if found else None
+
+    def _readable(self) -> _Manifest | None:
+        """The manifest; a damaged one counts as none, and is replaced."""
+        try:
+            found = self._read()
+        except PublishError:
+            return None
+        return found if found is not None and found.parts == self._slicing.size else None
+
+    def deliver(self, new: NewVersion, topology: Topology) -> Delivery:
+        """Write the packets of all ranks, and then the manifest."""
+        packets = _on_all(topology, lambda: self._write(new, new.before is None, "", topology))
+        version = new.id_with(packets)
+        nbytes = sum(packet.nbytes for of_rank in packets for packet in of_rank)
+        step = _Step(version, new.before, tuple(map(tuple, packets)))
+        base = step if new.before is None else None
+        if new.before is not None and nbytes > self._room:
+            packets = _on_all(topology, lambda: self._write(new, True, "base-", topology))
+            base = _Step(version, None, tuple(map(tuple, packets)))
+        _on_all(topology, lambda: self._commit(new, step, base) if is_first(topology) else None)
+        return Delivery(version, nbytes)
+
+    def _write(self, new: NewVersion, wants_all: bool, kind: str, topology: Topology) -> list[Packet]:
+        """Write the packets of this rank."""
+        replica = 0 if topology.replicate is None else topology.replicate.rank
+        rank = replica * topology.shard.size + topology.shard.rank
+        stem = f"{new.stream}-{new.number:08d}-{kind}{rank:05d}"
+        writers = [
+            _PacketWriter(self.folder / f"{stem}-{part:03d}{_SUFFIX}") for part in range(self._slicing.size)
+        ]
+        try:
+            for part, piece in new.frames(wants_all):
+                writers[part].write(piece)
+            return [writer.packet() for writer in writers]
+        finally:
+            for writer in writers:
+                writer.close()
+
+    def _commit(self, new: NewVersion, step: _Step, base: _Step | None) -> None:
+        """Name the version in the manifest, and delete what it does not name."""
+        before = self._readable()
+        if new.before is not None and (before is None or before.version != new.before):
+            raise PublishError(
+                f"{self.folder} was changed by somebody else while version {new.number} was written"
+            )
+        catalogue = f"{new.stream}-{new.catalogue.digest[:16]}-catalogue{_SUFFIX}"
+        if not (self.folder / catalogue).exists():
+            self._replace(self.folder / catalogue, new.catalogue.encode())
+        deltas: tuple[_Step, ...] = () if step.before is None else (step,)
+        if base is None:
+            assert before is not None, "there are changes to something"
+            base, deltas = before.base, (*before.deltas, step)
+        manifest = _Manifest(self._slicing.size, catalogue, new.catalogue.digest, base, deltas)
+        self._replace(self.folder / _MANIFEST, manifest.encode())
+        named = {*manifest.files()}
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        temporary = path.with_name(f"{path.name}.new{_SUFFIX}")
+        temporary.write_bytes(data)
+        temporary.replace(path)
+
+    # The receiver's side
+
+    def fetch(self, held: VersionId | None, part: int, check: Callable[[Catalogue], object]) -> list[Update]:
+        """The steps from `held` to the version that the manifest names; the newest base first if there is a gap.
+
+        Raises:
+            PublishError: if a file is damaged, or `part` does not exist.
+        """
+        while True:
+            seen = self._look()
+            if not seen or (seen, held) == self._seen:
+                return []
+            manifest = self._read()
+            if manifest is None:
+                return []
+            try:
+                updates = self._updates(manifest, held, part, check)
+            except (FileNotFoundError, PublishError):
+                # The publisher has replaced the manifest, and deleted what the one before named.
+                if self._look() != seen:
+                    continue
+                raise
+            self._seen = seen, manifest.version
+            return updates
+
+    def _look(self) -> tuple[int, ...]:
+        """Which file the manifest is; empty if there is none."""
+        try:
+            found = os.stat(self.folder / _MANIFEST)
+        except FileNotFoundError:
+            return ()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _read(self) -> _Manifest | None:
+        path = self.folder / _MANIFEST
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return _Manifest.decode(data)
+        except (ValueError, TypeError, KeyError) as error:
+            raise PublishError(f"{path} is damaged: {error}; publish all values again") from error
+
+    def _updates(
+        self, manifest: _Manifest, held: VersionId | None, part: int, check: Callable[[Catalogue], object]
+    ) -> list[Update]:
+        if not 0 <= part < manifest.parts:
+            raise PublishError(
+                f"{self.folder}: expected a part from 0 to {manifest.parts - 1}, as the publisher's slicing has them, "
+                f"found {part}"
+            )
+        steps = manifest.steps_from(held)
+        if not steps:
+            return []
+        catalogue = self._catalogue(manifest, part)
+        check(catalogue)
+        return [
+            Update(step.version, step.before, catalogue, tuple(self._packets(step, part))) for step in steps
+        ]
+
+    def _catalogue(self, manifest: _Manifest, part: int) -> Catalogue:
+        data = (self.folder / manifest.catalogue).read_bytes()
+        if hashlib.sha256(data).hexdigest() != manifest.catalogue_sha256:
+            raise PublishError(f"{self.folder / manifest.catalogue} is damaged; publish all values again")
+        if self._slicing.size != manifest.parts:
+            raise PublishError(
+                f"{self.folder}: the publisher's slicing has {manifest.parts} parts, and this one {self._slicing.size}"
+            )
+        return self._slicing.catalogue(Catalogue.decode(data), part)
+
+    def _packets(self, step: _Step, part: int) -> Iterator[Tensor]:
+        for of_rank in step.packets:
+            packet = of_rank[part]
+            if packet.nbytes:
+                yield self._mapped(packet)
+
+    def _mapped(self, packet: Packet) -> Tensor:
+        with (self.folder / packet.file).open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if found == packet.nbytes else b""
+        if hashlib.sha256(data).hexdigest() != packet.sha256:
+            raise PublishError(f"{self.folder / packet.file} is damaged; publish all values again")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+@final
+class _PacketWriter:
+    """Writes the file of one packet, if there is anything to write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._digest = hashlib.sha256()
+        self._nbytes = 0
+
+    def write(self, piece: Tensor) -> None:
+        """Add bytes."""
+        if self._file is None:
+            self._file = self._path.open("wb", buffering=1 << 20)
+        data = bytes_view(piece).cpu().numpy().data
+        self._digest.update(data)
+        self._nbytes += self._file.write(data)
+
+    def packet(self) -> Packet:
+        """Close the file; returns what it has."""
+        self.close()
+        return Packet(self._nbytes, self._digest.hexdigest(), self._path.name if self._nbytes else "")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _on_all(topology: Topology, action: Callable[[], Any]) -> list[Any]:
+    """What `action()` returns on each rank.
+
+    Raises:
+        PublishError: on every rank, if it raises on one.
+    """
+    fact, error = None, None
+    try:
+        fact = action()
+    except Exception as caught:
+        error = caught
+    return all_or_error(lambda said: topology.exchange(said, label="publish"), fact, error)
+
+
+@final
+@attrs.frozen
+class _Step:
+    """A version in the folder: all values, or the changes to the version before."""
+
+    version: VersionId
+    before: VersionId | None
+    packets: tuple[tuple[Packet, ...], ...]
+    """Of each rank, those for each part."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its packets."""
+        return sum(packet.nbytes for of_rank in self.packets for packet in of_rank)
+
+    def tree(self) -> Any:
+        """As values of JSON."""
+        packets = [[[each.nbytes, each.sha256, each.file] for each in of_rank] for of_rank in self.packets]
+        before = self.before and attrs.astuple(self.before)
+        return {"version": attrs.astuple(self.version), "before": before, "packets": packets}
+
+    @classmethod
+    def of_tree(cls, tree: Any) -> Self:
+        """What `tree` returned."""
+        packets = tuple(tuple(_packet(each) for each in of_rank) for of_rank in tree["packets"])
+        before = tree["before"]
+        return cls(VersionId(*tree["version"]), VersionId(*before) if before else None, packets)
+
+
+def _packet(tree: Any) -> Packet:
+    nbytes, sha256, file = tree
+    if file and Path(file).name != file:
+        raise ValueError(f"{file!r} is no name of a file in the folder")
+    return Packet(nbytes, sha256, file)
+
+
+@final
+@attrs.frozen
+class _Manifest:
+    """What the folder has: one version with all values, and changes, of which the last lead to the newest version."""
+
+    parts: int
+    catalogue: str
+    catalogue_sha256: str
+    base: _Step
+    deltas: tuple[_Step, ...]
+
+    @property
+    def version(self) -> VersionId:
+        """The newest version."""
+        return self.deltas[-1].version if self.deltas else self.base.version
+
+    @property
+    def room(self) -> int:
+        """The bytes of changes that can be added before a new base is due."""
+        return self.base.nbytes - sum(step.nbytes for step in self.deltas)
+
+    def steps_from(self, held: VersionId | None) -> list[_Step]:
+        """The steps from `held` to the newest version."""
+        if held == self.version:
+            return []
+        for number, step in enumerate(self.deltas):
+            if step.before == held and held is not None:
+                return list(self.deltas[number:])
+        # The change that led to the base is there too, for those who had the version before.
+        return [self.base, *(step for step in self.deltas if step.version.number > self.base.version.number)]
+
+    def files(self) -> Iterator[str]:
+        """The names of all files but the manifest."""
+        yield self.catalogue
+        for step in (self.base, *self.deltas):
+            yield from (packet.file for of_rank in step.packets for packet in of_rank)
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        tree = {
+            "format": 1,
+            "parts": self.parts,
+            "catalogue": [self.catalogue, self.catalogue_sha256],
+            "base": self.base.tree(),
+            "deltas": [step.tree() for step in self.deltas],
+        }
+        return seal(tree)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """What `encode` returned; a ValueError, TypeError or KeyError if it is damaged."""
+        tree = unseal(data)
+        if tree["format"] != 1:
+            raise ValueError(f"expected format 1, found {tree['format']!r}")
+        catalogue, sha256 = tree["catalogue"]
+        if Path(catalogue).name != catalogue:
+            raise ValueError(f"{catalogue!r} is no name of a file in the folder")
+        deltas = tuple(_Step.of_tree(each) for each in tree["deltas"])
+        return cls(tree["parts"], catalogue, sha256, _Step.of_tree(tree["base"]), deltas)

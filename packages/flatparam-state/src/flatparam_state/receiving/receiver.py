@@ -1,0 +1,123 @@
+"""`Receiver`: the newest version of a publication, whole, in a module or a dict."""
+
+from __future__ import annotations
+
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from flatparam_state.publishing.channel import Update, UpdateSource, VersionId
+from flatparam_state.publishing.encoding import read_records
+from flatparam_state.publishing.errors import PublishError
+from flatparam_state.receiving.target import DictTarget, ModuleTarget, Target, Value
+
+__all__ = ["Receiver"]
+
+
+@final
+class Receiver:
+    """Keeps a module or a dict at the newest version of a publication, between two uses of it.
+
+    `receive()` reads a version whole, compares it with its digests, works out each new value, and writes only then. If
+    it is interrupted while it writes, the next call first finishes the version. After a restart of the program, make a
+    new one: it begins with the newest version.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module | dict[str, Tensor],
+        source: UpdateSource,
+        *,
+        part: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Receive from `source` into `target`.
+
+        Args:
+            target: a module that is not sharded, whose parameters and persistent buffers have the published names, or a
+                dict, which gets a tensor for each.
+            source: a `Mailbox` of the publisher's folder, or a `GroupChannel`.
+            part: the rank of this receiver, if the publisher slices tensors.
+            device: of the tensors of a dict.
+
+        Raises:
+            ValueError: if the module is sharded.
+        """
+        self._target: Target
+        if isinstance(target, nn.Module):
+            self._target = ModuleTarget(target)
+        else:
+            self._target = DictTarget(target, torch.device(device))
+        self._source = source
+        self._part = part
+        self._held: VersionId | None = None
+        self._begun: _Application | None = None
+
+    def __repr__(self) -> str:
+        return f"Receiver(version {self.version})"
+
+    @property
+    def version(self) -> int:
+        """The number of the version that the target has; 0 before the first, and while one is half written."""
+        return self._held.number if self._held and self._begun is None else 0
+
+    @property
+    def version_id(self) -> VersionId | None:
+        """The version that the target has, with its digest."""
+        return None if self._begun is not None else self._held
+
+    @torch.no_grad()
+    def receive(self) -> bool:
+        """Bring the target to the newest version; returns whether that is a new one.
+
+        From a `Mailbox` it returns at once if there is none. From a `GroupChannel` it waits for the publisher.
+
+        Raises:
+            PublishError: if the version is damaged, or does not fit the target, which keeps the one before.
+        """
+        if self._begun is not None:
+            self._finish()
+        updates = self._source.fetch(self._held, self._part, self._target.check)
+        for update in updates:
+            if update.before is not None and update.before != self._held:
+                raise PublishError(
+                    f"version {update.version.number} is changes to {update.before}, and this receiver has {self._held}"
+                )
+            self._begun = _Application.of(update, self._target.values(update.catalogue))
+            self._finish()
+        return bool(updates)
+
+    def _finish(self) -> None:
+        """Write what was begun; once more if it was interrupted."""
+        assert self._begun is not None, "there is something to write"
+        self._begun.write()
+        self._held, self._begun = self._begun.version, None
+
+
+@final
+@attrs.frozen(eq=False)
+class _Application:
+    """New values of a target, all worked out: writing them twice is as good as once."""
+
+    version: VersionId
+    writes: tuple[tuple[Value, Tensor | slice, Tensor], ...]
+
+    @classmethod
+    def of(cls, update: Update, values: list[Value]) -> _Application:
+        """Work out what `update` puts where; nothing is changed."""
+        sizes = [each.info.dtype.itemsize for each in update.catalogue.tensors]
+        writes: list[tuple[Value, Tensor | slice, Tensor]] = []
+        for packet in update.packets:
+            for record in read_records(packet, sizes):
+                value = values[record.index]
+                positions, new = record.new_values(value.bits())
+                where = slice(record.start, record.start + record.numel) if positions is None else positions
+                writes.append((value, where, new))
+        return cls(update.version, tuple(writes))
+
+    def write(self) -> None:
+        """Write all of it."""
+        for value, where, new in self.writes:
+            value.write(where, new)
