@@ -443,9 +443,7 @@ def test_values_after_sharding_on_the_meta_device() -> None:
         fully_shard(model.first)
         root = fully_shard(model)
         assert model.table.is_meta
-        with pytest.raises(
-            FlatParamError, match="is on cpu, found device='meta'; its parameters have"
-        ):
+        with pytest.raises(FlatParamError, match="is on cpu, found device='meta'; its parameters have"):
             root.to_empty(device="meta")
         assert root.to_empty(device="cpu") is root
         torch.manual_seed(0)
