@@ -53,7 +53,8 @@ class Collectives(Protocol):
     Every rank of the group makes the same calls in the same order. Data-plane calls (`all_gather`, `reduce_scatter`,
     `all_reduce`, `broadcast`, `all_to_all`) are asynchronous and return a `Pending`; control-plane calls (`exchange`,
     `barrier`, `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault
-    plans and is not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every engine.
+    plans and is not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every
+    engine.
     """
 
     @property
