@@ -77,6 +77,9 @@ def test_whole_matrices_stay_where_they_are() -> None:
     """A matrix that one rank has is stepped there, as far as the work allows it."""
     jobs = [Job(10, [(rank % 4, 100)]) for rank in range(40)]
     assert choose_owners(jobs, 4) == [rank % 4 for rank in range(40)]
+    kept = [Job(10, [(0, 100)], stays=True) for _ in range(4)]
+    free = [Job(10, [(0, 50), (1, 50)]) for _ in range(4)]
+    assert choose_owners([*free, *kept], 2, 2) == [1, 3, 1, 3, 0, 2, 0, 2]
     uneven = [Job(10, [(0, 100)]) for _ in range(40)]
     assert busiest(uneven, choose_owners(uneven, 4), 4) == 100
 

@@ -104,7 +104,9 @@ def test_full_states(kind: str, source: Case, target: Case, rank0_only: bool) ->
         model, optimizer = wrapped(kind, source, world)
         train(model, optimizer, stop=2)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            return dict(model.state_dict()), FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+            return dict(model.state_dict()), FSDP.full_optim_state_dict(
+                model, optimizer, rank0_only=rank0_only
+            )
 
     values, states = on_ranks(source.ranks, save)[0]
 

@@ -113,7 +113,9 @@ class FlatExposure:
         parameter = nn.Parameter(torch.empty_like(self._views[index]), self.flat_param.requires_grad)
         give_data(parameter, self._views[index].view(shape))
         followers = self._find_followers()
-        followers[index] = _Follower(parameter, self.flat_param.flat_layout.fragment(index, self.flat_param.rank))
+        followers[index] = _Follower(
+            parameter, self.flat_param.flat_layout.fragment(index, self.flat_param.rank)
+        )
         self._originals[index], self._versions[index] = weakref.ref(parameter), parameter._version
         self._share_grad(followers[index])
         return parameter

@@ -16,7 +16,7 @@ from flatparam_runtime import newton_schulz_flops
 __all__ = ["Muon", "orthogonalised"]
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Those of K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024), which torch.optim.Muon has too."""
+"""Those of K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024), and of torch.optim.Muon."""
 
 AdjustRate = Literal["original", "match_rms_adamw"]
 
@@ -144,7 +144,7 @@ class Muon(WholeOptimizer):
             eps: the least norm that a matrix is divided by.
             ns_steps: the iterations, fewer than 100.
             adjust_lr_fn: multiply the learning rate of a matrix of shape `(m, n)` by `sqrt(max(1, m / n))`
-                (`"original"`, or None), or by `0.2 sqrt(max(m, n))` (`"match_rms_adamw"`), with which it can be AdamW's.
+                (`"original"`, or None), or by `0.2 sqrt(max(m, n))` (`"match_rms_adamw"`), so that AdamW's fits.
             adamw_lr: the learning rate of the other parameters; by default `lr`.
             adamw_betas: of `torch.optim.AdamW`, as the next two.
             adamw_eps: see `adamw_betas`.
@@ -156,11 +156,11 @@ class Muon(WholeOptimizer):
         Raises:
             ValueError: for a setting that is out of range, or if a parameter without two dimensions is chosen.
         """
-        if not 0.0 <= lr:
+        if not lr >= 0.0:
             raise ValueError(f"Muon: expected a learning rate that is not negative, found {lr}")
-        if not 0.0 <= momentum:
+        if not momentum >= 0.0:
             raise ValueError(f"Muon: expected a momentum that is not negative, found {momentum}")
-        if not 0.0 <= weight_decay:
+        if not weight_decay >= 0.0:
             raise ValueError(f"Muon: expected a weight decay that is not negative, found {weight_decay}")
         if not 0 <= ns_steps < 100:
             raise ValueError(f"Muon: expected fewer than 100 iterations, found ns_steps={ns_steps}")

@@ -109,16 +109,14 @@ class WholeOptimizer(torch.optim.Optimizer):
         if is_forced:
             return own
         if rule == ADAMW:
-            return {
-                key.removeprefix(_PREFIX): value for key, value in own.items() if key.startswith(_PREFIX)
-            }
+            return {key.removeprefix(_PREFIX): value for key, value in own.items() if key.startswith(_PREFIX)}
         return {key: value for key, value in own.items() if not key.startswith(_PREFIX)}
 
     def _check(self, name: str | None, shape: tuple[int, ...]) -> None:
         """Refuse a parameter that the rule cannot step as a whole."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient; every rank calls it.
 
         Args:

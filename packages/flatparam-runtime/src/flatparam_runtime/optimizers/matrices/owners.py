@@ -28,6 +28,8 @@ class Job:
     """In any unit; all jobs of a plan have the same."""
     holders: Sequence[tuple[int, int]]
     """Ranks that hold elements of it, each with their number; at least one."""
+    stays: bool = False
+    """Whether it has to be stepped by a rank that holds elements of it."""
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
@@ -98,63 +100,85 @@ def choose_owners(
     """
     places = ranks * replicas
     order = sorted(range(len(jobs)), key=lambda number: (-jobs[number].cost, number))
-    if at_holders:
-        return _near(jobs, order, ranks, replicas, None) or []
-    costs = [job.cost for job in jobs]
-    bound = lower_bound(costs, places)
-    plans = [_longest_first(costs, order, places)]
-    if _busiest(costs, plans[0], places) * 100 > _TOLERANCE * bound:
-        plans.append(_first_fit(costs, order, places, bound))
-    best = min(plans, key=lambda plan: _busiest(costs, plan, places))
-    limit = max(_busiest(costs, best, places), _TOLERANCE * bound // 100)
-    return _near(jobs, order, ranks, replicas, limit) or best
-
-
-def _busiest(costs: Sequence[int], plan: Sequence[int], places: int) -> int:
+    owners = [0] * len(jobs)
     load = [0] * places
-    for cost, place in zip(costs, plan, strict=True):
-        load[place] += cost
-    return max(load)
-
-
-def _longest_first(costs: Sequence[int], order: Sequence[int], places: int) -> list[int]:
-    """Give each job, the longest first, to the place that has least to do."""
-    heap = [(0, place) for place in range(places)]
-    plan = [0] * len(costs)
+    rest = []
     for number in order:
-        load, place = heap[0]
-        heapq.heapreplace(heap, (load + costs[number], place))
+        if at_holders or jobs[number].stays:
+            # The work is what there is to choose by.
+            owners[number] = min(
+                (load[place], -numel, place)
+                for rank, numel in jobs[number].holders
+                for place in range(rank, places, ranks)
+            )[-1]
+            load[owners[number]] += jobs[number].cost
+        else:
+            rest.append(number)
+    if rest:
+        bound = max(lower_bound([job.cost for job in jobs], places), max(load))
+        for number, place in _dealt_out(jobs, rest, load, ranks, bound).items():
+            owners[number] = place
+    return owners
+
+
+def _dealt_out(
+    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], ranks: int, bound: int
+) -> dict[int, int]:
+    """The places of the jobs in `order`, the costliest first, beside what each place has to do already."""
+    best, busiest = _longest_first(jobs, order, load)
+    if busiest * 100 > _TOLERANCE * bound:
+        best, busiest = min(
+            (best, busiest), _first_fit(jobs, order, load, bound, busiest), key=lambda found: found[1]
+        )
+    near = _near(jobs, order, load, ranks, max(busiest, _TOLERANCE * bound // 100))
+    return best if near is None else near
+
+
+def _longest_first(
+    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int]
+) -> tuple[dict[int, int], int]:
+    """Give each job to the place that has least to do; returns the places, and what the busiest has to do."""
+    heap = [(done, place) for place, done in enumerate(load)]
+    heapq.heapify(heap)
+    plan = {}
+    for number in order:
+        done, place = heap[0]
+        heapq.heapreplace(heap, (done + jobs[number].cost, place))
         plan[number] = place
-    return plan
+    return plan, max(done for done, _ in heap)
 
 
-def _first_fit(costs: Sequence[int], order: Sequence[int], places: int, bound: int) -> list[int]:
-    """Search for the least capacity with which each job, the longest first, fits into the first place with room."""
-    least, most = bound, 2 * bound
-    found: list[int] | None = None
+def _first_fit(
+    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], least: int, most: int
+) -> tuple[dict[int, int], int]:
+    """Search for the least capacity with which each job fits into the first place with room; see `_longest_first`."""
+    found: dict[int, int] = {}
+    capacity = 2 * most
     for _ in range(12):
         middle = (least + most) // 2
-        plan = _fit(costs, order, places, middle)
+        plan = _fit(jobs, order, load, middle)
         if plan is None:
             least = middle + 1
         else:
-            found, most = plan, middle
+            found, capacity, most = plan, middle, middle
         if least >= most:
             break
-    return found or _longest_first(costs, order, places)
+    return found, capacity
 
 
-def _fit(costs: Sequence[int], order: Sequence[int], places: int, capacity: int) -> list[int] | None:
-    room, plan = [capacity] * places, [0] * len(costs)
+def _fit(
+    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], capacity: int
+) -> dict[int, int] | None:
+    room, plan = [capacity - done for done in load], {}
     place, last = 0, -1
     for number in order:
-        cost = costs[number]
+        cost = jobs[number].cost
         # What was too full for a job of this cost still is.
         place = place if cost == last else 0
         last = cost
-        while place < places and room[place] < cost:
+        while place < len(room) and room[place] < cost:
             place += 1
-        if place == places:
+        if place == len(room):
             return None
         room[place] -= cost
         plan[number] = place
@@ -162,37 +186,31 @@ def _fit(costs: Sequence[int], order: Sequence[int], places: int, capacity: int)
 
 
 def _near(
-    jobs: Sequence[Job], order: Sequence[int], ranks: int, replicas: int, limit: int | None
-) -> list[int] | None:
-    """Give each job to a holder that stays within `limit`, else to whoever has least to do; `None` if none has room.
+    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], ranks: int, limit: int
+) -> dict[int, int] | None:
+    """Give each job to the holder of most of it that stays within `limit`, else to whoever has least to do.
 
-    Without a limit only holders are asked.
+    `None` if nobody has room.
     """
-    load, plan = [0] * (ranks * replicas), [0] * len(jobs)
-    heap = [(0, place) for place in range(ranks * replicas)] if limit is not None else []
+    done, plan = list(load), {}
+    heap = [(each, place) for place, each in enumerate(done)]
+    heapq.heapify(heap)
     for number in order:
         job = jobs[number]
-        place = _holder(job, load, ranks, replicas, limit)
-        if place is None:
-            while heap[0][0] != load[heap[0][1]]:
-                heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+        near = [
+            (-numel, done[place], place)
+            for rank, numel in job.holders
+            for place in range(rank, len(done), ranks)
+            if done[place] + job.cost <= limit
+        ]
+        if near:
+            place = min(near)[-1]
+        else:
+            while heap[0][0] != done[heap[0][1]]:
+                heapq.heapreplace(heap, (done[heap[0][1]], heap[0][1]))
             place = heap[0][1]
-            if limit is not None and load[place] + job.cost > limit:
+            if done[place] + job.cost > limit:
                 return None
-        load[place] += job.cost
+        done[place] += job.cost
         plan[number] = place
     return plan
-
-
-def _holder(job: Job, load: Sequence[int], ranks: int, replicas: int, limit: int | None) -> int | None:
-    """The place with room that holds most of the matrix, and of those the one that has least to do."""
-    best: tuple[int, int, int] | None = None
-    for rank, numel in job.holders:
-        for place in range(rank, ranks * replicas, ranks):
-            if limit is not None and load[place] + job.cost > limit:
-                continue
-            # Without a limit it is the work that counts.
-            key = (-numel, load[place], place) if limit is not None else (load[place], -numel, place)
-            if best is None or key < best:
-                best = key
-    return None if best is None else best[-1]

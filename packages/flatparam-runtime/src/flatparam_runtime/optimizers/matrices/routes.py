@@ -50,9 +50,9 @@ class Matrix:
         return self.layout.slots[self.index].spec.numel
 
     @property
-    def name(self) -> str:
-        """Its name in its unit."""
-        return self.layout.slots[self.index].spec.fqn
+    def is_kept_whole(self) -> bool:
+        """Whether its rule keeps it whole on one rank, which then steps it."""
+        return self.layout.slots[self.index].spec.rule.kind == "whole"
 
 
 @final
@@ -68,7 +68,9 @@ class Routes:
     bucket_numel: int
 
     @classmethod
-    def plan(cls, matrices: Sequence[Matrix], ranks: int, replicas: int = 1, *, at_holders: bool = False) -> Self:
+    def plan(
+        cls, matrices: Sequence[Matrix], ranks: int, replicas: int = 1, *, at_holders: bool = False
+    ) -> Self:
         """Choose owners and buckets.
 
         Args:
@@ -77,7 +79,10 @@ class Routes:
             replicas: how many times the shards are there.
             at_holders: see `choose_owners`; if there are replicas, each steps all matrices then (`ranks` are planned).
         """
-        jobs = [Job(each.cost, [(rank, span.numel) for rank, span in each.spans.items()]) for each in matrices]
+        jobs = [
+            Job(each.cost, [(rank, span.numel) for rank, span in each.spans.items()], each.is_kept_whole)
+            for each in matrices
+        ]
         owners = choose_owners(jobs, ranks, replicas, at_holders=at_holders)
         return cls(tuple(matrices), ranks, replicas, tuple(owners), BUCKET.value)
 

@@ -7,7 +7,6 @@ from typing import Any, final
 
 import attrs
 import torch
-from torch import nn
 
 from flatparam_comm import FlatParamError, Topology
 from flatparam_runtime.optimizers.matrices.members import Member
@@ -142,11 +141,11 @@ def _check_alike(topology: Topology, members: Sequence[Member]) -> None:
             continue
         both = zip(theirs, mine, strict=False)
         at = next((at for at, (one, other) in enumerate(both) if one != other), min(len(theirs), len(mine)))
-        said = [f"{each[at][0]!r} of shape {each[at][1]}" if at < len(each) else "none" for each in (mine, theirs)]
+        said = [
+            f"{each[at][0]!r} of shape {each[at][1]}" if at < len(each) else "none" for each in (mine, theirs)
+        ]
         raise FlatParamError(
             f"the optimizers of the ranks step different parameters as wholes: number {at} is {said[0]} on this rank, "
             f"{said[1]} on rank {rank}; give the optimizers of all ranks the same parameters in the same order, also "
             "those of which a rank holds no element"
         )
-
-

@@ -60,7 +60,8 @@ class Travel:
     """The dtype in which updates travel back."""
     stepped: int = 0
     """The matrices that this rank has stepped, since the object was made."""
-    _started: bool = False
+    _refusals: list[str] = attrs.field(factory=list)
+    """What is wrong with the gradients of matrices in this step: told at its end, so that no rank waits in vain."""
 
     @property
     def rank(self) -> int:
@@ -101,6 +102,10 @@ class Travel:
                 under_way[tick - len(stages) + 1] = _Bucket(-1)
         if not self.routes.buckets:
             meanwhile()
+        if self._refusals:
+            refusal = self._refusals[0]
+            self._refusals.clear()
+            raise FlatParamError(refusal)
 
     # To the owners
 
@@ -130,7 +135,9 @@ class Travel:
             0 if other == rank else routes.message_numel(mine, other, self.rule.streams)
             for other in range(routes.ranks)
         ]
-        bucket.pending, bucket.received = self._deal(messages, received, self.given, "matrices to their owners")
+        bucket.pending, bucket.received = self._deal(
+            messages, received, self.given, "matrices to their owners"
+        )
 
     def _prepare(self, bucket: _Bucket, number: int) -> Sequence[Tensor]:
         """What travels of this rank's part of a matrix; nothing if it has no gradient."""
@@ -139,9 +146,7 @@ class Travel:
         if gradient is None:
             bucket.absent.add(number)
             return ()
-        return self.rule.prepare(
-            member.parameter, gradient, self.state_of(member.parameter), member.settings
-        )
+        return self.rule.prepare(member.parameter, gradient, self.state_of(member.parameter), member.settings)
 
     def _carried(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(-1).to(self.device, self.given)
@@ -200,7 +205,9 @@ class Travel:
                 0 if other == self.rank else routes.message_numel(self._owned_by(other, bucket), self.rank)
                 for other in range(routes.ranks)
             ]
-            bucket.pending, bucket.received = self._deal(messages, received, self.returned, "updates of matrices")
+            bucket.pending, bucket.received = self._deal(
+                messages, received, self.returned, "updates of matrices"
+            )
         bucket.whole.clear()
 
     def _owned_by(self, rank: int, bucket: _Bucket) -> Sequence[int]:
@@ -224,7 +231,7 @@ class Travel:
             end = start + self.routes.message_numel(mine, rank, streams)
             flags = bucket.received[end - len(parts) : end].tolist()
             for (number, span), flag in zip(parts, flags, strict=True):
-                pieces = bucket.received[start : start + streams * span.numel].split(span.numel)
+                pieces = torch.split(bucket.received[start : start + streams * span.numel], span.numel)
                 found[number].append((span, pieces if flag else ()))
                 start += streams * span.numel
             start = end
@@ -256,11 +263,12 @@ class Travel:
         if flag == _MIXED:
             spec = self.members[number].spec
             has = "no gradient" if number in bucket.absent else "a gradient"
-            raise FlatParamError(
+            self._refusals.append(
                 f"rank {self.rank}: parameter {spec.fqn!r}, of shape {spec.shape}, has {has} on this rank, unlike on "
-                "another rank that holds a part of it: give or drop the gradient of a parameter on all ranks"
+                "another rank that holds a part of it, so it was not stepped: give or drop the gradient of a parameter "
+                "on all ranks"
             )
-        if flag == _GIVEN:
+        elif flag == _GIVEN:
             bucket.updates[number] = update
 
     def _spread(self, bucket: _Bucket) -> None:
