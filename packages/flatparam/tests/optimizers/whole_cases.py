@@ -45,6 +45,16 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 12), Block(), Block(), nn.Linear(12, 5))
 
 
+class Sign:
+    """A rule of one's own: an average of gradients in the matrix's shape, divided by the matrix's largest value."""
+
+    def __call__(self, matrix: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        average = state.setdefault("average", torch.zeros_like(gradient))
+        state["average"] = average.lerp(gradient, 0.5)
+        state["largest"] = matrix.abs().amax(1)
+        return state["average"] / state["largest"].max()
+
+
 WRAPPINGS: Mapping[str, Any] = {
     "one unit": None,
     "blocks": ModuleWrapPolicy({Block}),

@@ -67,6 +67,10 @@ class _Orthogonal:
     def keeps_state(self) -> bool:
         return False
 
+    @property
+    def part_states(self) -> frozenset[str]:
+        return frozenset({"momentum_buffer"})
+
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         # The iteration rounds to bfloat16 before all else, so nothing is lost on the way.
         return torch.bfloat16, torch.bfloat16

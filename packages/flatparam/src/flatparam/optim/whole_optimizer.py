@@ -65,16 +65,29 @@ class WholeOptimizer(torch.optim.Optimizer):
             choice: which parameters are stepped as wholes.
         """
         self._rule, self._name, self._choice = rule, name, choice
-        self._adamw = torch.optim.AdamW([nn.Parameter(torch.empty(0))], **others)
+        self._others = dict(others)
+        self._prepare()
         self._settings = {name: {**defaults, RULE: name}, ADAMW: {**self._adamw.defaults, RULE: ADAMW}}
-        self._stepper = MatrixStepper(rule)
-        self._home = id(self)
         super().__init__(params, {"lr": defaults["lr"]})
         allow_shards(self)
+
+    def _prepare(self) -> None:
+        """Make what steps; a copy does so by itself."""
+        self._adamw = torch.optim.AdamW([nn.Parameter(torch.empty(0))], **self._others)
+        self._stepper = MatrixStepper(self._rule)
+        self._home = id(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy."""
+        own = {name: getattr(self, name) for name in ("_rule", "_name", "_choice", "_others", "_settings")}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or take the state that was loaded."""
         super().__setstate__(state)
+        if "_home" not in vars(self):
+            self._prepare()
+            allow_shards(self)
         for group in self.param_groups:
             for name, value in self._settings[group[RULE]].items():
                 group.setdefault(name, value)
@@ -130,12 +143,22 @@ class WholeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._home != id(self):
-            # A copy plans by itself.
-            self._stepper, self._home = MatrixStepper(self._rule), id(self)
+            # Somebody has copied what this object has, one attribute after the other.
+            self._prepare()
         follow_gradients(parameter for group in self.param_groups for parameter in group["params"])
         whole = [group for group in self.param_groups if group[RULE] != ADAMW]
         self._stepper.step(whole, self.state.__getitem__, self._step_others)
         return loss
+
+    def first_state_of(self, parameter: nn.Parameter, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The state of a parameter before its first step, for what is loaded into it; `None` if AdamW steps it."""
+        if settings[RULE] == ADAMW:
+            return None
+        return self._stepper.first_state(parameter, settings)
+
+    def part_states_of(self, settings: Mapping[str, Any]) -> frozenset[str] | None:
+        """The states of a group's parameters that are cut like them; `None` if all are that have their shape."""
+        return None if settings[RULE] == ADAMW else self._rule.part_states
 
     def _step_others(self) -> None:
         groups = [group for group in self.param_groups if group[RULE] == ADAMW]

@@ -9,7 +9,7 @@ part of an owner does not travel.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import final
 
@@ -69,7 +69,13 @@ class Routes:
 
     @classmethod
     def plan(
-        cls, matrices: Sequence[Matrix], ranks: int, replicas: int = 1, *, at_holders: bool = False
+        cls,
+        matrices: Sequence[Matrix],
+        ranks: int,
+        replicas: int = 1,
+        *,
+        at_holders: bool = False,
+        known: Mapping[int, int] | None = None,
     ) -> Self:
         """Choose owners and buckets.
 
@@ -77,12 +83,15 @@ class Routes:
             matrices: none of them empty, in the same order on every rank.
             ranks: the ranks over which they are sharded.
             replicas: how many times the shards are there.
-            at_holders: see `choose_owners`; if there are replicas, each steps all matrices then (`ranks` are planned).
+            at_holders: see `choose_owners`.
+            known: owners that are to stay what they are, by the number of the matrix; with `at_holders` only.
         """
-        jobs = [
-            Job(each.cost, [(rank, span.numel) for rank, span in each.spans.items()], each.is_kept_whole)
-            for each in matrices
-        ]
+        jobs = []
+        for number, each in enumerate(matrices):
+            holders = [(rank, span.numel) for rank, span in each.spans.items()]
+            if known and number in known:
+                holders = [(known[number], each.numel)]
+            jobs.append(Job(each.cost, holders, each.is_kept_whole))
         owners = choose_owners(jobs, ranks, replicas, at_holders=at_holders)
         return cls(tuple(matrices), ranks, replicas, tuple(owners), BUCKET.value)
 

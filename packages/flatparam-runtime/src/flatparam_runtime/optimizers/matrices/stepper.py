@@ -7,6 +7,7 @@ from typing import Any, final
 
 import attrs
 import torch
+from torch import Tensor, nn
 
 from flatparam_comm import FlatParamError, Topology
 from flatparam_runtime.optimizers.matrices.members import Member
@@ -30,6 +31,8 @@ class MatrixStepper:
     _alone: list[Member] = attrs.field(factory=list)
     _travels: list[Travel] = attrs.field(factory=list)
     _stepped_alone: int = 0
+    _owners: dict[int, int] = attrs.field(factory=dict)
+    """By the `id` of a parameter, its owner that keeps state, so that a new plan leaves it where it is."""
 
     @property
     def stepped(self) -> int:
@@ -61,11 +64,43 @@ class MatrixStepper:
         members = [Member.of(parameter, group) for group in groups for parameter in group["params"]]
         self._plan([member for member in members if member.parameter.requires_grad], state_of)
         for travel in self._travels:
+            if self.rule.keeps_state:
+                self._drop_others_state(travel, state_of)
             travel.run(meanwhile)
             meanwhile = _nothing
         meanwhile()
         for member in self._alone:
             self._step_alone(member, state_of(member.parameter))
+
+    def _drop_others_state(self, travel: Travel, state_of: Callable[[Any], StateOf]) -> None:
+        """Drop what only owners keep and other ranks have loaded, too: it would grow old here."""
+        for member, owner in zip(travel.members, travel.routes.owners, strict=True):
+            state = state_of(member.parameter) if owner != travel.rank and member.parameter.numel() else {}
+            for name in [name for name in state if name not in self.rule.part_states]:
+                del state[name]
+
+    @torch.no_grad()
+    def first_state(self, parameter: nn.Parameter, settings: Settings) -> dict[str, Any]:
+        """The state of `parameter` on this rank before its first step, as a step with zeros leaves it.
+
+        What owners keep is made on the first rank that holds elements of it.
+        """
+        member = Member.of(parameter, settings)
+        state: dict[str, Any] = {}
+        part = torch.zeros_like(parameter)
+        self.rule.prepare(part, torch.zeros_like(part), state, settings)
+        if self.rule.keeps_state and (
+            member.handle is None or member.handle.rank == member.handle.layout.ranks_of(member.index)[0]
+        ):
+            spec = member.spec
+            whole = torch.empty_strided(spec.shape, spec.stride, dtype=part.dtype, device=part.device).zero_()
+            of_whole: dict[str, Any] = {}
+            prepared = self.rule.prepare(whole, torch.zeros_like(whole), of_whole, settings)
+            self.rule.step([each.clone() for each in prepared], of_whole, settings)
+            state |= {name: value for name, value in of_whole.items() if name not in self.rule.part_states}
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+        return state
 
     def _step_alone(self, member: Member, state: StateOf) -> None:
         parameter, gradient = member.parameter, member.parameter.grad
@@ -113,7 +148,13 @@ class MatrixStepper:
         keeps = self.rule.keeps_state
         # State is the same in each replica, which therefore steps all matrices.
         replicas = 1 if topology.replicate is None or keeps else topology.replicate.size
-        return Routes.plan(matrices, topology.shard.size, replicas, at_holders=keeps)
+        owners = [self._owners.get(id(each.parameter)) for each in members]
+        known = {number: owner for number, owner in enumerate(owners) if owner is not None}
+        routes = Routes.plan(matrices, topology.shard.size, replicas, at_holders=keeps, known=known)
+        if keeps:
+            for member, owner in zip(members, routes.owners, strict=True):
+                self._owners[id(member.parameter)] = owner
+        return routes
 
 
 def _nothing() -> None:

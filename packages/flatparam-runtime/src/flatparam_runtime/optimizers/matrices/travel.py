@@ -26,7 +26,7 @@ _MIXED: Final = -1.0
 
 @final
 @attrs.define(eq=False)
-class _Bucket:
+class _BucketUnderWay:
     """One bucket under way on one rank."""
 
     number: int
@@ -87,10 +87,10 @@ class Travel:
             FlatParamError: if only some ranks that hold a part of a matrix have its gradient; on each that holds one.
         """
         stages = (self._send, self._step, self._spread, self._finish)
-        under_way: list[_Bucket] = []
+        under_way: list[_BucketUnderWay] = []
         for tick in range(self.routes.buckets + len(stages) - 1):
             if tick < self.routes.buckets:
-                under_way.append(_Bucket(tick))
+                under_way.append(_BucketUnderWay(tick))
             for at, stage in enumerate(stages):
                 number = tick - at
                 if 0 <= number < self.routes.buckets:
@@ -99,7 +99,7 @@ class Travel:
                 meanwhile()
             if tick >= len(stages) - 1:
                 # Its memory is free.
-                under_way[tick - len(stages) + 1] = _Bucket(-1)
+                under_way[tick - len(stages) + 1] = _BucketUnderWay(-1)
         if not self.routes.buckets:
             meanwhile()
         if self._refusals:
@@ -109,7 +109,7 @@ class Travel:
 
     # To the owners
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _BucketUnderWay) -> None:
         routes, rank = self.routes, self.rank
         messages: list[list[Tensor]] = [[] for _ in range(routes.ranks)]
         for replica in range(routes.replicas):
@@ -139,7 +139,7 @@ class Travel:
             messages, received, self.given, "matrices to their owners"
         )
 
-    def _prepare(self, bucket: _Bucket, number: int) -> Sequence[Tensor]:
+    def _prepare(self, bucket: _BucketUnderWay, number: int) -> Sequence[Tensor]:
         """What travels of this rank's part of a matrix; nothing if it has no gradient."""
         member = self.members[number]
         gradient = member.parameter.grad
@@ -172,7 +172,7 @@ class Travel:
 
     # On the owner
 
-    def _step(self, bucket: _Bucket) -> None:
+    def _step(self, bucket: _BucketUnderWay) -> None:
         bucket.pending.wait()
         routes, mine = self.routes, self.routes.owned(self.place, bucket.number)
         arrived = self._arrived(bucket, mine)
@@ -210,11 +210,11 @@ class Travel:
             )
         bucket.whole.clear()
 
-    def _owned_by(self, rank: int, bucket: _Bucket) -> Sequence[int]:
+    def _owned_by(self, rank: int, bucket: _BucketUnderWay) -> Sequence[int]:
         return self.routes.owned(self.replica * self.routes.ranks + rank, bucket.number)
 
     def _arrived(
-        self, bucket: _Bucket, mine: Sequence[int]
+        self, bucket: _BucketUnderWay, mine: Sequence[int]
     ) -> dict[int, list[tuple[Span, Sequence[Tensor]]]]:
         """For each own matrix its parts, each with what was prepared of it; nothing if that rank has no gradient."""
         found: dict[int, list[tuple[Span, Sequence[Tensor]]]] = {number: [] for number in mine}
@@ -258,7 +258,7 @@ class Travel:
 
     # Back
 
-    def _take(self, bucket: _Bucket, number: int, update: Tensor, flag: float) -> None:
+    def _take(self, bucket: _BucketUnderWay, number: int, update: Tensor, flag: float) -> None:
         """Note this rank's part of an update."""
         if flag == _MIXED:
             spec = self.members[number].spec
@@ -271,7 +271,7 @@ class Travel:
         elif flag == _GIVEN:
             bucket.updates[number] = update
 
-    def _spread(self, bucket: _Bucket) -> None:
+    def _spread(self, bucket: _BucketUnderWay) -> None:
         bucket.pending.wait()
         bucket.pending = COMPLETED
         received = bucket.received
@@ -286,7 +286,7 @@ class Travel:
             self._give_replicas(bucket)
 
     def _take_all(
-        self, bucket: _Bucket, parts: Sequence[tuple[int, Span]], received: Tensor, start: int
+        self, bucket: _BucketUnderWay, parts: Sequence[tuple[int, Span]], received: Tensor, start: int
     ) -> int:
         """Note the updates in a message that begins at `start`; returns its end."""
         end = start + sum(span.numel + 1 for _, span in parts)
@@ -295,7 +295,7 @@ class Travel:
             start += span.numel
         return end
 
-    def _give_replicas(self, bucket: _Bucket) -> None:
+    def _give_replicas(self, bucket: _BucketUnderWay) -> None:
         """Begin to give the other replicas this rank's parts of the updates that come from this one."""
         replicate = self.topology.replicate
         assert replicate is not None, "there are replicas"
@@ -314,7 +314,7 @@ class Travel:
         bucket.received = torch.empty(numel * replicate.size, dtype=self.returned, device=self.device)
         bucket.pending = replicate.all_gather(bucket.received, message, label="updates to replicas")
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _finish(self, bucket: _BucketUnderWay) -> None:
         bucket.pending.wait()
         bucket.pending = COMPLETED
         if bucket.received is not None:

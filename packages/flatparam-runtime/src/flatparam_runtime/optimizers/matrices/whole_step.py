@@ -29,6 +29,11 @@ class WholeStep(Protocol):
         """Whether `step` keeps state with the owner, which then is a rank that holds elements of the parameter."""
         ...
 
+    @property
+    def part_states(self) -> frozenset[str]:
+        """The names of the states that `prepare` makes on each rank that holds a part; others are the owner's alone."""
+        ...
+
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes in which tensors travel to the owner and back, of a parameter of `dtype`."""
         ...
