@@ -153,6 +153,14 @@ def layouts(session: nox.Session) -> None:
     python(session, "tools/layouts_page.py")
 
 
+@nox.session(name="matrix-optimizers")
+def matrix_optimizers(session: nox.Session) -> None:
+    """Optimizers of whole matrices in every setting, to the bit, and beside others (docs/guides/optimizers.md)."""
+    install_all_layers(session)
+    pytest(session, "-m", "long", "packages/flatparam/tests/optimizers", *session.posargs)
+    python(session, "tools/matrix_optimizers.py")
+
+
 @nox.session
 def programs(session: nox.Session) -> None:
     """Search for a random program that differs when it is sharded (`-- --examples 5000`, `-- --minutes 30`).

@@ -11,6 +11,7 @@ PACKAGES = ["flatparam", "flatparam_core", "flatparam_comm", "flatparam_runtime"
 PUBLIC_MODULES = {
     "flatparam": [
         "flatparam.layout",
+        "flatparam.optim",
         "flatparam.wrap",
         "flatparam.sharded_grad_scaler",
         "flatparam.checkpoint",

@@ -214,6 +214,21 @@ def test_the_loss_curve_does_not_depend_on_how_it_is_computed(
     assert other.losses() == two_ranks.losses()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "choice"),
+    [(1, []), (2, ["--use-orig-params"]), (4, [])],
+    ids=["one rank", "two ranks", "four ranks"],
+)
+def test_muon_has_the_losses_of_one_process(
+    ranks: int, choice: list[str], text: Path, tmp_path: Path
+) -> None:
+    """With ``--optimizer muon`` the losses of 1, 2 and 4 ranks are bit-equal to an ordinary module's with Muon."""
+    muon = [*TINY, "--data", text, "--optimizer", "muon"]
+    sharded = train([*muon, *choice], tmp_path / "sharded", ranks)
+    plain = train([*muon, "--plain", "--accumulate", ranks], tmp_path / "plain", ranks=1)
+    assert sharded.losses() == plain.losses()
+
+
 def test_accumulating_without_reduction_matches_plain(text: Path, tmp_path: Path) -> None:
     """Two parts on each of two ranks, gradients reduced once, clipped: the losses of four parts in one process.
 

@@ -31,16 +31,32 @@ class Costs:
     accumulate: int
     no_sync: bool
     plain: bool
+    optimizer: str = "adamw"
 
     @classmethod
     def of(cls, options: Options, ranks: int) -> Costs:
         """The formulas for these options on ``ranks`` ranks."""
-        return cls(options.shape, ranks, options.strategy, options.accumulate, options.no_sync, options.plain)
+        return cls(
+            options.shape,
+            ranks,
+            options.strategy,
+            options.accumulate,
+            options.no_sync,
+            options.plain,
+            options.optimizer,
+        )
 
     @property
     def held_by_ddp(self) -> int:
-        """Parameters, gradients and AdamW's state, all on every rank."""
-        return _HELD_PER_PARAMETER * self.shape.numel
+        """Parameters, gradients and the optimizer's state, all on every rank."""
+        held = _HELD_PER_PARAMETER * self.shape.numel
+        # Muon has one number for each element of a block's matrices, not two.
+        saved = _FLOAT32 * self.shape.layers * 12 * self.shape.width**2 if self.optimizer == "muon" else 0
+        return held - saved
+
+    def held_in_words(self) -> str:
+        """The formula of `held_by_ddp`."""
+        return "16 bytes x parameters" + (" - 4 bytes x matrices" if self.optimizer == "muon" else "")
 
     @property
     def held_at_rest(self) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
+from flatparam.optim import Muon
 from flatparam.wrap import ModuleWrapPolicy
 
 from .meter import Meter
@@ -57,5 +58,20 @@ def build(options: Options, ranks: Ranks, meter: Meter) -> Learner:
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=options.use_orig_params,
         )
-    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    return Learner(model, optimizer)
+    return Learner(model, _optimizer(options, model))
+
+
+def _optimizer(options: Options, model: nn.Module) -> Optimizer:
+    """The optimizer that was asked for; either takes the same learning rate and weight decay."""
+    decay, betas = options.weight_decay, (0.9, 0.95)
+    if options.optimizer == "adamw":
+        return AdamW(model.parameters(), lr=options.lr, betas=betas, weight_decay=decay)
+    return Muon(
+        list(model.named_parameters()),
+        lr=options.lr,
+        weight_decay=decay,
+        adjust_lr_fn="match_rms_adamw",
+        adamw_betas=betas,
+        adamw_weight_decay=decay,
+        matrices=lambda name, shape: len(shape) == 2 and "embedding" not in name,
+    )

@@ -29,11 +29,16 @@ class Recipe:
     clip: float
     seed: int
     text_sha256: str
+    optimizer: str = "adamw"
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as one flat JSON object."""
         flat = asdict(self)
-        return {**flat.pop("shape"), **flat}
+        recipe = {**flat.pop("shape"), **flat}
+        if self.optimizer == "adamw":
+            # Checkpoints from before there was a choice do not name it.
+            del recipe["optimizer"]
+        return recipe
 
 
 @frozen
@@ -51,6 +56,7 @@ class Options:
     lr: float
     warmup: int
     weight_decay: float
+    optimizer: str
     clip: float
     seed: int
     eval_every: int
@@ -90,7 +96,7 @@ class Options:
         """The part of the options that decides the loss curve on the text with this hash."""
         return Recipe(
             shape=self.shape, batch=self.batch, lr=self.lr, warmup=self.warmup, weight_decay=self.weight_decay,
-            clip=self.clip, seed=self.seed, text_sha256=text_sha256,
+            clip=self.clip, seed=self.seed, text_sha256=text_sha256, optimizer=self.optimizer,
         )  # fmt: skip
 
     def check_ranks(self, world_size: int) -> None:
@@ -173,9 +179,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--no-sync", action="store_true", help="reduce gradients only at the last accumulated part"
     )
-    group.add_argument("--lr", type=float, help="highest learning rate of AdamW (default: by --size)")
+    group.add_argument(
+        "--optimizer", choices=("adamw", "muon"), default="adamw",
+        help="muon: flatparam.optim.Muon for the blocks' matrices, AdamW for the rest",
+    )  # fmt: skip
+    group.add_argument("--lr", type=float, help="highest learning rate (default: by --size)")
     group.add_argument("--warmup", type=int, default=40, help="steps of linear warm-up before the cosine")
-    group.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's, on every parameter")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="on every parameter")
     group.add_argument(
         "--clip", type=float, default=0.0, help="largest gradient norm; 0 leaves gradients as they are"
     )

@@ -44,7 +44,9 @@ def draw_memory(timeline: MemoryTimeline | None, at_rest: int, costs: Costs, pat
             timeline.milliseconds, megabytes, where="post", color="tab:blue", label="all tensors, one step"
         )
     axes.axhline(
-        at_rest / 1e6, color="tab:green", label=f"parameters, gradients, AdamW: one of {costs.ranks} shares"
+        at_rest / 1e6,
+        color="tab:green",
+        label=f"parameters, gradients, optimizer: one of {costs.ranks} shares",
     )
     axes.axhline(costs.held_by_ddp / 1e6, color="tab:red", linestyle="--", label="the same under DDP")
     axes.set_ylim(bottom=0)

@@ -30,7 +30,7 @@ def summary(costs: Costs, measured: Measured) -> list[str]:
         ("parameters", f"{costs.shape.numel:,}", "", "", f"float32, on {per}"),
         (
             "bytes per rank at rest", f"{measured.at_rest:,}", f"{costs.held_at_rest:,}", f"{costs.held_by_ddp:,}",
-            f"16 bytes x parameters / {costs.ranks} (parameters, gradients, AdamW)",
+            f"{costs.held_in_words()} / {costs.ranks} (parameters, gradients, optimizer)",
         ),
         (
             "bytes per rank at peak", peak, "", f"{costs.held_by_ddp:,} +", above,

@@ -132,6 +132,34 @@ def test_all_reduce_replaces_the_tensor(world: Any) -> None:
     world.run(_all_reduces)
 
 
+def _deals(comm: Collectives, device: str) -> None:
+    def numel(giver: int, taker: int) -> int:
+        # Some ranks give others nothing.
+        return (2 * giver + 3 * taker) % 4
+
+    ranks = range(comm.size)
+    for dtype in MOVABLE:
+        output_numels = [numel(giver, comm.rank) for giver in ranks]
+        given_numels = [numel(comm.rank, taker) for taker in ranks]
+        given = _own(comm.rank, sum(given_numels), dtype, device)
+        output = torch.zeros(sum(output_numels), device=device).to(dtype)
+        comm.all_to_all(
+            output, given, output_numels=output_numels, given_numels=given_numels, label=str(dtype)
+        ).wait()
+        expected = []
+        for giver in ranks:
+            all_given = _own(giver, sum(numel(giver, taker) for taker in ranks), torch.float32, device)
+            start = sum(numel(giver, taker) for taker in range(comm.rank))
+            expected.append(all_given[start : start + numel(giver, comm.rank)])
+        assert _bytes(output) == _bytes(torch.cat(expected).to(dtype)), dtype
+        assert _bytes(given) == _bytes(_own(comm.rank, sum(given_numels), dtype, device)), dtype
+
+
+def test_all_to_all_deals_out_parts_of_any_length(world: Any) -> None:
+    """all_to_all gives each rank its part of every rank's tensor, in rank order, of any length and dtype, bit for bit."""
+    world.run(_deals)
+
+
 def _broadcasts(comm: Collectives, device: str) -> None:
     for root in range(comm.size):
         for dtype in MOVABLE:

@@ -81,6 +81,25 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
         ),
         r"expected ReduceOp\.SUM for complex numbers, found ReduceOp\.MAX",
     ),
+    "numbers for other ranks": (
+        lambda comm, device: comm.all_to_all(
+            torch.zeros(comm.size, device=device),
+            torch.zeros(1, device=device),
+            output_numels=[1] * comm.size,
+            given_numels=[1] * (comm.size + 1),
+        ),
+        r"all_to_all: expected given_numels to have {size} numbers, none negative, that add up to 1, found ",
+    ),
+    "numbers for other elements": (
+        lambda comm, device: comm.all_to_all(
+            torch.zeros(3 * comm.size, device=device),
+            torch.zeros(0, device=device),
+            output_numels=[2] * comm.size,
+            given_numels=[0] * comm.size,
+        ),
+        r"all_to_all: expected output_numels to have {size} numbers, none negative, .*, the least 2",
+    ),
+    "dealt in place": (lambda comm, device: _dealt_in_place(comm, device), r"output to be apart from given"),
     "root outside": (
         lambda comm, device: comm.broadcast(torch.zeros(2, device=device), root=comm.size),
         r"broadcast: expected a root in \[0, {size}\), found root={size}; give the rank within this group",
@@ -97,6 +116,11 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
 def _overlapping(comm: Collectives, device: str) -> Pending:
     output = torch.zeros(2 * comm.size + 1, device=device)
     return comm.all_gather(output[: 2 * comm.size], output[2 * comm.rank + 1 : 2 * comm.rank + 3])
+
+
+def _dealt_in_place(comm: Collectives, device: str) -> Pending:
+    whole, numels = torch.zeros(comm.size, device=device), [1] * comm.size
+    return comm.all_to_all(whole, whole, output_numels=numels, given_numels=numels)
 
 
 def _refusals(comm: Collectives, device: str) -> dict[str, str]:

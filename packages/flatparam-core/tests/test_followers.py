@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam_core import FlatParamHandle, flatten_module
+from flatparam_core import FlatParamHandle, flatten_module, owner_of
 
 from .ranks import Ranks, flatten_alone, gather, reduce, seeded
 from .test_training import OPTIMIZERS, ZOO, check_equal, train_locally, train_ranks
@@ -227,3 +227,38 @@ def test_new_data_of_a_follower_is_not_lost() -> None:
     held[0].data = torch.full((2, 2), 7.0)
     gather([handle])
     assert module.weight.tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_originals_can_be_asked_for(use_orig_params: bool) -> None:
+    """Originals that nobody has held are made anew, once; stepping them trains the shard, as it does for kept ones."""
+    module = nn.Linear(2, 2)
+    handle = flatten_alone(module, use_orig_params=use_orig_params)
+    gc.collect()
+    weight, bias = handle.original(0), handle.original(1)
+    assert handle.original(0) is weight
+    assert owner_of(bias) == (handle, 1)
+    assert [tuple(weight.shape), tuple(bias.shape)] == [(2, 2), (2,)]
+    optimizer = torch.optim.SGD([weight, bias], lr=1.0)
+    expected = handle.flat_param.detach().clone()
+    for _ in range(2):
+        stamp = handle.stamp()
+        train_round(handle, module, torch.ones(1, 2))
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        optimizer.step()
+        expected[:6] -= 1.0
+        assert torch.equal(handle.flat_param[:6], expected[:6])
+        assert handle.stamp() != stamp
+        optimizer.zero_grad()
+
+
+def test_an_original_that_comes_late_has_the_gradient() -> None:
+    """One that is asked for after the backward pass has its part of the flat parameter's gradient."""
+    module = nn.Linear(2, 2)
+    handle = flatten_alone(module)
+    gc.collect()
+    train_round(handle, module, torch.ones(1, 2))
+    late = handle.original(1)
+    assert late.grad is not None
+    assert late.grad.tolist() == [1.0, 1.0]

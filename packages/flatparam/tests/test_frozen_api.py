@@ -24,6 +24,7 @@ MODULES: Final = (
     "flatparam_comm.testing",
     "flatparam.api",
     "flatparam.layout",
+    "flatparam.optim",
     "flatparam.wrap",
     "flatparam.sharded_grad_scaler",
     "flatparam.checkpoint",

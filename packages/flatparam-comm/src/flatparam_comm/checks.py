@@ -29,6 +29,7 @@ __all__ = [
     "Site",
     "check_all_gather",
     "check_all_reduce",
+    "check_all_to_all",
     "check_broadcast",
     "check_reduce_scatter",
     "check_reduce_scatter_parts",
@@ -120,6 +121,27 @@ def check_broadcast(site: Site, tensor: Tensor, root: int) -> None:
             f"root={root}",
             "give the rank within this group, not the global one",
         )
+
+
+def check_all_to_all(
+    site: Site, output: Tensor, given: Tensor, output_numels: Sequence[int], given_numels: Sequence[int]
+) -> None:
+    """Raise ValueError unless `given` can be dealt out to the ranks, and `output` can take what they give."""
+    check_flat(site, "output", output)
+    check_flat(site, "given", given)
+    check_alike(site, ("output", output), ("given", given))
+    for name, tensor, numels in (("output", output, output_numels), ("given", given, given_numels)):
+        if len(numels) != site.size or min(numels) < 0 or sum(numels) != tensor.numel():
+            raise site.refuse(
+                f"{name}_numels to have {site.size} numbers, none negative, that add up to {tensor.numel()}",
+                f"{len(numels)} that add up to {sum(numels)}, the least {min(numels, default=None)}",
+            )
+    apart = (
+        output.data_ptr() + output.nbytes <= given.data_ptr()
+        or given.data_ptr() + given.nbytes <= output.data_ptr()
+    )
+    if output.numel() and given.numel() and not apart:
+        raise site.refuse("output to be apart from given", "that they overlap", "pass given.clone()")
 
 
 def check_subgroup(site: Site, ranks: Sequence[int]) -> tuple[int, ...]:

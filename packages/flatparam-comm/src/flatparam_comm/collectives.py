@@ -51,9 +51,10 @@ class Collectives(Protocol):
     """A group of ranks that move bytes between each other.
 
     Every rank of the group makes the same calls in the same order. Data-plane calls (`all_gather`, `reduce_scatter`,
-    `all_reduce`, `broadcast`) are asynchronous and return a `Pending`; control-plane calls (`exchange`, `barrier`,
-    `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault plans and is
-    not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every engine.
+    `all_reduce`, `broadcast`, `all_to_all`) are asynchronous and return a `Pending`; control-plane calls (`exchange`,
+    `barrier`, `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault
+    plans and is not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every
+    engine.
     """
 
     @property
@@ -91,6 +92,28 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """Replace `tensor` (contiguous, any shape, any dtype) by that of rank `root` *of this group*."""
+        ...
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """Fill `output` with what every rank gives this one, in rank order: each rank gives others different elements.
+
+        Both are 1-D, contiguous, of one dtype (any), on one device and share no memory.
+
+        Args:
+            output: it has the elements of rank 0 first, `output_numels[0]` of them.
+            given: the elements for rank 0 come first, `given_numels[0]` of them; it is left as it is.
+            output_numels: for each rank, the elements that it gives this rank; they add up to `output.numel()`.
+            given_numels: for each rank, the elements that this rank gives it; they add up to `given.numel()`.
+            label: names the call in errors, ledgers and fault plans.
+        """
         ...
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:

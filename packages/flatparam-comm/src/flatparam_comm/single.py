@@ -61,6 +61,20 @@ class SingleCollectives:
         checks.check_broadcast(_site("broadcast", label), tensor, root)
         return COMPLETED
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`."""
+        checks.check_all_to_all(_site("all_to_all", label), output, given, output_numels, given_numels)
+        _copy(output, given)
+        return COMPLETED
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. The value is pickled and unpickled, as between processes."""
         return [pickle.loads(pickle.dumps(value))]

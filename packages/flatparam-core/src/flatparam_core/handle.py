@@ -409,6 +409,16 @@ class FlatParamHandle:
         """Show parameter `index` under the names `infos` too, in the modules of another unit that shares it."""
         self.exposure.lend(index, infos)
 
+    def original(self, index: int) -> nn.Parameter:
+        """The original parameter `index`, this rank's part of it, as a view of the shard that optimizers can hold.
+
+        If the flat parameter is what is listed, it is made at the first call; its `.grad` follows that of the flat
+        parameter, and stepping either steps both.
+        """
+        parameter = self.exposure.follow(index)
+        mark_owner(parameter, self, index)
+        return parameter
+
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move or cast the flat parameter and its gradient, as `torch.nn.Module.to` and similar methods do.
 

@@ -9,8 +9,18 @@ from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
+from flatparam_runtime.optimizers.matrices.members import drop_flat_gradients, follow_gradients, originals_in
+from flatparam_runtime.optimizers.matrices.owners import newton_schulz_flops
+from flatparam_runtime.optimizers.matrices.routes import Routes
+from flatparam_runtime.optimizers.matrices.stepper import MatrixStepper
+from flatparam_runtime.optimizers.matrices.whole_step import WholeStep
 from flatparam_runtime.optimizers.shape_rules import allow_shards
-from flatparam_runtime.optimizers.stepping import notice_optimizers, set_flat_steps, tensors_stepped
+from flatparam_runtime.optimizers.stepping import (
+    notice_optimizers,
+    set_flat_steps,
+    step_in_segments,
+    tensors_stepped,
+)
 from flatparam_runtime.passes.backward import notice_failed_passes
 from flatparam_runtime.passes.hooks import register_forward_method
 from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
@@ -64,24 +74,29 @@ __all__ = [
     "HookStage",
     "Initialise",
     "Instrument",
+    "MatrixStepper",
     "Nonfinite",
     "NonfiniteError",
     "ParamSpec",
     "Phase",
     "PrefetchPlan",
     "ROOT_NAME",
+    "Routes",
     "SingleCollectives",
     "Span",
     "Topology",
     "Unit",
     "UnitPlan",
     "UnitTree",
+    "WholeStep",
     "broadcast_tensors",
     "allow_shards",
     "clean_fqn",
     "clip_grad_norm_",
     "clip_gradients_",
     "drop_waiting",
+    "drop_flat_gradients",
+    "follow_gradients",
     "full_views",
     "gather_full",
     "gradient_divisors",
@@ -90,10 +105,12 @@ __all__ = [
     "inside",
     "inspecting",
     "memory_view",
+    "newton_schulz_flops",
     "no_sync",
     "notice_failed_passes",
     "notice_optimizers",
     "observe",
+    "originals_in",
     "process_group_of",
     "refuse_in_a_pass",
     "register_forward_method",
@@ -103,6 +120,7 @@ __all__ = [
     "shard_module",
     "shown",
     "skipped_steps",
+    "step_in_segments",
     "summon_full_params",
     "tensors_stepped",
     "tree_of",

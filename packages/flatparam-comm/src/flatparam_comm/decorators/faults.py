@@ -112,6 +112,21 @@ class FaultyCollectives(ForwardingCollectives):
         self._strike("broadcast", label)
         return self.inner.broadcast(tensor, root=root, label=label)
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`."""
+        self._strike("all_to_all", label)
+        return self.inner.all_to_all(
+            output, given, output_numels=output_numels, given_numels=given_numels, label=label
+        )
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`."""
         self._strike("exchange", label)

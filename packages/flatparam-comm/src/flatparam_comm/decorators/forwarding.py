@@ -56,6 +56,20 @@ class ForwardingCollectives(abc.ABC):
         """See `Collectives.broadcast`."""
         return self.inner.broadcast(tensor, root=root, label=label)
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`."""
+        return self.inner.all_to_all(
+            output, given, output_numels=output_numels, given_numels=given_numels, label=label
+        )
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`."""
         return self.inner.exchange(value, label=label)

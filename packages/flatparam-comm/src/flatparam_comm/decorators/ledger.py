@@ -7,6 +7,7 @@ The bytes that a rank sends are those of the bandwidth-optimal algorithms, for n
 | all_gather | N (n-1)/n | ring: n-1 times one shard |
 | reduce_scatter | N (n-1)/n | ring: n-1 times one shard |
 | all_reduce | 2 N (n-1)/n | reduce-scatter, then all-gather |
+| all_to_all | what it gives the others | directly |
 | broadcast | N, and 0 on the last rank after the root | pipelined chain: root, root+1, ... |
 
 Sources: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
@@ -31,7 +32,8 @@ __all__ = ["ByteLedger", "Totals", "Transfer", "sent_nbytes"]
 class Transfer:
     """One collective, as seen by one rank.
 
-    `payload_nbytes` is the size of the full buffer (the gather's output, the reduction's input), `sent_nbytes` is the
+    `payload_nbytes` is the size of the full buffer (the gather's output, the input of a reduction or an all-to-all),
+    `sent_nbytes` is the
     number of bytes that this rank must send.
     """
 

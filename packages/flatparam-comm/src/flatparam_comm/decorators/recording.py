@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from torch import Tensor
@@ -68,6 +68,23 @@ class RecordingCollectives(ForwardingCollectives):
         """See `Collectives.broadcast`."""
         pending = self.inner.broadcast(tensor, root=root, label=label)
         self._record("broadcast", label, tensor, root)
+        return pending
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`."""
+        pending = self.inner.all_to_all(
+            output, given, output_numels=output_numels, given_numels=given_numels, label=label
+        )
+        sent = (given.numel() - given_numels[self.rank]) * given.itemsize
+        self.ledger.record(Transfer("all_to_all", label, given.dtype, given.nbytes, sent))
         return pending
 
     def _decorate(self, inner: Collectives) -> Collectives:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -21,7 +22,8 @@ class SilentCollectives(ForwardingCollectives):
     """Wrap collectives in this to measure a program without its communication. **The numbers become wrong.**
 
     A gather only puts this rank's shard in its place (the rest of the output stays as it was), a reduce-scatter only
-    copies this rank's slice; all-reduce and broadcast do nothing. Arguments are checked and the control plane is real.
+    copies this rank's slice, an all-to-all only what a rank gives itself; all-reduce and broadcast do nothing.
+    Arguments are checked and the control plane is real.
     """
 
     __slots__ = ()
@@ -48,6 +50,22 @@ class SilentCollectives(ForwardingCollectives):
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """Leave `tensor` as it is."""
         checks.check_broadcast(self._site("broadcast", label), tensor, root)
+        return COMPLETED
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """Copy what this rank gives itself to its place in `output`."""
+        checks.check_all_to_all(self._site("all_to_all", label), output, given, output_numels, given_numels)
+        target, own = output_numels[: self.rank], given_numels[: self.rank]
+        numel = given_numels[self.rank]
+        _copy(output.detach()[sum(target) :][:numel], given.detach()[sum(own) :][:numel])
         return COMPLETED
 
     def _decorate(self, inner: Collectives) -> Collectives:

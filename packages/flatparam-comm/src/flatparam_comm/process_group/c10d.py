@@ -26,6 +26,7 @@ __all__ = [
     "as_carried",
     "broadcast",
     "first_of",
+    "is_carried",
     "plain",
     "premultiplies",
     "reduce_scatter",
@@ -57,7 +58,12 @@ def as_carried(tensor: Tensor) -> Tensor:
     The view is detached, as c10d would otherwise add the outputs to autograd's graph if an input requires gradients.
     """
     carried = plain(tensor)
-    return carried if carried.dtype in _CARRIED else carried.view(-1).view(torch.uint8)
+    return carried if is_carried(carried.dtype) else carried.view(-1).view(torch.uint8)
+
+
+def is_carried(dtype: torch.dtype) -> bool:
+    """Whether every backend can move tensors of `dtype` as they are."""
+    return dtype in _CARRIED
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -89,13 +95,16 @@ def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
     return name in PREMULTIPLYING and hasattr(dist, "_make_nccl_premul_sum")
 
 
-def all_to_all(output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: list[int] | None = None) -> Any:
+def all_to_all(
+    output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: tuple[list[int], list[int]] | None = None
+) -> Any:
     """Issue an all-to-all: slice `r` of `full` goes to rank `r`, and `output` receives theirs; returns its `Work`.
 
-    The slices are equal, or of `sizes` in both directions.
+    The slices are equal, or of `sizes`: those of `output`, then those of `full`.
     """
+    received, sent = sizes or (None, None)
     call = first_of("all_to_all_single")
-    return call(output, full, sizes, sizes, group=group, async_op=True)
+    return call(output, full, received, sent, group=group, async_op=True)
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0) -> Any:

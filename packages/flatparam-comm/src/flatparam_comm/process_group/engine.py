@@ -193,7 +193,7 @@ class ProcessGroupCollectives:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
-        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=sizes), calls)
+        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=(sizes, sizes)), calls)
 
     def all_reduce(
         self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "", factor: float = 1.0
@@ -215,6 +215,27 @@ class ProcessGroupCollectives:
         carried = c10d.as_carried(tensor)
         work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group), calls)
         return _WorkPending(site, work, (tensor,), calls)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`."""
+        site = self._site("all_to_all", label)
+        checks.check_all_to_all(site, output, given, output_numels, given_numels)
+        # The numbers of elements differ between ranks that agree.
+        calls = self._begin(site)
+        # A view as bytes has more elements.
+        factor = 1 if c10d.is_carried(output.dtype) else output.itemsize
+        sizes = ([factor * n for n in output_numels], [factor * n for n in given_numels])
+        carried, carried_given = c10d.as_carried(output), c10d.as_carried(given)
+        work = _guarded(site, lambda: c10d.all_to_all(carried, carried_given, self.group, sizes=sizes), calls)
+        return _WorkPending(site, work, (output, given), calls)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""

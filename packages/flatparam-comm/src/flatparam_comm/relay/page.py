@@ -25,7 +25,10 @@ _WORDS: Final = 1 + 2 * _REMEMBERED
 _TEXT: Final = slice(_WORDS * 8, _WORDS * 8 + 256)
 #: The late ranks that a message describes.
 _TOLD: Final = 4
-_OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "barrier", "subgroup")
+_OPS: Final = (
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "barrier", "subgroup"),
+    "all_to_all",
+)
 _REDUCTIONS: Final = tuple(ReduceOp)
 _DTYPES: Final = (
     None,

@@ -183,6 +183,24 @@ class SharedMemoryCollectives:
         flat = _plain(tensor)
         return self._start(site, flat, flat, root)
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`. It goes through the process group: no rank knows how long a slot
+        would have to be.
+        """
+        if self._failure is not None:
+            raise self._again(Site(self._rank, self._size, "all_to_all", label))
+        return self.inner.all_to_all(
+            output, given, output_numels=output_numels, given_numels=given_numels, label=label
+        )
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`."""
         site = Site(self._rank, self._size, "exchange", label)

@@ -16,7 +16,14 @@ from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
 from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_comm.threads.baton import Baton, ErrorFactory, Waiting
 from flatparam_comm.threads.meeting import Meeting, MeetingCall, MeetingGroup, Post
-from flatparam_comm.threads.transfer import Cargo, Staged, stage_all_gather, stage_broadcast, stage_reduction
+from flatparam_comm.threads.transfer import (
+    Cargo,
+    Staged,
+    stage_all_gather,
+    stage_all_to_all,
+    stage_broadcast,
+    stage_reduction,
+)
 
 __all__ = ["ThreadCollectives", "ThreadWorld"]
 
@@ -140,6 +147,22 @@ class ThreadCollectives:
             lambda cargoes: stage_broadcast(cargoes, root, late=late),
         )
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """See `Collectives.all_to_all`."""
+        site = self._site("all_to_all", label)
+        checks.check_all_to_all(site, output, given, output_numels, given_numels)
+        late = self._world.deliver_late
+        cargo = Cargo(site, given, output, tuple(given_numels), tuple(output_numels))
+        return self._move(cargo, "", lambda cargoes: stage_all_to_all(cargoes, late=late))
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. Values are pickled and unpickled, so no rank gets another's object."""
         post = Post(MeetingCall("exchange", label), value=pickle.dumps(value))
@@ -172,7 +195,8 @@ class ThreadCollectives:
         call = MeetingCall(
             cargo.site.op,
             cargo.site.label,
-            source.numel(),
+            # Ranks that agree may give different numbers of elements.
+            0 if cargo.given_numels else source.numel(),
             source.dtype,
             device=str(source.device),
             detail=detail,

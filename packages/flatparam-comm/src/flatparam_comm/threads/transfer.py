@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
-from flatparam_comm.errors import CollectiveError
+from flatparam_comm.errors import CollectiveError, MismatchError
 from flatparam_comm.transfer.marks import follow, keep, mark
 
-__all__ = ["Cargo", "Staged", "stage_all_gather", "stage_broadcast", "stage_reduction"]
+__all__ = ["Cargo", "Staged", "stage_all_gather", "stage_all_to_all", "stage_broadcast", "stage_reduction"]
 
 
 @attrs.define(eq=False)
@@ -28,6 +28,10 @@ class Cargo:
     site: Site
     source: Tensor
     target: Tensor
+    given_numels: tuple[int, ...] = ()
+    """Of an all-to-all: for each rank the elements of the source that go to it."""
+    output_numels: tuple[int, ...] = ()
+    """Of an all-to-all: for each rank the elements that are expected from it."""
     posted: torch.Event | None = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -76,6 +80,37 @@ def stage_reduction(cargoes: Sequence[Cargo], op: ReduceOp, *, scatter: bool, la
             # Each piece is a tensor of its own, so that a rank's piece keeps no other piece alive.
             pieces = [piece.clone() for piece in total.tensor_split(len(cargoes))]
     return _staged(cargoes, [(piece,) for piece in pieces], late=late)
+
+
+def stage_all_to_all(cargoes: Sequence[Cargo], *, late: bool) -> Staged:
+    """Stage an all-to-all: every rank gets its part of every rank's source.
+
+    Raises:
+        MismatchError: if a rank gives another a different number of elements than that one expects.
+    """
+    _follow_all(cargoes)
+    _check_dealt(cargoes)
+    with torch.no_grad():
+        dealt = [torch.split(cargo.source.detach(), list(cargo.given_numels)) for cargo in cargoes]
+        parts = [tuple(each[rank] for each in dealt) for rank in range(len(cargoes))]
+        if late:
+            parts = [(torch.cat(each),) for each in parts]
+    return _staged(cargoes, parts, late=late)
+
+
+def _check_dealt(cargoes: Sequence[Cargo]) -> None:
+    for giver, cargo in enumerate(cargoes):
+        for taker, given in enumerate(cargo.given_numels):
+            expected = cargoes[taker].output_numels[giver]
+            if given != expected:
+                site = cargo.site
+                raise MismatchError(
+                    site.rank,
+                    site.op,
+                    site.label,
+                    f"rank {giver} gives rank {taker} {given} elements, which expects {expected}; make every rank plan "
+                    "the same transfers",
+                )
 
 
 def stage_broadcast(cargoes: Sequence[Cargo], root: int, *, late: bool) -> Staged:

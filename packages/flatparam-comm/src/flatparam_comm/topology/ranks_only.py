@@ -64,6 +64,18 @@ class RanksOnly:
         """Raise CollectiveError."""
         self._refuse("broadcast", label)
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """Raise CollectiveError."""
+        self._refuse("all_to_all", label)
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Raise CollectiveError."""
         self._refuse("exchange", label)

@@ -104,6 +104,22 @@ class FlatExposure:
         alive = ((index, reference()) for index, reference in enumerate(self._originals))
         return {index: parameter for index, parameter in alive if parameter is not None}
 
+    def follow(self, index: int) -> nn.Parameter:
+        """See `Exposure.follow`. One that is made now has the gradient that the flat parameter has."""
+        found = self._originals[index]()
+        if found is not None:
+            return found
+        shape = ShardPieces.of(self.flat_param.flat_layout, self.flat_param.rank).shapes[index]
+        parameter = nn.Parameter(torch.empty_like(self._views[index]), self.flat_param.requires_grad)
+        give_data(parameter, self._views[index].view(shape))
+        followers = self._find_followers()
+        followers[index] = _Follower(
+            parameter, self.flat_param.flat_layout.fragment(index, self.flat_param.rank)
+        )
+        self._originals[index], self._versions[index] = weakref.ref(parameter), parameter._version
+        self._share_grad(followers[index])
+        return parameter
+
     def requires_grad(self) -> Sequence[bool]:
         """See `Exposure.requires_grad`."""
         return [self.flat_param.requires_grad] * len(self._views)

@@ -92,6 +92,10 @@ class OriginalExposure:
         """See `Exposure.originals`."""
         return dict(enumerate(self._originals))
 
+    def follow(self, index: int) -> nn.Parameter:
+        """See `Exposure.follow`."""
+        return self._originals[index]
+
     def requires_grad(self) -> Sequence[bool]:
         """See `Exposure.requires_grad`."""
         return list(map(_REQUIRES_GRAD, self._originals))

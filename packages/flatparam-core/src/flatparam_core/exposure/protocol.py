@@ -45,6 +45,10 @@ class Exposure(Protocol):
         """The original parameters that are views of the shard and that somebody still holds, by index."""
         ...
 
+    def follow(self, index: int) -> nn.Parameter:
+        """The original parameter `index`, a view of the shard; made anew if nobody holds it any more."""
+        ...
+
     def requires_grad(self) -> Sequence[bool]:
         """For each parameter of the layout, whether it is to get a gradient now."""
         ...

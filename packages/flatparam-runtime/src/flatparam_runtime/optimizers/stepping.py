@@ -29,7 +29,7 @@ from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STE
 from flatparam_runtime.unit.registry import holder_of_parameter
 from flatparam_runtime.unit.waiting import drop_waiting_of
 
-__all__ = ["notice_optimizers", "set_flat_steps", "tensors_stepped"]
+__all__ = ["notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
 
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
@@ -92,6 +92,19 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
 def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         end_of_call()
+
+
+def step_in_segments(optimizer: optim.Optimizer) -> None:
+    """Step an optimizer of `torch.optim` that is a part of another one, without the hooks that torch has around a step.
+
+    It steps neighbours as one tensor, and long parameters in pieces, as one by itself does.
+
+    Args:
+        optimizer: of a class that treats each element alone.
+    """
+    if not torch.compiler.is_compiling():
+        _choose_segments(optimizer)
+    STEPS[type(optimizer)](optimizer)
 
 
 def _choose_segments(optimizer: optim.Optimizer) -> None:

@@ -64,11 +64,11 @@ def _local(place: Place, states: Mapping[Held, Mapping[str, Any]]) -> dict[str, 
         for name, value in values.items():
             local = found.setdefault(name, _Local())
             if item.is_elsewhere:
-                if not (isinstance(value, torch.Tensor) and value.shape == item.parameter.shape):
+                if not item.is_cut(name, value):
                     local.unlike.update(item.indices)
                 continue
             for index in item.indices:
-                if not (isinstance(value, torch.Tensor) and value.shape == item.parameter.shape):
+                if not item.is_cut(name, value):
                     local.plain[index] = value
                 elif item.is_flat:
                     local.parts[index] = value[layout.fragment(index, rank).in_shard.as_slice()]

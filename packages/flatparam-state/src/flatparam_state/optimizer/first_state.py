@@ -6,14 +6,19 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 
-from flatparam_state.optimizer.held import Held, Holding
+from flatparam_state.optimizer.held import Held, Holding, innermost
 
 __all__ = ["FirstState", "first_states", "names_of_first_state"]
+
+
+#: The method of an optimizer that says what the state of one parameter is before its first step: `(parameter,
+#: settings of its group) -> state`, or `None` for what any optimizer would be asked.
+_FIRST_STATE_OF: Final = "first_state_of"
 
 
 @final
@@ -36,12 +41,12 @@ def first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Hel
     Raises:
         Exception: whatever the optimizer raises.
     """
-    inner = _innermost(optimizer)
+    inner = innermost(optimizer)
     found: dict[Held, dict[str, Any]] = {}
     for settings, items in holding.groups:
         for item in items:
             if item.parameter.requires_grad and not item.is_elsewhere:
-                values = _initial(inner, settings, item.parameter)
+                values = _told(inner, settings, item.parameter) or _initial(inner, settings, item.parameter)
                 values = values or _after_zeros(inner, settings, item.parameter)
                 if values:
                     found[item] = values
@@ -52,7 +57,7 @@ def names_of_first_state(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> frozenset[str]:
     """The names of the states that an optimizer of torch will make for `parameter`; none for any other optimizer."""
-    inner = _innermost(optimizer)
+    inner = innermost(optimizer)
     if not type(inner).__module__.startswith("torch.optim."):
         return frozenset()
     small = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
@@ -64,13 +69,12 @@ def names_of_first_state(
     return frozenset(name for name, value in values.items() if value is not None)
 
 
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that steps, inside those of accelerate and others that pass everything on to it."""
-    for name in ("optimizer", "_optimizer"):
-        inner = vars(optimizer).get(name)
-        if isinstance(inner, torch.optim.Optimizer):
-            return _innermost(inner)
-    return optimizer
+def _told(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What an optimizer says itself, which steps more than it is given a part of; empty if it does not say."""
+    tell = getattr(optimizer, _FIRST_STATE_OF, None)
+    return (tell(parameter, settings) or {}) if callable(tell) else {}
 
 
 def _initial(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import Self
 from flatparam_runtime import FlatParamError, clean_fqn
 from flatparam_state.places import Place, places_in
 
-__all__ = ["Held", "Holding", "held_by", "held_parameters", "numbered"]
+__all__ = ["Held", "Holding", "held_by", "held_parameters", "innermost", "numbered"]
 
 
 @final
@@ -29,11 +29,19 @@ class Held:
     place: Place | None = None
     indices: tuple[int, ...] = ()
     """The places of `fqns` in the layout."""
+    part_states: frozenset[str] | None = None
+    """The names of the states that are cut like the parameter if they have its shape; `None` stands for all."""
 
     @property
     def is_flat(self) -> bool:
         """Whether it is a flat parameter, whose states have the length of the shard."""
         return self.place is not None and self.parameter is self.place.handle.flat_param
+
+    def is_cut(self, name: str, value: object) -> bool:
+        """Whether `value`, the optimizer's state `name`, is shaped like the parameter, and cut like it."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape:
+            return False
+        return self.part_states is None or name in self.part_states
 
     @property
     def is_elsewhere(self) -> bool:
@@ -43,8 +51,18 @@ class Held:
         return any(self.place.handle.layout.slots[index].spec.numel for index in self.indices)
 
 
-def held_parameters(model: nn.Module) -> Mapping[int, Held]:
-    """Every parameter of `model` that an optimizer may hold, by identity."""
+#: The method of an optimizer that says which states of the parameters in a group are cut like them, if they have their
+#: shape: `(settings of the group) -> names`, or `None` for all. Others belong to a parameter as a whole.
+_PART_STATES_OF: Final = "part_states_of"
+
+
+def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Mapping[int, Held]:
+    """Every parameter of `model` that an optimizer may hold, by identity.
+
+    Args:
+        model: the sharded model.
+        optimizer: may say that states belong to parameters as wholes.
+    """
     held: dict[int, Held] = {}
     for place in places_in(model):
         exposure, fqns = place.handle.exposure, place.fqns
@@ -55,7 +73,24 @@ def held_parameters(model: nn.Module) -> Mapping[int, Held]:
             held[id(parameter)] = Held(parameter, (fqns[index],), place, (index,))
     for name, parameter in model.named_parameters():
         held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
+    if optimizer is None:
+        return held
+    tell = getattr(innermost(optimizer), _PART_STATES_OF, None)
+    for group in optimizer.param_groups if callable(tell) else ():
+        names = tell(group)  # type: ignore[misc]  # it was looked at
+        for parameter in group["params"] if names is not None else ():
+            if id(parameter) in held:
+                held[id(parameter)] = attrs.evolve(held[id(parameter)], part_states=names)
     return held
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps, inside those of accelerate and others that pass everything on to it."""
+    for name in ("optimizer", "_optimizer"):
+        inner = vars(optimizer).get(name)
+        if isinstance(inner, torch.optim.Optimizer):
+            return innermost(inner)
+    return optimizer
 
 
 def held_by(
@@ -96,7 +131,7 @@ class Holding:
         Raises:
             FlatParamError: if a parameter is not the model's, saying which.
         """
-        held = held_parameters(model)
+        held = held_parameters(model, optimizer)
         names = {clean_fqn(name): held[id(p)] for name, p in model.named_parameters() if id(p) in held}
         names |= {fqn: item for item in held.values() if not item.is_flat for fqn in item.fqns}
         return cls(tuple((group, tuple(found)) for group, found in held_by(optimizer, held)), names)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
-import torch
 from typing_extensions import Self
 
 from flatparam_runtime import FlatParamError, Topology
@@ -62,7 +61,7 @@ class Inventory:
             for index in item.indices:
                 held[start + index] = min(number, 255)
             for name, value in (states or {}).get(item, {}).items():
-                kind = _SHAPED if _is_shaped_like(value, item) else _OTHER
+                kind = _SHAPED if _is_shaped_like(name, value, item) else _OTHER
                 row = found.setdefault(str(name), bytearray(len(names)))
                 for index in item.indices:
                     row[start + index] = kind
@@ -70,8 +69,8 @@ class Inventory:
         return cls(digest, bytes(owned), bytes(held), {name: bytes(row) for name, row in found.items()})
 
 
-def _is_shaped_like(value: Any, item: Held) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == item.parameter.shape
+def _is_shaped_like(name: str, value: Any, item: Held) -> bool:
+    return item.is_cut(name, value) and value.dim() > 0
 
 
 @final

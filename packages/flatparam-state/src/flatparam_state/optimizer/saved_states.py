@@ -58,7 +58,9 @@ class SavedStates:
         for item in holding.items:
             for fqn, wanted in _wanted(item).items():
                 for name, value in saved.get(fqn, {}).items():
-                    if isinstance(value, AsItIs):
+                    if isinstance(value, AsItIs) or (
+                        item.part_states is not None and name not in item.part_states
+                    ):
                         unlike[name] = unlike.get(name, 0) + 1
                     elif wanted.misfit(value) is not None:
                         unlike[name] = unlike.get(name, 0) + (isinstance(value, torch.Tensor))
@@ -150,6 +152,9 @@ def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
 
 def _read(value: Any) -> Any:
     value = value.value if isinstance(value, AsItIs) else value
+    if isinstance(value, Streamed):
+        # It belongs to the parameter as a whole; every rank reads it here.
+        return value.arrive()
     return value.whole() if isinstance(value, LazyValue) else value
 
 

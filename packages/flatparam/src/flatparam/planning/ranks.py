@@ -120,6 +120,21 @@ class LoneRank:
         """Leave `tensor` as it is."""
         return self._moved(self._issue("broadcast", label, tensor))
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        given: Tensor,
+        *,
+        output_numels: Sequence[int],
+        given_numels: Sequence[int],
+        label: str = "",
+    ) -> Pending:
+        """Fill `output` with zeros, as everybody else's."""
+        pending = self._issue("all_to_all", label, given)
+        with torch.no_grad():
+            output.detach().zero_()
+        return self._moved(pending)
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """This rank's value, as everybody's."""
         return [value] * self.size

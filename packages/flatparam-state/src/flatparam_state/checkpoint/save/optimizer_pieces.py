@@ -59,7 +59,7 @@ def add_optimizer(
     adding = _Adding(at, rank, contribution, tensors)
     groups: list[dict[str, Any]] = []
     by_group: list[Sequence[Held]] = []
-    for group, found in held_by(optimizer, held_parameters(model)):
+    for group, found in held_by(optimizer, held_parameters(model, optimizer)):
         fqns = [fqn for item in found for fqn in item.fqns]
         groups.append({**group, **{key: fqns for key in ("params", "param_names") if key in group}})
         for item in found:
@@ -147,9 +147,7 @@ class _Adding:
 
 
 def _is_shaped_like(value: Any, item: Held, name: str) -> bool:
-    if not isinstance(value, Tensor) or value.shape != item.parameter.shape:
-        return False
-    return value.dim() > 0 or name not in COUNTERS
+    return item.is_cut(name, value) and (value.dim() > 0 or name not in COUNTERS)
 
 
 def _is_first_replica(item: Held) -> bool:

@@ -1,0 +1,192 @@
+"""A step of all whole parameters of an optimizer, over all the sets of ranks that they are sharded over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import FlatParamError, Topology
+from flatparam_runtime.optimizers.matrices.members import Member
+from flatparam_runtime.optimizers.matrices.routes import Matrix, Routes
+from flatparam_runtime.optimizers.matrices.travel import Travel
+from flatparam_runtime.optimizers.matrices.whole_step import Settings, StateOf, WholeStep
+
+__all__ = ["MatrixStepper"]
+
+
+@final
+@attrs.define(eq=False)
+class MatrixStepper:
+    """A matrix stepper has the whole parameters of one optimizer stepped, each once in the world if it is sharded.
+
+    It plans at the first step, and again when parameters were added, frozen or sharded anew.
+    """
+
+    rule: WholeStep
+    _key: tuple[object, ...] = ()
+    _alone: list[Member] = attrs.field(factory=list)
+    _travels: list[Travel] = attrs.field(factory=list)
+    _stepped_alone: int = 0
+    _owners: dict[int, int] = attrs.field(factory=dict)
+    """By the `id` of a parameter, its owner that keeps state, so that a new plan leaves it where it is."""
+
+    @property
+    def stepped(self) -> int:
+        """How many times this rank has stepped a whole parameter, since parameters last changed."""
+        return self._stepped_alone + sum(travel.stepped for travel in self._travels)
+
+    @property
+    def routes(self) -> list[Routes]:
+        """The ways of the parameters that were sharded at the last step, one for each set of ranks and dtype."""
+        return [travel.routes for travel in self._travels]
+
+    @torch.no_grad()
+    def step(
+        self,
+        groups: Sequence[Settings],
+        state_of: Callable[[Any], StateOf],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Step the parameters of `groups` that have gradients; every rank that shares them calls it.
+
+        Args:
+            groups: parameter groups, as those of `torch.optim`, of original parameters.
+            state_of: the optimizer's state of one parameter.
+            meanwhile: is called once, when the first matrices are on their way.
+
+        Raises:
+            FlatParamError: on every rank, if the ranks' optimizers have different parameters; nothing has changed then.
+        """
+        members = [Member.of(parameter, group) for group in groups for parameter in group["params"]]
+        self._plan([member for member in members if member.parameter.requires_grad], state_of)
+        for travel in self._travels:
+            if self.rule.keeps_state:
+                self._drop_others_state(travel, state_of)
+            travel.run(meanwhile)
+            meanwhile = _nothing
+        meanwhile()
+        for member in self._alone:
+            self._step_alone(member, state_of(member.parameter))
+
+    def _drop_others_state(self, travel: Travel, state_of: Callable[[Any], StateOf]) -> None:
+        """Drop what only owners keep and other ranks have loaded, too: it would grow old here."""
+        for member, owner in zip(travel.members, travel.routes.owners, strict=True):
+            state = state_of(member.parameter) if owner != travel.rank and member.parameter.numel() else {}
+            for name in [name for name in state if name not in self.rule.part_states]:
+                del state[name]
+
+    @torch.no_grad()
+    def first_state(self, parameter: nn.Parameter, settings: Settings) -> dict[str, Any]:
+        """The state of `parameter` on this rank before its first step, as a step with zeros leaves it.
+
+        What owners keep is made on the first rank that holds elements of it.
+        """
+        member = Member.of(parameter, settings)
+        state: dict[str, Any] = {}
+        part = torch.zeros_like(parameter)
+        self.rule.prepare(part, torch.zeros_like(part), state, settings)
+        if self.rule.keeps_state and (
+            member.handle is None or member.handle.rank == member.handle.layout.ranks_of(member.index)[0]
+        ):
+            spec = member.spec
+            whole = torch.empty_strided(spec.shape, spec.stride, dtype=part.dtype, device=part.device).zero_()
+            of_whole: dict[str, Any] = {}
+            prepared = self.rule.prepare(whole, torch.zeros_like(whole), of_whole, settings)
+            self.rule.step([each.clone() for each in prepared], of_whole, settings)
+            state |= {name: value for name, value in of_whole.items() if name not in self.rule.part_states}
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+        return state
+
+    def _step_alone(self, member: Member, state: StateOf) -> None:
+        parameter, gradient = member.parameter, member.parameter.grad
+        if gradient is None or not parameter.numel():
+            return
+        given, returned = self.rule.dtypes(parameter.dtype)
+        prepared = self.rule.prepare(parameter, gradient, state, member.settings)
+        whole = [each.clone() if each.dtype == given else each.to(given) for each in prepared]
+        update = self.rule.step(whole, state, member.settings)
+        self._stepped_alone += 1
+        self.rule.apply(parameter, update.to(returned), tuple(parameter.shape), member.settings)
+
+    def _plan(self, members: Sequence[Member], state_of: Callable[[Any], StateOf]) -> None:
+        layouts = (None if each.handle is None else each.handle.layout for each in members)
+        parameters = ((id(each.parameter), each.parameter.device, each.parameter.dtype) for each in members)
+        key = (*zip(parameters, map(id, layouts), strict=True),)
+        if key == self._key and self._travels + self._alone:
+            # The groups may be other dicts: a loaded state brings its own.
+            for travel in self._travels:
+                travel.members = self._again(travel.members, members)
+                travel.state_of = state_of
+            self._alone = self._again(self._alone, members)
+            return
+        self._alone = [each for each in members if each.topology is None]
+        self._travels = []
+        self._stepped_alone = 0
+        for (topology, device, dtypes), found in _alike(members, self.rule).items():
+            _check_alike(topology, found)
+            self._travels.append(
+                Travel(self._routes(topology, found), found, topology, self.rule, state_of, device, *dtypes)
+            )
+        self._key = key
+
+    @staticmethod
+    def _again(old: Sequence[Member], members: Sequence[Member]) -> list[Member]:
+        known = {id(each.parameter): each for each in members}
+        return [known[id(each.parameter)] for each in old]
+
+    def _routes(self, topology: Topology, members: Sequence[Member]) -> Routes:
+        matrices = []
+        for member in members:
+            assert member.handle is not None, "it has a topology"
+            cost = self.rule.cost(member.spec.shape, member.settings)
+            matrices.append(Matrix(member.handle.layout, member.index, cost))
+        keeps = self.rule.keeps_state
+        # State is the same in each replica, which therefore steps all matrices.
+        replicas = 1 if topology.replicate is None or keeps else topology.replicate.size
+        owners = [self._owners.get(id(each.parameter)) for each in members]
+        known = {number: owner for number, owner in enumerate(owners) if owner is not None}
+        routes = Routes.plan(matrices, topology.shard.size, replicas, at_holders=keeps, known=known)
+        if keeps:
+            for member, owner in zip(members, routes.owners, strict=True):
+                self._owners[id(member.parameter)] = owner
+        return routes
+
+
+def _nothing() -> None:
+    """Do nothing: it has been done."""
+
+
+def _alike(
+    members: Sequence[Member], rule: WholeStep
+) -> dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]]:
+    """The sharded members that are not empty, by ranks, device and the dtypes in which they travel."""
+    found: dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]] = {}
+    for member in members:
+        topology = member.topology
+        if topology is not None and member.handle is not None and member.spec.numel:
+            dtypes = rule.dtypes(member.parameter.dtype)
+            found.setdefault((topology, member.handle.device, dtypes), []).append(member)
+    return found
+
+
+def _check_alike(topology: Topology, members: Sequence[Member]) -> None:
+    """Refuse to step parameters that are not the same on all ranks; every rank calls it."""
+    mine = [(member.spec.fqn, member.spec.shape) for member in members]
+    for rank, theirs in enumerate(topology.exchange(mine, label="parameters that are stepped as wholes")):
+        if theirs == mine:
+            continue
+        both = zip(theirs, mine, strict=False)
+        at = next((at for at, (one, other) in enumerate(both) if one != other), min(len(theirs), len(mine)))
+        said = [
+            f"{each[at][0]!r} of shape {each[at][1]}" if at < len(each) else "none" for each in (mine, theirs)
+        ]
+        raise FlatParamError(
+            f"the optimizers of the ranks step different parameters as wholes: number {at} is {said[0]} on this rank, "
+            f"{said[1]} on rank {rank}; give the optimizers of all ranks the same parameters in the same order, also "
+            "those of which a rank holds no element"
+        )

@@ -1,0 +1,331 @@
+"""The steps of matrices that share one set of ranks: to owners, the steps there, back, and to replicas.
+
+While a bucket is stepped, the next one is under way to its owners, and the updates of the one before come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from flatparam_comm import COMPLETED, FlatParamError, Pending, Span, Topology
+from flatparam_runtime.optimizers.matrices.members import Member
+from flatparam_runtime.optimizers.matrices.routes import Routes
+from flatparam_runtime.optimizers.matrices.whole_step import StateOf, WholeStep
+
+__all__ = ["Travel"]
+
+_GIVEN: Final = 1.0
+_MIXED: Final = -1.0
+"""The flag of an update whose matrix had a gradient on some ranks only."""
+
+
+@final
+@attrs.define(eq=False)
+class _BucketUnderWay:
+    """One bucket under way on one rank."""
+
+    number: int
+    pending: Pending = COMPLETED
+    received: Tensor | None = None
+    own: dict[int, Sequence[Tensor]] = attrs.field(factory=dict)
+    """What this rank prepared of its own matrices, which does not travel."""
+    absent: set[int] = attrs.field(factory=set)
+    """The matrices of which this rank has a part and no gradient."""
+    updates: dict[int, Tensor] = attrs.field(factory=dict)
+    """This rank's parts of updates, 1-D, by matrix."""
+    whole: dict[int, Tensor] = attrs.field(factory=dict)
+    """The updates of the matrices that this rank has stepped, 1-D in memory order, until they are on their way."""
+
+
+@final
+@attrs.define(eq=False)
+class Travel:
+    """One rank's end of the steps of some matrices."""
+
+    routes: Routes
+    members: Sequence[Member]
+    """The matrices of `routes`."""
+    topology: Topology
+    rule: WholeStep
+    state_of: Callable[[Any], StateOf]
+    device: torch.device
+    given: torch.dtype
+    """The dtype in which matrices travel to their owners."""
+    returned: torch.dtype
+    """The dtype in which updates travel back."""
+    stepped: int = 0
+    """The matrices that this rank has stepped, since the object was made."""
+    _refusals: list[str] = attrs.field(factory=list)
+    """What is wrong with the gradients of matrices in this step: told at its end, so that no rank waits in vain."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the parameters."""
+        return self.topology.shard.rank
+
+    @property
+    def replica(self) -> int:
+        """The replica that this rank belongs to, as the routes count them."""
+        replicate = self.topology.replicate
+        return replicate.rank if replicate is not None and self.routes.replicas > 1 else 0
+
+    @property
+    def place(self) -> int:
+        """The number of this rank in the routes."""
+        return self.replica * self.routes.ranks + self.rank
+
+    @torch.no_grad()
+    def run(self, meanwhile: Callable[[], object]) -> None:
+        """Step all matrices that have gradients, and call `meanwhile` once the first of them are under way.
+
+        Raises:
+            FlatParamError: if only some ranks that hold a part of a matrix have its gradient; on each that holds one.
+        """
+        stages = (self._send, self._step, self._spread, self._finish)
+        under_way: list[_BucketUnderWay] = []
+        for tick in range(self.routes.buckets + len(stages) - 1):
+            if tick < self.routes.buckets:
+                under_way.append(_BucketUnderWay(tick))
+            for at, stage in enumerate(stages):
+                number = tick - at
+                if 0 <= number < self.routes.buckets:
+                    stage(under_way[number])
+            if tick == 0:
+                meanwhile()
+            if tick >= len(stages) - 1:
+                # Its memory is free.
+                under_way[tick - len(stages) + 1] = _BucketUnderWay(-1)
+        if not self.routes.buckets:
+            meanwhile()
+        if self._refusals:
+            refusal = self._refusals[0]
+            self._refusals.clear()
+            raise FlatParamError(refusal)
+
+    # To the owners
+
+    def _send(self, bucket: _BucketUnderWay) -> None:
+        routes, rank = self.routes, self.rank
+        messages: list[list[Tensor]] = [[] for _ in range(routes.ranks)]
+        for replica in range(routes.replicas):
+            for owner in range(routes.ranks):
+                numbers = routes.owned(replica * routes.ranks + owner, bucket.number)
+                flags = []
+                for number, span in routes.parts(numbers, rank):
+                    prepared = self._prepare(bucket, number)
+                    if replica != self.replica:
+                        continue
+                    if owner == rank:
+                        bucket.own[number] = prepared
+                        continue
+                    flags.append(_GIVEN if prepared else 0.0)
+                    nothing = [self._zeros(span.numel)] * self.rule.streams
+                    messages[owner] += [self._carried(each) for each in prepared] or nothing
+                if flags:
+                    messages[owner].append(torch.tensor(flags, dtype=self.given, device=self.device))
+        if not routes.travels(self.replica, bucket.number):
+            return
+        mine = routes.owned(self.place, bucket.number)
+        received = [
+            0 if other == rank else routes.message_numel(mine, other, self.rule.streams)
+            for other in range(routes.ranks)
+        ]
+        bucket.pending, bucket.received = self._deal(
+            messages, received, self.given, "matrices to their owners"
+        )
+
+    def _prepare(self, bucket: _BucketUnderWay, number: int) -> Sequence[Tensor]:
+        """What travels of this rank's part of a matrix; nothing if it has no gradient."""
+        member = self.members[number]
+        gradient = member.parameter.grad
+        if gradient is None:
+            bucket.absent.add(number)
+            return ()
+        return self.rule.prepare(member.parameter, gradient, self.state_of(member.parameter), member.settings)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1).to(self.device, self.given)
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.given, device=self.device)
+
+    def _deal(
+        self, messages: Sequence[Sequence[Tensor]], received: Sequence[int], dtype: torch.dtype, label: str
+    ) -> tuple[Pending, Tensor]:
+        """Begin to send each rank its message, and to receive `received` elements from each."""
+        parts = [part for message in messages for part in message]
+        given = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.device)
+        output = torch.empty(sum(received), dtype=dtype, device=self.device)
+        pending = self.topology.shard.all_to_all(
+            output,
+            given,
+            output_numels=received,
+            given_numels=[sum(part.numel() for part in message) for message in messages],
+            label=label,
+        )
+        return pending, output
+
+    # On the owner
+
+    def _step(self, bucket: _BucketUnderWay) -> None:
+        bucket.pending.wait()
+        routes, mine = self.routes, self.routes.owned(self.place, bucket.number)
+        arrived = self._arrived(bucket, mine)
+        flags: dict[int, float] = {}
+        for number in mine:
+            parts = arrived[number]
+            present = [bool(part) for _, part in parts]
+            flags[number] = _GIVEN if all(present) else _MIXED if any(present) else 0.0
+            numel = routes.matrices[number].numel
+            if flags[number] == _GIVEN:
+                bucket.whole[number] = self._stepped(number, parts)
+            else:
+                bucket.whole[number] = torch.zeros(numel, dtype=self.returned, device=self.device)
+        bucket.own.clear()
+        messages: list[list[Tensor]] = [[] for _ in range(routes.ranks)]
+        for rank in range(routes.ranks):
+            parts_of_rank = routes.parts(mine, rank)
+            for number, span in parts_of_rank:
+                part = bucket.whole[number][span.as_slice()]
+                if rank == self.rank:
+                    self._take(bucket, number, part, flags[number])
+                else:
+                    messages[rank].append(part)
+            if parts_of_rank and rank != self.rank:
+                told = [flags[number] for number, _ in parts_of_rank]
+                messages[rank].append(torch.tensor(told, dtype=self.returned, device=self.device))
+        bucket.pending = COMPLETED
+        if routes.travels(self.replica, bucket.number):
+            received = [
+                0 if other == self.rank else routes.message_numel(self._owned_by(other, bucket), self.rank)
+                for other in range(routes.ranks)
+            ]
+            bucket.pending, bucket.received = self._deal(
+                messages, received, self.returned, "updates of matrices"
+            )
+        bucket.whole.clear()
+
+    def _owned_by(self, rank: int, bucket: _BucketUnderWay) -> Sequence[int]:
+        return self.routes.owned(self.replica * self.routes.ranks + rank, bucket.number)
+
+    def _arrived(
+        self, bucket: _BucketUnderWay, mine: Sequence[int]
+    ) -> dict[int, list[tuple[Span, Sequence[Tensor]]]]:
+        """For each own matrix its parts, each with what was prepared of it; nothing if that rank has no gradient."""
+        found: dict[int, list[tuple[Span, Sequence[Tensor]]]] = {number: [] for number in mine}
+        start = 0
+        for rank in range(self.routes.ranks):
+            parts = self.routes.parts(mine, rank)
+            if rank == self.rank:
+                for number, span in parts:
+                    found[number].append((span, [self._carried(each) for each in bucket.own[number]]))
+                continue
+            if not parts or bucket.received is None:
+                continue
+            streams = self.rule.streams
+            end = start + self.routes.message_numel(mine, rank, streams)
+            flags = bucket.received[end - len(parts) : end].tolist()
+            for (number, span), flag in zip(parts, flags, strict=True):
+                pieces = torch.split(bucket.received[start : start + streams * span.numel], span.numel)
+                found[number].append((span, pieces if flag else ()))
+                start += streams * span.numel
+            start = end
+        bucket.received = None
+        return found
+
+    def _stepped(self, number: int, parts: Sequence[tuple[Span, Sequence[Tensor]]]) -> Tensor:
+        """The update of a matrix, 1-D in memory order."""
+        member, spec = self.members[number], self.members[number].spec
+        whole = []
+        for stream in range(self.rule.streams):
+            if len(parts) == 1:
+                flat = parts[0][1][stream].clone()
+            else:
+                flat = torch.empty(spec.numel, dtype=self.given, device=self.device)
+                for span, pieces in parts:
+                    flat[span.as_slice()] = pieces[stream]
+            whole.append(flat.as_strided(spec.shape, spec.stride))
+        self.stepped += 1
+        update = self.rule.step(whole, self.state_of(member.parameter), member.settings)
+        result = torch.empty(spec.numel, dtype=self.returned, device=self.device)
+        result.as_strided(spec.shape, spec.stride).copy_(update)
+        return result
+
+    # Back
+
+    def _take(self, bucket: _BucketUnderWay, number: int, update: Tensor, flag: float) -> None:
+        """Note this rank's part of an update."""
+        if flag == _MIXED:
+            spec = self.members[number].spec
+            has = "no gradient" if number in bucket.absent else "a gradient"
+            self._refusals.append(
+                f"rank {self.rank}: parameter {spec.fqn!r}, of shape {spec.shape}, has {has} on this rank, unlike on "
+                "another rank that holds a part of it, so it was not stepped: give or drop the gradient of a parameter "
+                "on all ranks"
+            )
+        elif flag == _GIVEN:
+            bucket.updates[number] = update
+
+    def _spread(self, bucket: _BucketUnderWay) -> None:
+        bucket.pending.wait()
+        bucket.pending = COMPLETED
+        received = bucket.received
+        start = 0
+        for owner in range(self.routes.ranks):
+            parts = self.routes.parts(self._owned_by(owner, bucket), self.rank)
+            if owner == self.rank or not parts or received is None:
+                continue
+            start = self._take_all(bucket, parts, received, start)
+        bucket.received = None
+        if self.routes.replicas > 1:
+            self._give_replicas(bucket)
+
+    def _take_all(
+        self, bucket: _BucketUnderWay, parts: Sequence[tuple[int, Span]], received: Tensor, start: int
+    ) -> int:
+        """Note the updates in a message that begins at `start`; returns its end."""
+        end = start + sum(span.numel + 1 for _, span in parts)
+        for (number, span), flag in zip(parts, received[end - len(parts) : end].tolist(), strict=True):
+            self._take(bucket, number, received[start : start + span.numel], flag)
+            start += span.numel
+        return end
+
+    def _give_replicas(self, bucket: _BucketUnderWay) -> None:
+        """Begin to give the other replicas this rank's parts of the updates that come from this one."""
+        replicate = self.topology.replicate
+        assert replicate is not None, "there are replicas"
+        numel = self.routes.replica_numel(bucket.number, self.rank)
+        if not numel:
+            return
+        message = torch.zeros(numel, dtype=self.returned, device=self.device)
+        start = 0
+        parts = self.routes.parts(self.routes.in_replica(self.replica, bucket.number), self.rank)
+        end = sum(span.numel + 1 for _, span in parts)
+        for at, (number, span) in enumerate(parts):
+            if number in bucket.updates:
+                message[start : start + span.numel] = bucket.updates[number]
+                message[end - len(parts) + at] = _GIVEN
+            start += span.numel
+        bucket.received = torch.empty(numel * replicate.size, dtype=self.returned, device=self.device)
+        bucket.pending = replicate.all_gather(bucket.received, message, label="updates to replicas")
+
+    def _finish(self, bucket: _BucketUnderWay) -> None:
+        bucket.pending.wait()
+        bucket.pending = COMPLETED
+        if bucket.received is not None:
+            numel = self.routes.replica_numel(bucket.number, self.rank)
+            for replica in range(self.routes.replicas):
+                if replica != self.replica:
+                    numbers = self.routes.in_replica(replica, bucket.number)
+                    parts = self.routes.parts(numbers, self.rank)
+                    self._take_all(bucket, parts, bucket.received, replica * numel)
+        for number, update in bucket.updates.items():
+            member = self.members[number]
+            part = member.parameter
+            update = update.to(part.device).view(part.shape)
+            self.rule.apply(part, update, member.spec.shape, member.settings)

@@ -1,0 +1,198 @@
+"""The base of the optimizers that step whole parameters, and leave the others to AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from flatparam_core import FLAT_PARAM, clean_fqn
+from flatparam_runtime import (
+    MatrixStepper,
+    WholeStep,
+    allow_shards,
+    drop_flat_gradients,
+    follow_gradients,
+    originals_in,
+    step_in_segments,
+)
+
+__all__ = ["ADAMW", "Choice", "WholeOptimizer", "are_matrices"]
+
+ADAMW: Final = "adamw"
+"""What a group of parameters that AdamW steps has under `RULE`."""
+RULE: Final = "rule"
+"""The key of a group that says who steps its parameters."""
+_PREFIX: Final = "adamw_"
+
+Choice: TypeAlias = Callable[[str, tuple[int, ...]], bool]
+"""A function of a parameter's name and full shape: whether it is stepped as a whole."""
+
+
+def are_matrices(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter has two dimensions."""
+    return len(shape) == 2
+
+
+class WholeOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps some parameters as wholes by a rule, and the others by AdamW.
+
+    It holds original parameters: a flat parameter that it is given stands for those in it. Each group that it is given
+    becomes up to two, one of whole parameters and one of others, which have the key `"rule"`. In a group that it is
+    given, settings are those of the whole parameters, and those that begin with `adamw_` those of the others; with
+    `"rule": "adamw"`, all of its parameters are others, and its settings are AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        rule: WholeStep,
+        name: str,
+        defaults: Mapping[str, Any],
+        others: Mapping[str, Any],
+        choice: Choice,
+    ) -> None:
+        """Make the optimizer.
+
+        Args:
+            params: parameters, named parameters or groups of either, as for any optimizer of torch.
+            rule: steps whole parameters.
+            name: what groups of whole parameters have under `"rule"`.
+            defaults: the settings of whole parameters.
+            others: the settings of the others, of `torch.optim.AdamW`.
+            choice: which parameters are stepped as wholes.
+        """
+        self._rule, self._name, self._choice = rule, name, choice
+        self._others = dict(others)
+        self._prepare()
+        self._settings = {name: {**defaults, RULE: name}, ADAMW: {**self._adamw.defaults, RULE: ADAMW}}
+        super().__init__(params, {"lr": defaults["lr"]})
+        allow_shards(self)
+
+    def _prepare(self) -> None:
+        """Make what steps; a copy does so by itself."""
+        self._adamw = torch.optim.AdamW([nn.Parameter(torch.empty(0))], **self._others)
+        self._stepper = MatrixStepper(self._rule)
+        self._home = id(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy."""
+        own = {name: getattr(self, name) for name in ("_rule", "_name", "_choice", "_others", "_settings")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, or take the state that was loaded."""
+        super().__setstate__(state)
+        if "_home" not in vars(self):
+            self._prepare()
+            allow_shards(self)
+        for group in self.param_groups:
+            for name, value in self._settings[group[RULE]].items():
+                group.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see this class for its settings."""
+        given = param_group["params"]
+        if isinstance(given, (set, frozenset)):
+            raise TypeError("expected parameters in an order that is the same on every rank, found a set")
+        entries = [given] if isinstance(given, torch.Tensor) else list(given)
+        chosen: dict[str, list[Any]] = {self._name: [], ADAMW: []}
+        forced = param_group.get(RULE)
+        if forced not in (None, *chosen):
+            raise ValueError(
+                f"expected {self._name!r} or 'adamw' as the rule of a parameter group, found {forced!r}"
+            )
+        for name, entry, shape in _originals(entries):
+            rule = forced or (self._name if self._choice(name or "", shape) else ADAMW)
+            if rule == self._name:
+                self._check(name, shape)
+            chosen[rule].append(entry)
+        if not any(chosen.values()):
+            super().add_param_group(param_group)
+        for rule, parameters in chosen.items():
+            if parameters:
+                settings = self._of_rule(rule, param_group, is_forced=forced is not None)
+                super().add_param_group({**self._settings[rule], **settings, "params": parameters})
+
+    def _of_rule(self, rule: str, group: Mapping[str, Any], *, is_forced: bool) -> dict[str, Any]:
+        """The settings in a given group that are about the parameters of one rule."""
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if is_forced:
+            return own
+        if rule == ADAMW:
+            return {key.removeprefix(_PREFIX): value for key, value in own.items() if key.startswith(_PREFIX)}
+        return {key: value for key, value in own.items() if not key.startswith(_PREFIX)}
+
+    def _check(self, name: str | None, shape: tuple[int, ...]) -> None:
+        """Refuse a parameter that the rule cannot step as a whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient; every rank calls it.
+
+        Args:
+            closure: computes the loss anew, and its gradients.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._home != id(self):
+            # Somebody has copied what this object has, one attribute after the other.
+            self._prepare()
+        follow_gradients(parameter for group in self.param_groups for parameter in group["params"])
+        whole = [group for group in self.param_groups if group[RULE] != ADAMW]
+        self._stepper.step(whole, self.state.__getitem__, self._step_others)
+        return loss
+
+    def first_state_of(self, parameter: nn.Parameter, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The state of a parameter before its first step, for what is loaded into it; `None` if AdamW steps it."""
+        if settings[RULE] == ADAMW:
+            return None
+        return self._stepper.first_state(parameter, settings)
+
+    def part_states_of(self, settings: Mapping[str, Any]) -> frozenset[str] | None:
+        """The states of a group's parameters that are cut like them; `None` if all are that have their shape."""
+        return None if settings[RULE] == ADAMW else self._rule.part_states
+
+    def _step_others(self) -> None:
+        groups = [group for group in self.param_groups if group[RULE] == ADAMW]
+        if groups:
+            self._adamw.param_groups, self._adamw.state = groups, self.state
+            step_in_segments(self._adamw)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero."""
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            drop_flat_gradients(parameter for group in self.param_groups for parameter in group["params"])
+
+    @property
+    def whole_steps(self) -> int:
+        """How many times this rank has stepped a whole parameter: over all ranks, once a step for each."""
+        return self._stepper.stepped
+
+
+def _originals(entries: Iterable[Any]) -> Iterator[tuple[str | None, Any, tuple[int, ...]]]:
+    """The originals in what an optimizer is given: name, parameter (with its name, if it had one), and full shape."""
+    for entry in entries:
+        if not isinstance(entry, tuple):
+            if not isinstance(entry, nn.Parameter):
+                # torch's own check says what is wrong.
+                yield None, entry, ()
+                continue
+            for inner, parameter, shape in originals_in(entry):
+                yield inner, parameter, shape
+            continue
+        name, given = entry
+        for inner, parameter, shape in originals_in(given):
+            full = clean_fqn(name)
+            if full.endswith(FLAT_PARAM):
+                # The flat parameter is an attribute of the module that the names inside begin below.
+                full = full.removesuffix(FLAT_PARAM) + inner
+            yield full, (full, parameter), shape

@@ -1,0 +1,224 @@
+"""The state of optimizers that step whole parameters: saved, resharded and resumed in every form, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam import Checkpointer, FullStateDictConfig, StateDictType
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.optim import Adafactor, MatrixOptimizer, Muon, Shampoo
+from flatparam_comm import Collectives
+from flatparam_comm.testing import run_processes
+
+from ..worlds import on_ranks
+from .whole_cases import HYBRID, Case, Results, Sign, assert_same, batch, build, plain_results, results
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "muon": (
+        lambda parameters: Muon(parameters, lr=0.02, adamw_lr=0.01),
+        lambda matrices, others: [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)],
+    ),
+    "adafactor": (
+        lambda parameters: Adafactor(parameters, lr=0.05),
+        lambda matrices, others: [torch.optim.Adafactor([*matrices, *others], lr=0.05)],
+    ),
+    "shampoo": (
+        lambda parameters: Shampoo(parameters, every=3),
+        lambda matrices, others: [Shampoo([*matrices, *others], every=3)],
+    ),
+    "own": (
+        lambda parameters: MatrixOptimizer(parameters, Sign(), lr=0.1),
+        lambda matrices, others: [MatrixOptimizer([*matrices, *others], Sign(), lr=0.1)],
+    ),
+}
+"""For each kind, what makes the optimizer, and what makes the plain ones."""
+SOURCES = [
+    Case(2, "one unit", "FULL_SHARD", False),
+    Case(4, "blocks", HYBRID, True),
+    Case(2, "layers", "FULL_SHARD", True, "whole"),
+]
+TARGETS = [
+    Case(4, "blocks", "FULL_SHARD", True),
+    Case(1, "one unit", "NO_SHARD", False),
+    Case(4, "one unit", "FULL_SHARD", False, "whole"),
+    Case(2, "layers", "SHARD_GRAD_OP", True, "row"),
+]
+BETWEEN = [
+    pytest.param(kind, source, target, id=f"{kind}: {source} to {target}")
+    # Of the others, each source and each target once.
+    for number, kind in enumerate(OPTIMIZERS)
+    for at, (source, target) in enumerate(itertools.product(SOURCES, TARGETS))
+    if not number or at % len(TARGETS) == (at // len(TARGETS) + number) % len(TARGETS)
+]
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, start: int = 0, stop: int = 4) -> None:
+    """Train on batches that are the same on every rank: the mean of 2 or 4 equal gradients rounds nothing."""
+    for step in range(start, stop):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(batch(0, step)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def plain(kind: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    model = build()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return model, OPTIMIZERS[kind][1](matrices, others)
+
+
+def expected(kind: str) -> Results:
+    model, optimizers = plain(kind)
+    train(model, *optimizers)
+    return plain_results(model, *optimizers)
+
+
+def wrapped(kind: str, case: Case, world: Collectives) -> tuple[FSDP, Any]:
+    model = case.wrap(world)
+    return model, OPTIMIZERS[kind][0](model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "source", "target"), BETWEEN)
+def test_directories(kind: str, source: Case, target: Case, tmp_path: Path) -> None:
+    """Saved half-way in a checkpoint directory, training goes on in another setting as if it had not stopped."""
+
+    def save(world: Collectives) -> None:
+        model, optimizer = wrapped(kind, source, world)
+        train(model, optimizer, stop=2)
+        Checkpointer(tmp_path, model, optimizer, ranks=world).save(step=2)
+
+    def resume(world: Collectives) -> Results:
+        model, optimizer = wrapped(kind, target, world)
+        assert Checkpointer(tmp_path, model, optimizer, ranks=world).load() is not None
+        train(model, optimizer, start=2)
+        return results(model, optimizer)
+
+    on_ranks(source.ranks, save)
+    for found in on_ranks(target.ranks, resume):
+        assert_same(found, expected(kind))
+
+
+@pytest.mark.parametrize(("kind", "source", "target"), BETWEEN)
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_full_states(kind: str, source: Case, target: Case, rank0_only: bool) -> None:
+    """The same with full states, which all ranks have, or the first one alone."""
+    config = FullStateDictConfig(rank0_only=rank0_only)
+
+    def save(world: Collectives) -> Any:
+        model, optimizer = wrapped(kind, source, world)
+        train(model, optimizer, stop=2)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return dict(model.state_dict()), FSDP.full_optim_state_dict(
+                model, optimizer, rank0_only=rank0_only
+            )
+
+    values, states = on_ranks(source.ranks, save)[0]
+
+    def resume(world: Collectives) -> Results:
+        model, optimizer = wrapped(kind, target, world)
+        model.load_state_dict(values)
+        if rank0_only:
+            loaded = FSDP.scatter_full_optim_state_dict(
+                states if world.rank == 0 else None, model, optim=optimizer
+            )
+        else:
+            loaded = FSDP.optim_state_dict_to_load(model, optimizer, states)
+        optimizer.load_state_dict(loaded)
+        train(model, optimizer, start=2)
+        return results(model, optimizer)
+
+    for found in on_ranks(target.ranks, resume):
+        assert_same(found, expected(kind))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("case", SOURCES, ids=str)
+def test_states_of_plain_optimizers(kind: str, case: Case) -> None:
+    """The state has the names and shapes of the plain optimizers', and theirs is loaded: training goes on exactly."""
+    model, optimizers = plain(kind)
+    train(model, *optimizers, stop=2)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    given = {
+        "state": {names[p]: dict(state) for each in optimizers for p, state in each.state.items()},
+        "param_groups": [
+            {**group, "params": [names[p] for p in group["params"]]}
+            for each in optimizers
+            for group in each.param_groups
+        ],
+    }
+    half_way = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def resume(world: Collectives) -> Any:
+        model, optimizer = wrapped(kind, case, world)
+        model.load_state_dict(half_way)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, given))
+        exported = FSDP.optim_state_dict(model, optimizer)
+        train(model, optimizer, start=2)
+        return exported["state"], results(model, optimizer)
+
+    for exported, found in on_ranks(case.ranks, resume):
+        assert exported.keys() == given["state"].keys()
+        for name, states in given["state"].items():
+            assert exported[name].keys() == states.keys(), name
+            for key, value in states.items():
+                assert torch.equal(exported[name][key], value), (name, key)
+        assert_same(found, expected(kind))
+
+
+# Over process groups: what `torch.distributed.checkpoint` writes
+
+
+def in_shards(kind: str, case: Case) -> tuple[FSDP, Any]:
+    model, optimizer = wrapped(kind, case, None)  # type: ignore[arg-type]
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    return model, optimizer
+
+
+def save_all(ranks: Collectives, root: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for kind in OPTIMIZERS:
+        for source in (SOURCES[0], SOURCES[2]):
+            model, optimizer = in_shards(kind, source)
+            train(model, optimizer, stop=2)
+            state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=root / f"{kind}-{source}")
+
+
+def resume_all(ranks: Collectives, root: Path) -> list[tuple[str, Results]]:
+    import torch.distributed.checkpoint as dcp
+
+    found = []
+    for kind in OPTIMIZERS:
+        for source, target in itertools.product((SOURCES[0], SOURCES[2]), TARGETS):
+            if target.strategy == "NO_SHARD":
+                continue
+            model, optimizer = in_shards(kind, target)
+            state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=root / f"{kind}-{source}")
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+            train(model, optimizer, start=2)
+            FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+            found.append((kind, results(model, optimizer)))
+    return found
+
+
+@pytest.mark.processes
+def test_distributed_checkpoints(tmp_path: Path) -> None:
+    """What `dcp.save` wrote on two ranks, `dcp.load` gives four before their first step, and they go on exactly."""
+    run_processes(2, save_all, tmp_path)
+    for each in run_processes(4, resume_all, tmp_path):
+        for kind, found in each:
+            assert_same(found, expected(kind))
