@@ -23,9 +23,9 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from flatparam.planning.fitting import fit
-from flatparam.planning.plan import plan_of
-from flatparam.planning.profile import profile_named
+from flatparam.planning.fitting.search import fit
+from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.making import plan_of
 from flatparam.planning.program import Trained, TrainingProgram, train
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam.planning import extending
-from flatparam.planning.extending import rehearse_repeated
-from flatparam.planning.fitting import fit
+from flatparam.planning.fitting.search import fit
 from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal import Rehearsal, rehearse
-from flatparam.planning.repeats import runs_of
+from flatparam.planning.rehearsal.rehearsal import Rehearsal
+from flatparam.planning.rehearsal.rehearsing import rehearse
+from flatparam.planning.repeated import extending
+from flatparam.planning.repeated.extending import rehearse_repeated
+from flatparam.planning.repeated.repeats import runs_of
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits
 
@@ -191,7 +192,7 @@ def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     found = fit(program(deep), setup, memory=10**9, profile="h100")
     assert sizes
     assert max(sizes) < 20
-    monkeypatch.setattr("flatparam.planning.fitting.rehearse_repeated", lambda *_: None)
+    monkeypatch.setattr("flatparam.planning.fitting.search.rehearse_repeated", lambda *_: None)
     assert fit(program(deep), setup, memory=10**9, profile="h100").table() == found.table()
 
 

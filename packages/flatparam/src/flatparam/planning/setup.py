@@ -12,8 +12,7 @@ from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.planning.errors import PlanError
-from flatparam.planning.ranks import TRANSPORTS, Call, lone_topology
-from flatparam.policies.planned import PlannedPolicy
+from flatparam.planning.rehearsal.ranks import TRANSPORTS, Call, lone_topology
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, SingleCollectives, Topology
 
@@ -159,7 +158,7 @@ class Setup:
     def policy(self, model: nn.Module) -> Any:
         """The policy that chooses the units of `model`."""
         wrap = self.wrap
-        if isinstance(wrap, PlannedPolicy):
+        if getattr(wrap, "_plans", False):
             raise PlanError("wrap: planned() plans by itself while a model is wrapped; plan by --fit instead")
         if isinstance(wrap, str):
             wrap = (wrap,)

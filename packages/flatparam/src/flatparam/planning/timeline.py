@@ -10,9 +10,10 @@ import attrs
 
 from flatparam.observing.picture import Curve, Picture, Piece
 from flatparam.observing.table import columns, shown_seconds
-from flatparam.planning.profile import Profile, profile_named
-from flatparam.planning.ranks import Call
-from flatparam.planning.rehearsal import Entry, Rehearsal
+from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.rehearsal.ranks import Call
+from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal
 from flatparam_comm import sent_nbytes
 
 __all__ = ["Prediction", "predict", "seconds_of_call"]

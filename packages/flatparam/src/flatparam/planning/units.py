@@ -11,8 +11,8 @@ import attrs
 from torch import nn
 
 from flatparam.api import ShardingStrategy
-from flatparam.planning.costs import without_collector
-from flatparam.planning.hollow import HollowMemory
+from flatparam.planning.collector import without_collector
+from flatparam.planning.hollow.memory import HollowMemory
 from flatparam.planning.program import TrainingProgram
 from flatparam.policies.policy import _Policy
 from flatparam_core import clean_fqn

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatparam.planning.arena import Arena, Block
 from flatparam.planning.errors import PlanError
-from flatparam.planning.kernels import Kernel, Temporaries, Work, operands_of
-from flatparam.planning.log import Log
-from flatparam.planning.operations import ATEN, Trait, appearance, on_meta, value_of
+from flatparam.planning.hollow.arena import Arena, Block
+from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
+from flatparam.planning.hollow.log import Log
+from flatparam.planning.hollow.operations import ATEN, Trait, appearance, on_meta, value_of
 
 __all__ = ["HollowMemory"]
 

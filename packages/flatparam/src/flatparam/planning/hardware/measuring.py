@@ -1,4 +1,4 @@
-"""The hardware profile of this machine, measured within seconds: `python -m flatparam.planning.measuring` is a rank."""
+"""The hardware profile of this machine, measured within seconds; as a program, this module is a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.profile import Profile, Way
+from flatparam.planning.hardware.profile import Profile, Way
 from flatparam.planning.program import Trained, TrainingProgram, train
-from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 from flatparam_comm import Collectives, resolve_topology
 

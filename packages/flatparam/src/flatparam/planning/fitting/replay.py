@@ -9,8 +9,8 @@ from typing import Final, final
 
 import attrs
 
-from flatparam.planning.profile import Profile
-from flatparam.planning.rehearsal import Rehearsal
+from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.rehearsal.rehearsal import Rehearsal
 from flatparam.planning.timeline import seconds_of_call
 
 __all__ = ["Keeping", "Replay"]
@@ -88,15 +88,15 @@ class Replay:
         for entry in found.entries:
             if entry.step != found.steps - 1 or entry.stage in ("building", "wrapping"):
                 continue
-            unit = known.get(entry.unit)
+            row = known.get(entry.unit)
             if entry.kind == "unshard" and entry.unit in frees:
-                if unit is None:
-                    unit = known[entry.unit] = _Candidate(entry.unit, len(known))
+                if row is None:
+                    row = known[entry.unit] = _Candidate(entry.unit, len(known))
                 elif entry.unit in freed_at:
                     # Memory is freed just before the event, and taken just after it.
-                    place, unit.nbytes = freed_at.pop(entry.unit)
-                    unit.intervals.append((place - 1, entry.place))
-            elif entry.kind == "reshard" and unit is not None:
+                    place, row.nbytes = freed_at.pop(entry.unit)
+                    row.intervals.append((place - 1, entry.place))
+            elif entry.kind == "reshard" and row is not None:
                 freed_at.setdefault(entry.unit, (entry.place, entry.nbytes))
             elif entry.kind == "kernels":
                 numbers = found.kernels[entry.start : entry.stop]
@@ -104,9 +104,9 @@ class Replay:
             elif entry.kind == "issued" and entry.call is not None:
                 seconds = seconds_of_call(profile, found, entry.call)
                 number = _ALWAYS
-                if unit is not None and unit.intervals and entry.call.op == "all_gather":
-                    number = unit.number
-                    unit.seconds += seconds
+                if row is not None and row.intervals and entry.call.op == "all_gather":
+                    number = row.number
+                    row.seconds += seconds
                     if before == "kernels":
                         # It copies the shard, in its compute dtype, to where it is gathered from.
                         self._events[-1] = (0, number, *self._events[-1][2:])
@@ -136,8 +136,8 @@ class Replay:
         ordered = sorted(places)
         self._segments = [max(log.sizes[first:second]) for first, second in itertools.pairwise(ordered)]
         at = {place: number for number, place in enumerate(ordered)}
-        for each in self.candidates:
-            each.spans = [(at[first], at[second]) for first, second in each.intervals]
+        for row in self.candidates:
+            row.spans = [(at[first], at[second]) for first, second in row.intervals]
 
     def seconds_with(self, kept: Collection[int], waits: dict[int, float] | None = None) -> float:
         """The predicted time of the step if the candidates with these numbers are kept.

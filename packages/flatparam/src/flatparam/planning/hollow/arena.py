@@ -11,7 +11,7 @@ from typing import Final, final
 import torch
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.log import Log
+from flatparam.planning.hollow.log import Log
 
 __all__ = ["Arena", "Block"]
 
