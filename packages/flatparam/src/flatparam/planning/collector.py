@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,9 +12,6 @@ __all__ = ["with_little_to_collect", "without_collector"]
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Inside, nothing is freed at a time that depends on what ran before: no collector of cycles runs."""
-    # torch's optimizers import it at first use, and what that import raises and catches keeps tensors alive.
-    importlib.import_module("torch._dynamo")
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -32,8 +28,6 @@ def with_little_to_collect() -> Iterator[Callable[[], None]]:
         # Somebody else has frozen objects, which are not ours to thaw.
         yield lambda: None
         return
-    importlib.import_module("torch._dynamo")
-    gc.collect()
     gc.freeze()
     try:
         yield gc.freeze

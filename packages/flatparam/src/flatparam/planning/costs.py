@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -215,6 +217,9 @@ def measure(program: TrainingProgram, setup: Setup, topology: Topology, *, steps
         return next(numbers)
 
     counting = Counting(ledger, place)
+    # torch's optimizers import it at first use, and what that import raises and catches keeps tensors alive.
+    importlib.import_module("torch._dynamo")
+    gc.collect()
     with without_collector():
         with allocations() as found:
             trained = train(program, setup, recorded(topology, ledger), counting, steps=steps)

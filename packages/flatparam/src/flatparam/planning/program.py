@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+from flatparam.planning.hollow.blank import Blank
 from flatparam.planning.inputs import Inputs, scalar_of, tokens_for
 from flatparam.planning.setup import Setup, modules_named
 from flatparam_comm import Topology
 
-__all__ = ["TrainingProgram", "Trained", "Watcher", "train"]
+__all__ = ["TrainingProgram", "Trained", "Watcher", "train", "train_step"]
 
 
 class Watcher(Protocol):
@@ -111,7 +112,8 @@ def train(
 ) -> Trained:
     """Build, wrap and train on the ranks of `topology`, for real or in hollow memory."""
     with watcher.stage("building", 0):
-        model = program.build()
+        with Blank():
+            model = program.build()
         model.train()
         inputs = program.inputs(model)
         if setup.checkpointing:
@@ -125,11 +127,12 @@ def train(
     trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs)
     watcher.made(trained)
     for step in range(steps):
-        _step(program, setup, trained, watcher, step)
+        train_step(program, setup, trained, watcher, step)
     return trained
 
 
-def _step(program: TrainingProgram, setup: Setup, trained: Trained, watcher: Watcher, step: int) -> None:
+def train_step(program: TrainingProgram, setup: Setup, trained: Trained, watcher: Watcher, step: int) -> None:
+    """Run one step: the micro-batches, clipping, the optimizer."""
     model, optimizer = trained.model, trained.optimizer
     for micro in range(setup.accumulate):
         last = micro == setup.accumulate - 1

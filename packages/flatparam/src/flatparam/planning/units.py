@@ -12,6 +12,8 @@ from torch import nn
 
 from flatparam.api import ShardingStrategy
 from flatparam.planning.collector import without_collector
+from flatparam.planning.hollow.blank import Blank
+from flatparam.planning.hollow.compiler import without_compiler
 from flatparam.planning.hollow.memory import HollowMemory
 from flatparam.planning.program import TrainingProgram
 from flatparam.policies.policy import _Policy
@@ -89,15 +91,15 @@ def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
     memory = HollowMemory()
     try:
         with without_collector():
-            with memory:
+            with memory, without_compiler(), Blank():
                 model = program.build()
             found = _outline(model)
             template = model if _is_on_meta(model) else None
             del model
         return found, template
     finally:
-        # What the model was is full of cycles, and holds addresses.
-        gc.collect()
+        # What the model was is full of cycles, and holds addresses; all of it is new, since no collector has run.
+        gc.collect(1)
         memory.close()
 
 

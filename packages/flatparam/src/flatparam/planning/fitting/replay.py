@@ -8,10 +8,11 @@ from collections.abc import Collection, Sequence
 from typing import Final, final
 
 import attrs
+import torch
 
 from flatparam.planning.hardware.profile import Profile
 from flatparam.planning.rehearsal.rehearsal import Rehearsal
-from flatparam.planning.timeline import seconds_of_call
+from flatparam.planning.timeline import seconds_of_calls
 
 __all__ = ["Keeping", "Replay"]
 
@@ -78,6 +79,7 @@ class Replay:
     def _read(self) -> None:
         """Turn the entries of the last step into events."""
         found, profile = self.found, self.profile
+        seconds_of_call = seconds_of_calls(profile, found)
         of_work = [profile.seconds_of(work) for work in found.works]
         # The root is a unit of its own, for which a policy chooses nothing.
         frees = {unit.name for unit in found.units[1:] if unit.frees_after_forward}
@@ -102,7 +104,7 @@ class Replay:
                 numbers = found.kernels[entry.start : entry.stop]
                 self._events.append((0, _ALWAYS, len(numbers), *self._laid([of_work[n] for n in numbers])))
             elif entry.kind == "issued" and entry.call is not None:
-                seconds = seconds_of_call(profile, found, entry.call)
+                seconds = seconds_of_call(entry.call)
                 number = _ALWAYS
                 if row is not None and row.intervals and entry.call.op == "all_gather":
                     number = row.number
@@ -186,18 +188,17 @@ class Replay:
 
     def _filled(self, order: Sequence[_Candidate], memory: int) -> list[int]:
         """The numbers of the units, in this order, that fit beside those before."""
-        segments = list(self._segments)
+        segments = torch.tensor(self._segments)
         taken: list[int] = []
         refused = memory + 1
         for each in order:
             if each.nbytes >= refused:
                 continue
-            if all(
-                max(segments[first:second], default=0) + each.nbytes <= memory for first, second in each.spans
-            ):
+            spans = [segments[first:second] for first, second in each.spans if first < second]
+            if all(int(span.max()) + each.nbytes <= memory for span in spans):
                 taken.append(each.number)
-                for first, second in each.spans:
-                    segments[first:second] = [size + each.nbytes for size in segments[first:second]]
+                for span in spans:
+                    span += each.nbytes
             else:
                 refused = each.nbytes
         return taken
@@ -209,10 +210,10 @@ class Replay:
             range(len(taken)), True, key=lambda some: self.seconds_with(set(taken[:some])) <= goal
         )
         kept = set(taken[:count])
-        segments = list(self._segments)
+        segments = torch.tensor(self._segments)
         for each in self.candidates:
             if each.number in kept:
                 for first, second in each.spans:
-                    segments[first:second] = [size + each.nbytes for size in segments[first:second]]
+                    segments[first:second] += each.nbytes
         names = tuple(each.name for each in self.candidates if each.number in kept)
-        return Keeping(names, self.seconds_with(kept), max(segments))
+        return Keeping(names, self.seconds_with(kept), int(segments.max()))

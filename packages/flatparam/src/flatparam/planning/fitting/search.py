@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 import attrs
-from torch import nn
 
 from flatparam.planning.collector import with_little_to_collect
 from flatparam.planning.errors import PlanError
@@ -23,6 +22,7 @@ from flatparam.planning.plan import Plan
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.repeated.extending import rehearse_repeated
+from flatparam.planning.repeated.repeats import Template
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits, Outline, outline_of
 
@@ -88,7 +88,7 @@ class _Search:
     memory: int
     profile: Profile
     only_units: bool
-    template: nn.Module | None = None
+    template: Template | None = None
     """The model on the meta device, if that is where the program makes it."""
     has_planned: Callable[[], None] = attrs.field(default=lambda: None)
     """Is called after each plan, which stays."""
@@ -109,7 +109,8 @@ class _Search:
 
     def run(self) -> None:
         """Rehearse what is worth it."""
-        outline, self.template = outline_of(self.program)
+        outline, model = outline_of(self.program)
+        self.template = None if model is None else Template(model)
         self._search(outline)
         if not self._is_confirmed(self.best):
             _LOGGER.info("the blocks do not all do the same: all are rehearsed")

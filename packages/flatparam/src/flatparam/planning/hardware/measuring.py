@@ -38,7 +38,7 @@ _ADDED: Final = 2**22
 _STEPS: Final = 8
 _SMALL, _LARGE = 2**14, 2**21
 """The elements of the buffers that two ranks exchange."""
-_PATIENCE: Final = 60
+_PATIENCE: Final = 600
 
 
 @functools.cache

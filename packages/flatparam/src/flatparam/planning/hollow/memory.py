@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
@@ -24,6 +25,11 @@ SMALL_NBYTES: Final = 2**16
 _NUMBER_NBYTES: Final = 8
 _UNDISPATCHED: Final = ("get_rng_state", "tensor", "as_tensor", "from_numpy")
 """Functions that make tensors and do not reach the dispatcher."""
+
+
+_results_by_default_dtype: dict[torch.dtype, dict[Any, Any]] = defaultdict(dict)
+"""What operations return, on the meta device, by their arguments: a planner rehearses a model often."""
+_MANY: Final = 20_000
 
 
 @final
@@ -49,7 +55,7 @@ class HollowMemory(TorchDispatchMode):
         self._start, self._stop = self._arena.start, self._arena.start + self._arena.size
         self._traits: dict[Any, Trait] = {}
         self._accounts: dict[Any, tuple[int, int]] = {}
-        self._results: dict[Any, Any] = {}
+        self._results = _results_by_default_dtype[torch.get_default_dtype()]
         self._resize = torch.UntypedStorage.resize_
         self._replaced: list[tuple[Any, str, Any]] = []
 
@@ -271,6 +277,8 @@ class HollowMemory(TorchDispatchMode):
         """What the operation returns, on the meta device; equal arguments are looked at once."""
         found = self._results.get(key)
         if found is None:
+            if len(self._results) >= _MANY:
+                self._results.clear()
             found = self._results[key] = on_meta(trait.operation, args, kwargs)
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import final
+from typing import NamedTuple, final
 
 import attrs
 
@@ -17,9 +17,10 @@ __all__ = ["Entry", "Rehearsal", "UnitFacts"]
 
 
 @final
-@attrs.frozen
-class Entry:
+class Entry(NamedTuple):
     """Something that happened, in the order of the host.
+
+    It is a tuple, and no class of attrs, since the plan of a thousand blocks has a hundred thousand of them.
 
     `kind` is "stage", "kernels", "issued", "waited", or that of a unit's event. `place` is its place in the log of
     memory. For "kernels", `start` and `stop` are places in the list of kernels.
@@ -76,6 +77,11 @@ class Rehearsal:
     """The place in the log of memory at which the last step has ended."""
     is_laid_out: bool = False
     """Whether some of the blocks were not run, and do what those before them did."""
+
+    def last_step(self) -> list[Entry]:
+        """What happened in the last step."""
+        before = ("building", "wrapping")
+        return [each for each in self.entries if each.step == self.steps - 1 and each.stage not in before]
 
     def entry_at(self, place: int) -> Entry:
         """What was going on at a place in the log of memory."""

@@ -8,6 +8,7 @@ import warnings
 from flatparam.observing.whole_program import nothing_recorded
 from flatparam.planning.collector import without_collector
 from flatparam.planning.costs import recorded
+from flatparam.planning.hollow.compiler import without_compiler
 from flatparam.planning.hollow.memory import HollowMemory
 from flatparam.planning.program import TrainingProgram, train
 from flatparam.planning.rehearsal.observer import Observer
@@ -27,6 +28,15 @@ def rehearse(
     Nothing is computed, nothing is sent, and no memory is taken; the wrapper, the runtime and the optimizer are the
     real ones.
     """
+    with without_compiler() as stands:
+        found = _rehearse(program, setup, steps, measures_kernels)
+    if stands is not None and stands.was_needed:
+        # What the import of the compiler raises and catches keeps tensors alive, so it is to be there before.
+        found = _rehearse(program, setup, steps, measures_kernels)
+    return found
+
+
+def _rehearse(program: TrainingProgram, setup: Setup, steps: int, measures_kernels: bool) -> Rehearsal:
     ledger = ByteLedger()
     memory = HollowMemory(lambda number: observer.on_kernel(number))
     is_ahead = setup.device == "accelerator"
@@ -38,8 +48,8 @@ def rehearse(
         with without_collector():
             return _rehearsed(program, setup, topology, observer, steps)
     finally:
-        # What the model was is full of cycles, and holds addresses.
-        gc.collect()
+        # What the model was is full of cycles, and holds addresses; all of it is new, since no collector has run.
+        gc.collect(1)
         memory.close()
 
 

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import attrs
-from torch import nn
 
 from flatparam.planning.costs import STAGES, Costs, Resting, StepCosts
 from flatparam.planning.hollow.log import Log
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal, UnitFacts
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.repeated.repeats import SHORT, Shortened, runs_of, shortened
+from flatparam.planning.repeated.repeats import SHORT, Shortened, Template, runs_of, shortened
 from flatparam.planning.repeated.tape import Growth, Insertion, Tape, compared
 from flatparam.planning.repeated.writing import Written
 from flatparam.planning.setup import Setup
@@ -25,12 +24,12 @@ __all__ = ["rehearse_repeated"]
 
 
 def rehearse_repeated(
-    program: TrainingProgram, template: nn.Module, setup: Setup, *, steps: int = 2
+    program: TrainingProgram, template: Template, setup: Setup, *, steps: int = 2
 ) -> Rehearsal | None:
     """What `rehearse` returns, from rehearsals with few of the blocks that repeat; `None` if too few do, or not alike.
 
     Args:
-        template: the model that the program makes, on the meta device, which stays as it is.
+        template: the model that the program makes.
     """
     runs = runs_of(template, setup)
     if not runs:
@@ -132,18 +131,28 @@ class _Extension:
         """Write what a run's further blocks do."""
         more, step = self._more(run), insertion.step
         first = 0 if step > 0 else more - self.growths[run].more
-        pieces = list(_pieces(insertion, written))
-        for copy in range(more):
-            shift = first + step * copy
-            for kernels, form, block in pieces:
-                if kernels:
-                    written.kernels.extend(kernels)
-                elif block is None:
-                    written.write(form, "")
-                elif block[0] == run:
-                    written.write(form, self._named(run, block[1] + shift))
-                else:
-                    written.write(form, self._name_of(block))
+        pieces = [
+            (kernels, form, None if block is None or block[0] == run else self._name_of(block), block)
+            for kernels, form, block in _pieces(insertion, written)
+        ]
+        shifts = range(first, first + step * more, step)
+        # A block is named once in each copy, as many events as there are of it.
+        names = {
+            block[1]: [self._named(run, block[1] + shift) for shift in shifts]
+            for block in insertion.blocks
+            if block is not None and block[0] == run
+        }
+        written.repeat(
+            [
+                (
+                    kernels,
+                    form,
+                    names[block[1]] if block is not None and name is None else [name or ""] * more,
+                )
+                for kernels, form, name, block in pieces
+            ],
+            more,
+        )
 
     def _changed(self) -> dict[int, Any] | None:
         """The tokens of the short tape that grow, as they are with all blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
@@ -49,6 +50,40 @@ class Written:
                 start, stop = self._start, len(self.kernels)
                 self._start = stop
             self.entries.append(Entry(what, stage, step, name, len(self.log), start, stop, nbytes, call))
+
+    def repeat(self, pieces: Sequence[tuple[array[int], Any, Sequence[str]]], times: int) -> None:
+        """Write tokens several times: kernels, or a form and the names of the block that each copy of it tells of."""
+        log, kernels = self.log, self.kernels
+        changes, sizes, nbytes, tags = log.changes, log.sizes, log.nbytes, log.tags
+        # Of a thousand blocks most is births and deaths, so they are written here and not one by one.
+        rows = [
+            (
+                0 if same else {"born": 1, "died": 2}.get(form[0], 3),
+                same,
+                form,
+                self._alive[form[1:]] if form and form[0] in ("born", "died") else [],
+                names,
+            )
+            for same, form, names in pieces
+        ]
+        for copy in range(times):
+            for kind, same, form, alive, names in rows:
+                if kind == 1:
+                    number = len(nbytes)
+                    nbytes.append(form[1])
+                    tags.append(form[2])
+                    log.in_use += form[1]
+                    changes.append(number)
+                    sizes.append(log.in_use)
+                    alive.append(number)
+                elif kind == 2:
+                    log.in_use -= form[1]
+                    changes.append(~alive.pop())
+                    sizes.append(log.in_use)
+                elif kind == 3:
+                    self.write(form, names[copy])
+                else:
+                    kernels.extend(same)
 
     def number_of(self, work: Work) -> int:
         """The number of a kernel's work."""
