@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,5 +58,9 @@ def build(options: Options, ranks: Ranks, meter: Meter) -> Learner:
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=options.use_orig_params,
         )
-    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    return Learner(model, optimizer)
+    return Learner(model, optimizer_of(options, model.parameters()))
+
+
+def optimizer_of(options: Options, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer of ``parameters``."""
+    return AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)

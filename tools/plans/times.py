@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from flatparam.planning.fitting.search import fit
 from flatparam.planning.hardware.named import profile_named
 from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.hardware.sample import Sample
+from flatparam.planning.hardware.sample import ROUGH, Sample
 from flatparam.planning.program import Trained, TrainingProgram, train, train_step
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
@@ -148,9 +148,7 @@ class Way:
             self.seconds.append(time.perf_counter() - start)
 
 
-def rank(
-    number: int, store: str, transport: str, setups: dict[str, Any], profile: Profile, found: Any
-) -> None:
+def rank(number: int, store: str, transport: str, setups: dict[str, Any], found: Any) -> None:
     """Train every model in every way, a step of each in turn."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -163,7 +161,7 @@ def rank(
         torch.manual_seed(0)
         program = program_of(name.partition(",")[0])
         trained = train(program, setup, topology, Nothing(), steps=0)
-        ways[name] = Way(program, setup, trained, Sample.of(program, setup, topology, profile))
+        ways[name] = Way(program, setup, trained, Sample.of(program, setup, topology))
     for turn in range(WARM + ROUNDS):
         for way in ways.values():
             way.turn(topology, is_timed=turn >= WARM)
@@ -171,7 +169,7 @@ def rank(
     if number == 0:
         for name, way in ways.items():
             timings = way.sample.timings()
-            predicted = predict(rehearse(way.program, way.setup), profile, timings).seconds
+            predicted = predict(rehearse(way.program, way.setup), ROUGH, timings).seconds
             found[name] = (predicted, way.seconds)
     topology.shard.barrier()
     torch.distributed.destroy_process_group()
@@ -190,7 +188,7 @@ def measured(transport: str) -> dict[str, tuple[float, list[float]]]:
         said[name] = (kept, settings)
     with tempfile.TemporaryDirectory() as folder, Manager() as manager:
         found = manager.dict()
-        arguments = (str(Path(folder) / "store"), transport, said, profile, found)
+        arguments = (str(Path(folder) / "store"), transport, said, found)
         spawn(rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
         return dict(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,6 +16,9 @@ from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 from flatparam_comm import sent_nbytes
+
+if TYPE_CHECKING:
+    from flatparam.planning.timeline import Prediction
 
 __all__ = ["plan", "plan_from", "plan_of"]
 
@@ -70,8 +73,8 @@ def plan_of(program: TrainingProgram, setup: Setup, *, steps: int = 2, profile: 
     return plan_from(rehearse(program, setup, steps=steps), profile=profile)
 
 
-def plan_from(found: Rehearsal, *, profile: Any = None) -> Plan:
-    """The plan of what was rehearsed."""
+def plan_from(found: Rehearsal, *, profile: Any = None, prediction: Prediction | None = None) -> Plan:
+    """The plan of what was rehearsed, with its time under a profile, or as it is predicted already."""
     start, stop = _bounds(found, found.steps - 1)
     flops = _flops_by_unit(found, start, stop)
     activations = _activations(found)
@@ -83,7 +86,6 @@ def plan_from(found: Rehearsal, *, profile: Any = None) -> Plan:
         _unit_costs(each, calls.get(each.name, []), found.setup.rank, flops, activations)
         for each in found.units
     )
-    prediction = None
     if profile is not None:
         # The module of profiles is not needed without one.
         from flatparam.planning.timeline import predict

@@ -136,7 +136,7 @@ def train_step(program: TrainingProgram, setup: Setup, trained: Trained, watcher
     model, optimizer = trained.model, trained.optimizer
     for micro in range(setup.accumulate):
         last = micro == setup.accumulate - 1
-        with _nothing() if last else model.no_sync():
+        with _nothing() if last or not setup.no_sync else model.no_sync():
             with watcher.stage("forward", step):
                 loss = program.call(model, trained.inputs)
             with watcher.stage("backward", step):

@@ -73,7 +73,9 @@ class Setup:
     """The names of the modules, or of their classes, whose activations are recomputed."""
     use_orig_params: bool = False
     accumulate: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    """The micro-batches of a step; all but the last are inside `no_sync()`."""
+    """The micro-batches of a step."""
+    no_sync: bool = True
+    """Whether all micro-batches but the last are inside `no_sync()`."""
     max_norm: float | None = None
     """The norm that gradients are clipped to."""
     forward_prefetch: int = 0

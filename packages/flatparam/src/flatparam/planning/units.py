@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, final
@@ -98,8 +97,6 @@ def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
             del model
         return found, template
     finally:
-        # What the model was is full of cycles, and holds addresses; all of it is new, since no collector has run.
-        gc.collect(1)
         memory.close()
 
 

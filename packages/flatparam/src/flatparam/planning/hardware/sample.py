@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 import attrs
 
 from flatparam.planning.hardware.clock import Clock, ClockedCollectives, Mark
-from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.hardware.profile import Profile, Way
 from flatparam.planning.hardware.stretches import Stretches, Timings
 from flatparam.planning.program import Trained, TrainingProgram, train, train_step
 from flatparam.planning.rehearsal.rehearsing import rehearse
@@ -15,9 +15,23 @@ from flatparam.planning.repeated.repeats import with_few_blocks
 from flatparam.planning.setup import Setup
 from flatparam_comm import Collectives, Topology
 
-__all__ = ["Sample"]
+__all__ = ["ROUGH", "Sample"]
 
-_STD = 0.02
+_STD: Final = 0.02
+_WAY: Final = Way(1e9, 1e-4)
+ROUGH: Final = Profile(
+    name="this run",
+    source="steps of a program with three blocks of those that repeat",
+    device="cpu",
+    flops={"float32": 5e10, "bfloat16": 1e10},
+    memory=1e10,
+    memory_bandwidth=1e10,
+    launch=1e-5,
+    link=_WAY,
+    network=_WAY,
+    host=1e10,
+)
+"""Of about any processor's core: which kernels take longer than others. How long they take is measured."""
 
 
 @final
@@ -39,10 +53,10 @@ class Sample:
     _count: int = 0
 
     @classmethod
-    def of(cls, program: TrainingProgram, setup: Setup, topology: Topology, profile: Profile) -> Sample:
-        """Build and wrap it on the ranks of `topology`. The profile says which kernels take longer than others."""
+    def of(cls, program: TrainingProgram, setup: Setup, topology: Topology) -> Sample:
+        """Build and wrap it on the ranks of `topology`."""
         few, its_setup = with_few_blocks(program, setup)
-        stretches = Stretches.of(rehearse(few, its_setup), profile)
+        stretches = Stretches.of(rehearse(few, its_setup), ROUGH)
         clock = Clock()
 
         def clocked(group: Collectives) -> Collectives:

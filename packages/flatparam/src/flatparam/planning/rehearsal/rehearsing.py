@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 
 from flatparam.observing.whole_program import nothing_recorded
@@ -48,8 +47,6 @@ def _rehearse(program: TrainingProgram, setup: Setup, steps: int, measures_kerne
         with without_collector():
             return _rehearsed(program, setup, topology, observer, steps)
     finally:
-        # What the model was is full of cycles, and holds addresses; all of it is new, since no collector has run.
-        gc.collect(1)
         memory.close()
 
 
