@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -41,10 +42,27 @@ def _on(cpu: bool) -> Callable[[Callable[[], nn.Module]], nn.Module]:
 def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     """The function that makes the model."""
     if model.endswith(".json"):
-        read = json.loads(Path(model).read_text(encoding="utf-8"))
+        try:
+            read = json.loads(Path(model).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ArgumentsError(
+                f"expected a config.json, found {model!r}, which is not JSON: {error}"
+            ) from error
+        if not isinstance(read, dict) or "model_type" not in read:
+            raise ArgumentsError(
+                f"expected a config.json of transformers, with model_type, found {model!r} without one; give "
+                "MODULE:FUNCTION, a function that makes the model"
+            )
         return _of_transformers(read.get("model_type", ""), {**read, **arguments}, is_class=False)
     if ":" in model:
-        return functools.partial(_function(model), **arguments)
+        make = _function(model)
+        try:
+            inspect.signature(make).bind(**arguments)
+        except TypeError as error:
+            raise ArgumentsError(
+                f"expected --arg for each argument that {model} needs, and for no others, found something else: {error}"
+            ) from error
+        return functools.partial(make, **arguments)
     return _of_transformers(model, arguments, is_class=True)
 
 
