@@ -74,7 +74,7 @@ class Prediction:
     def _error(self) -> str:
         """What is known of the prediction's error."""
         if self.is_measured:
-            return "five of six measured medians were within 10 % of such a prediction, and one 13 % below (docs/plans.md)"
+            return "five of six such predictions were within 10 % of the median, one was 15 % above (docs/plans.md)"
         if self.profile.device == "cpu":
             return "measured steps took a third of it to three times as long (docs/plans.md)"
         return "its error has not been measured"
