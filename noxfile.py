@@ -140,7 +140,7 @@ def long(session: nox.Session) -> None:
 def plan(session: nox.Session) -> None:
     """Plan ten transformers and run them: writes docs/plans.md, and fails if a number of a plan is wrong.
 
-    `-- times` measures steps on this machine beside their prediction instead.
+    `-- times` measures steps on this machine beside their prediction instead, `-- choice` what the planner chooses.
     """
     install_all_layers(session)
     python(session, "tools/plans", *session.posargs)

@@ -307,10 +307,20 @@ def test_peak_memory_lies_between_rest_and_everything(two_ranks: Run, plain: Run
     assert two_ranks.row("process memory at peak")[0] > peak
 
 
+def test_the_plan_stands_beside_what_the_run_costs(two_ranks: Run) -> None:
+    """Before the run was planned what it takes: bytes at rest and moved are equal; gloo's thread may move the peak."""
+    planned = re.split(r" plan +this run +error", two_ranks.output)[1]
+    for name in ("bytes per rank at rest", "bytes per rank at peak", "bytes moved per step"):
+        found = re.search(rf"^{name} +([\d,]+) +([\d,]+) +([+-][\d,]+)", planned, flags=re.MULTILINE)
+        assert found is not None
+        assert "peak" in name or (found[1] == found[2] and found[3] == "+0")
+    assert re.search(r"^milliseconds per step +[\d.]+ +[\d.]+ +[+-]\d+ %", planned, flags=re.MULTILINE)
+
+
 def test_plots_and_words_are_there(two_ranks: Run, text: Path) -> None:
-    """A run leaves two PNG pictures, and says what text it read (with its hash) and where its files are."""
+    """A run leaves three PNG pictures, and says what text it read (with its hash) and where its files are."""
     pytest.importorskip("matplotlib")
-    for name in ("loss.png", "memory.png"):
+    for name in ("loss.png", "memory.png", "plan.png"):
         assert (two_ranks.out / name).read_bytes().startswith(b"\x89PNG")
         assert str(two_ranks.out / name) in two_ranks.output
     assert f"{text}: 1 file, {text.stat().st_size:,} bytes" in two_ranks.output

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plans.configurations import CONFIGURATIONS
 
 from flatparam.planning.costs import measure
-from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from plans.configurations import CONFIGURATIONS
 
-from flatparam.planning import kernels
-from flatparam.planning.kernels import Kernel, Temporaries, operands_of, taken_by_running
-from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.hollow import kernels
+from flatparam.planning.hollow.kernels import Kernel, Temporaries, operands_of, taken_by_running
+from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,7 +6,7 @@ import pytest
 from plans.configurations import CONFIGURATIONS
 
 from flatparam.planning.costs import Costs, measure
-from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 from flatparam_comm import ProcessGroupCollectives, SingleCollectives, Topology, shared_memory
 from flatparam_comm.testing import PATIENCE, run_processes

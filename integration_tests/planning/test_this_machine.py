@@ -3,7 +3,7 @@
 import pytest
 
 from flatparam import PlanError
-from flatparam.planning.profile import profile_named
+from flatparam.planning.hardware.named import profile_named
 
 
 def test_two_ranks_measure_this_machine() -> None:

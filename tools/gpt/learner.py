@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from attrs import define
@@ -18,6 +19,9 @@ from .meter import Meter
 from .model import GPT, Block
 from .options import Options
 from .ranks import Ranks
+
+
+_BETAS: Final = (0.9, 0.95)
 
 
 @define(eq=False)
@@ -61,17 +65,21 @@ def build(options: Options, ranks: Ranks, meter: Meter) -> Learner:
     return Learner(model, _optimizer(options, model))
 
 
+def optimizer_of(options: Options, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """AdamW over ``parameters``."""
+    return AdamW(parameters, lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay)
+
+
 def _optimizer(options: Options, model: nn.Module) -> Optimizer:
     """The optimizer that was asked for; either takes the same learning rate and weight decay."""
-    decay, betas = options.weight_decay, (0.9, 0.95)
     if options.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=options.lr, betas=betas, weight_decay=decay)
+        return optimizer_of(options, model.parameters())
     return Muon(
         list(model.named_parameters()),
         lr=options.lr,
-        weight_decay=decay,
+        weight_decay=options.weight_decay,
         adjust_lr_fn="match_rms_adamw",
-        adamw_betas=betas,
-        adamw_weight_decay=decay,
+        adamw_betas=_BETAS,
+        adamw_weight_decay=options.weight_decay,
         matrices=lambda name, shape: len(shape) == 2 and "embedding" not in name,
     )

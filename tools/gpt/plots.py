@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .costs import Costs
+from .forecast import Forecast
 from .memory import MemoryTimeline
 
 _MISSING = "no plots: matplotlib is not installed (pip install matplotlib)"
@@ -54,6 +55,27 @@ def draw_memory(timeline: MemoryTimeline | None, at_rest: int, costs: Costs, pat
     return _save(axes, path)
 
 
+def draw_plan(forecast: Forecast, timeline: MemoryTimeline | None, path: Path) -> str:
+    """Draw the planned memory of one step over its predicted time, and what was measured, which is slower for that."""
+    axes = _axes("part of the step", "MB on this rank")
+    prediction = forecast.plan.prediction
+    if axes is None:
+        return _MISSING
+    if timeline is not None and timeline.milliseconds[-1]:
+        parts = [each / timeline.milliseconds[-1] for each in timeline.milliseconds]
+        megabytes = [nbytes / 1e6 for nbytes in timeline.nbytes]
+        axes.fill_between(parts, megabytes, step="post", alpha=0.3, color="tab:blue", label="this run")
+    if prediction is not None:
+        curve = [(seconds / prediction.seconds, nbytes / 1e6) for seconds, nbytes in prediction.curve.points]
+        axes.step(*_columns(curve), where="post", color="tab:orange", label="plan")
+    axes.axhline(
+        forecast.plan.costs.steps[-1].peak / 1e6, color="tab:red", linestyle="--", label="the plan's peak"
+    )
+    axes.set_ylim(bottom=0)
+    axes.set_title("Plan and run: memory of one step")
+    return _save(axes, path)
+
+
 def _axes(x: str, y: str) -> Any:
     """Axes of a new figure that needs no display, or None without matplotlib."""
     try:
@@ -84,5 +106,5 @@ def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     ]
 
 
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]

@@ -14,13 +14,14 @@ from flatparam_comm import SingleCollectives
 from .batches import Batches
 from .checkpoints import remove_all
 from .costs import Costs
+from .forecast import Forecast
 from .launch import threads_per_rank
 from .learner import Learner, build
 from .meter import Meter
 from .metrics import Metrics
 from .options import Options
 from .plan import Plan, make_plan
-from .plots import draw_loss, draw_memory
+from .plots import draw_loss, draw_memory, draw_plan
 from .progress import Progress
 from .ranks import Ranks, joined
 from .report import Console, counted
@@ -38,6 +39,8 @@ def train(options: Options, world_size: int, requests: StopRequests, console: Co
     with joined(options.device, alone=options.plain) as ranks:
         costs = Costs.of(options, ranks.size)
         meter = Meter(ranks.device, sharded=not options.plain)
+        forecast = None if plan.start >= options.steps else Forecast.of(options, ranks, meter.process_group)
+        meter.bytes_moved_since_last()
         learner = build(options, ranks, meter)
         with Checkpointer(
             plan.checkpoints, learner.model, learner.optimizer,
@@ -47,7 +50,7 @@ def train(options: Options, world_size: int, requests: StopRequests, console: Co
             session.run()
         if not session.trainer.stopped_by:
             session.show_sample()
-        session.report(costs)
+        session.report(costs, forecast)
     return session.trainer.stopped_by or requests.pending()
 
 
@@ -143,7 +146,7 @@ class _Session:
             self.console.say(f"\nThe model goes on from {trainer.options.prompt!r}:\n")
             self.console.say("\n".join(f"    {line}" for line in text.strip("\n").split("\n")))
 
-    def report(self, costs: Costs) -> None:
+    def report(self, costs: Costs, forecast: Forecast | None) -> None:
         """Print the table and draw the plots, if any step was done."""
         trainer = self.trainer
         if not trainer.step_seconds:
@@ -158,11 +161,17 @@ class _Session:
         for line in summary(costs, measured):
             self.console.say(line)
         self.console.say()
+        if forecast is not None:
+            for line in forecast.beside(measured, trainer.ranks):
+                self.console.say(line)
+            self.console.say()
         if trainer.ranks.is_first:
             out = trainer.options.out
             drawn = [
                 draw_loss(self.metrics.records, out / "loss.png"),
                 draw_memory(meter.timeline, trainer.at_rest, costs, out / "memory.png"),
             ]
+            if forecast is not None:
+                drawn.append(draw_plan(forecast, meter.timeline, out / "plan.png"))
             self.console.fact("plots", ", ".join(dict.fromkeys(drawn)))
             self.console.fact("metrics", str(out / "metrics.jsonl"))

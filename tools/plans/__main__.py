@@ -1,6 +1,7 @@
 """Plan ten transformers, run them, and write what both say to docs/plans.md: `python tools/plans`.
 
-`python tools/plans times` measures the time of steps beside the prediction instead.
+`python tools/plans times` measures the time of steps beside the prediction instead, and `python tools/plans choice` the
+steps of what the planner chooses beside those with each block as a unit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PAGE: Final = ROOT / "docs" / "plans.md"
 PICTURE: Final = ROOT / "docs" / "pictures" / "plan.svg"
 BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
+TIMES_HEAD: Final = ("model", "transport", "predicted", "median", "middle half", "error")
+CHOICE_HEAD: Final = ("planned beside each block", "transport", "ratio of steps", "middle half", "faster in")
 BEGIN_TIMES, END_TIMES = "<!-- begin times -->", "<!-- end times -->"
 
 
@@ -43,7 +46,7 @@ def main() -> int:
 def compared(name: str, configuration: object) -> tuple[list[str], int]:
     """The row of a configuration, planned and run, and how many of its numbers were wrong."""
     from flatparam.planning.costs import measure
-    from flatparam.planning.rehearsal import rehearse
+    from flatparam.planning.rehearsal.rehearsing import rehearse
     from flatparam.planning.setup import Setup
     from plans.configurations import Configuration
 
@@ -78,8 +81,7 @@ def page(rows: Sequence[Sequence[str]], text: str) -> str:
         "numbers",
         "wrong",
     ]
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = markdown(head, rows)
     versions = f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
     body = f"{BEGIN}\n\n{table}\n\nBytes of one rank, on the CPU; {versions}.\n\n{END}"
     return between(BEGIN, END, body, text)
@@ -94,14 +96,28 @@ def between(begin: str, end: str, body: str, text: str) -> str:
 
 
 def times() -> None:
-    """Write the table of predicted and measured times."""
+    """Write the tables of predicted and measured times, and of the planner's choice."""
     from plans.times import rows
 
-    head = ["model", "transport", "predicted", "median", "middle half", "error"]
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    body = f"{BEGIN_TIMES}\n\n{table}\n\nMilliseconds of a step.\n\n{END_TIMES}"
+    predictions, choices = rows()
+    body = (
+        f"{BEGIN_TIMES}\n\n{markdown(TIMES_HEAD, predictions)}\n\nMilliseconds of a step.\n\n"
+        f"{markdown(CHOICE_HEAD, choices)}\n\n{END_TIMES}"
+    )
     PAGE.write_text(between(BEGIN_TIMES, END_TIMES, body, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def choice() -> None:
+    """Print what the planner chooses beside each block as a unit."""
+    from plans.times import rows
+
+    sys.stdout.write(markdown(CHOICE_HEAD, rows()[1]) + "\n")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, with numbers to the right."""
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def picture() -> str:
@@ -130,5 +146,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tools")]
     if sys.argv[1:] == ["times"]:
         times()
+    elif sys.argv[1:] == ["choice"]:
+        choice()
     else:
         sys.exit(1 if main() else 0)

@@ -1,7 +1,9 @@
 """Predict the time of a step on this machine, and measure it: two ranks, shared memory and gloo.
 
-`python tools/plans times` writes the tables to docs/plans.md. Each block as a unit is measured beside what the planner
-chooses, one step of each in turn, so that both meet the same noise.
+`python tools/plans times` writes the tables to docs/plans.md; `python tools/plans choice` prints only whether what the
+planner chooses is faster than each block as a unit. A prediction is from steps of a sample, the program with three
+blocks of those that repeat. Steps of samples, of whole programs, and of what the planner chooses are run in turn, so
+that all meet the same noise.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Manager
 from pathlib import Path
@@ -23,13 +25,16 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from flatparam.planning.fitting import fit
-from flatparam.planning.plan import plan_of
-from flatparam.planning.profile import profile_named
-from flatparam.planning.program import Trained, TrainingProgram, train
+from flatparam.planning.fitting.search import fit
+from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.hardware.sample import ROUGH, Sample
+from flatparam.planning.program import Trained, TrainingProgram, train, train_step
+from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
+from flatparam.planning.timeline import predict
 from flatparam.planning.units import NamedUnits
-from flatparam_comm import resolve_topology
+from flatparam_comm import Topology, resolve_topology
 from plans.transformers import Decoder, LlamaBlock, Sizes
 
 ROUNDS: Final = 20
@@ -88,23 +93,6 @@ MODELS: Final[dict[str, tuple[Callable[[], nn.Module], str, int, int]]] = {
 """A model, the class of its blocks, and the rows and tokens of a batch."""
 
 
-@define
-class Clock:
-    """A watcher that hands control back before each step, and keeps the time of each."""
-
-    seconds: list[float] = field(factory=list)
-    trained: Trained | None = None
-
-    @contextmanager
-    def stage(self, name: str, step: int) -> Iterator[None]:
-        """See `Watcher.stage`."""
-        yield
-
-    def made(self, trained: Trained) -> None:
-        """See `Watcher.made`."""
-        self.trained = trained
-
-
 def program_of(name: str) -> TrainingProgram:
     """The program that trains a model of the table."""
     build, _, batch, sequence = MODELS[name]
@@ -116,21 +104,48 @@ def setup_of(name: str, transport: str) -> Setup:
     return Setup(world_size=2, wrap=(MODELS[name][1],), transport=transport)
 
 
-def predicted(transport: str) -> tuple[dict[str, float], dict[str, Setup]]:
-    """The seconds of a step by model and way, and the setup that does it."""
-    profile = profile_named(f"this-machine:{transport}")
-    seconds, setups = {}, {}
+def chosen(transport: str, profile: Profile) -> dict[str, Setup]:
+    """The setups of each model: each block as a unit, and what the planner chooses with plenty of memory."""
+    setups = {}
     for name in MODELS:
         plain = setup_of(name, transport)
         best = fit(program_of(name), plain, memory=PLENTY, profile=profile, only_units=True).best
-        for way, plan in (
-            ("each block", plan_of(program_of(name), plain, profile=profile)),
-            ("planned", best),
-        ):
-            assert plan.prediction is not None, "a profile was given"
-            seconds[f"{name}, {way}"] = plan.prediction.seconds
-            setups[f"{name}, {way}"] = plan.setup
-    return seconds, setups
+        setups[f"{name}, each block"], setups[f"{name}, planned"] = plain, best.setup
+    return setups
+
+
+@define
+class Nothing:
+    """A watcher that notes nothing."""
+
+    @contextmanager
+    def stage(self, name: str, step: int) -> Iterator[None]:
+        """See `Watcher.stage`."""
+        yield
+
+    def made(self, trained: Trained) -> None:
+        """See `Watcher.made`."""
+
+
+@define
+class Way:
+    """A program under a setup: its steps, and its sample's."""
+
+    program: TrainingProgram
+    setup: Setup
+    trained: Trained
+    sample: Sample
+    seconds: list[float] = field(factory=list)
+
+    def turn(self, topology: Topology, *, is_timed: bool) -> None:
+        """One step of the sample, and one of the program."""
+        topology.shard.barrier()
+        self.sample.step(is_timed=is_timed)
+        topology.shard.barrier()
+        start = time.perf_counter()
+        train_step(self.program, self.setup, self.trained, Nothing(), 0)
+        if is_timed:
+            self.seconds.append(time.perf_counter() - start)
 
 
 def rank(number: int, store: str, transport: str, setups: dict[str, Any], found: Any) -> None:
@@ -139,40 +154,33 @@ def rank(number: int, store: str, transport: str, setups: dict[str, Any], found:
     warnings.simplefilter("ignore")
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
     topology = resolve_topology("shared_memory" if transport == "shared_memory" else None)
-    steps = {}
+    ways = {}
     for name, (kept, settings) in setups.items():
         wrap = settings["wrap"] if kept is None else NamedUnits(*kept)
         setup = Setup(**{**settings, "wrap": wrap})
         torch.manual_seed(0)
         program = program_of(name.partition(",")[0])
-        trained = train(program, setup, topology, Clock(), steps=0)
-        steps[name] = functools.partial(step, program, trained)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+        trained = train(program, setup, topology, Nothing(), steps=0)
+        ways[name] = Way(program, setup, trained, Sample.of(program, setup, topology))
     for turn in range(WARM + ROUNDS):
-        for name, run in steps.items():
-            topology.shard.barrier()
-            start = time.perf_counter()
-            run()
-            if turn >= WARM:
-                times[name].append(time.perf_counter() - start)
+        for way in ways.values():
+            way.turn(topology, is_timed=turn >= WARM)
     topology.shard.barrier()
     if number == 0:
-        found.update(times)
+        for name, way in ways.items():
+            timings = way.sample.timings()
+            predicted = predict(rehearse(way.program, way.setup), ROUGH, timings).seconds
+            found[name] = (predicted, way.seconds)
+    topology.shard.barrier()
     torch.distributed.destroy_process_group()
 
 
-def step(program: TrainingProgram, trained: Trained) -> None:
-    """One step."""
-    program.call(trained.model, trained.inputs).backward()  # type: ignore[no-untyped-call]
-    if trained.optimizer is not None:
-        trained.optimizer.step()
-    trained.model.zero_grad(set_to_none=True)
-
-
-def measured(transport: str, setups: dict[str, Setup]) -> dict[str, list[float]]:
-    """The seconds of the steps of each way, on the first of two ranks."""
+def measured(transport: str) -> dict[str, tuple[float, list[float]]]:
+    """For each way the predicted seconds of a step, and those of its steps, on the first of two ranks."""
+    torch.set_num_threads(1)
+    profile = profile_named(f"this-machine:{transport}")
     said = {}
-    for name, setup in setups.items():
+    for name, setup in chosen(transport, profile).items():
         settings = {"world_size": 2, "transport": transport, "wrap": setup.wrap}
         kept = None
         if isinstance(setup.wrap, NamedUnits):
@@ -180,29 +188,41 @@ def measured(transport: str, setups: dict[str, Setup]) -> dict[str, list[float]]
         said[name] = (kept, settings)
     with tempfile.TemporaryDirectory() as folder, Manager() as manager:
         found = manager.dict()
-        spawn(rank, (str(Path(folder) / "store"), transport, said, found), nprocs=2)  # type: ignore[no-untyped-call]
+        arguments = (str(Path(folder) / "store"), transport, said, found)
+        spawn(rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
         return dict(found)
 
 
-def rows() -> list[list[str]]:
-    """The rows of the table."""
-    torch.set_num_threads(1)
-    made = []
+def rows() -> tuple[list[list[str]], list[list[str]]]:
+    """The rows of both tables: predictions beside steps, and what is chosen beside each block."""
+    made, choices = [], []
     for transport in ("shared_memory", "gloo"):
-        seconds, setups = predicted(transport)
-        times = measured(transport, setups)
-        for name, each in times.items():
-            median = statistics.median(each)
-            low, _, high = statistics.quantiles(each, n=4)
+        found = measured(transport)
+        said = transport.replace("_", " ")
+        for name, (predicted, seconds) in found.items():
+            median = statistics.median(seconds)
+            low, _, high = statistics.quantiles(seconds, n=4)
             made.append(
                 [
                     name,
-                    transport.replace("_", " "),
-                    f"{seconds[name] * 1e3:.1f}",
+                    said,
+                    f"{predicted * 1e3:.1f}",
                     f"{median * 1e3:.1f}",
                     f"{low * 1e3:.1f} to {high * 1e3:.1f}",
-                    f"{(seconds[name] / median - 1) * 100:+.0f} %",
+                    f"{(predicted / median - 1) * 100:+.0f} %",
                 ]
             )
             sys.stdout.write(" | ".join(made[-1]) + "\n")
-    return made
+        for name in MODELS:
+            plain, planned = (found[f"{name}, {way}"][1] for way in ("each block", "planned"))
+            choices.append([name, said, *beside(plain, planned)])
+            sys.stdout.write(" | ".join(choices[-1]) + "\n")
+    return made, choices
+
+
+def beside(plain: Sequence[float], planned: Sequence[float]) -> list[str]:
+    """What is chosen against each block as a unit: the ratios of neighbouring steps, and how many are below 1."""
+    ratios = [mine / theirs for mine, theirs in zip(planned, plain, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    wins = sum(ratio < 1 for ratio in ratios)
+    return [f"{middle:.2f}", f"{low:.2f} to {high:.2f}", f"{wins} of {len(ratios)}"]

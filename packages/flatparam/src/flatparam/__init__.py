@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from flatparam.observing.recording import trace
     from flatparam.planning.errors import PlanError
-    from flatparam.planning.plan import Plan, plan
+    from flatparam.planning.making import plan
+    from flatparam.planning.plan import Plan
     from flatparam.pretrained.loading import PretrainedReport, load_pretrained
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
@@ -136,7 +137,8 @@ _HOMES = {
     "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "flatparam.observing.recording": ("trace",),
     "flatparam.planning.errors": ("PlanError",),
-    "flatparam.planning.plan": ("Plan", "plan"),
+    "flatparam.planning.making": ("plan",),
+    "flatparam.planning.plan": ("Plan",),
     "flatparam.pretrained.loading": ("PretrainedReport", "load_pretrained"),
     "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),

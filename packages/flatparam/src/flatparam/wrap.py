@@ -1,9 +1,9 @@
 """FSDP1's module of policies and of wrapping by hand: its names, which users import from here."""
 
+from flatparam.planning.policy import PlannedPolicy, planned
 from flatparam.policies.by_hand import _ConfigAutoWrap as _ConfigAutoWrap
 from flatparam.policies.by_hand import enable_wrap, wrap
 from flatparam.policies.choosing import _recursive_wrap as _recursive_wrap
-from flatparam.policies.planned import PlannedPolicy, planned
 from flatparam.policies.policy import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam.planning import extending
-from flatparam.planning.extending import rehearse_repeated
-from flatparam.planning.fitting import fit
+from flatparam.planning.fitting.search import fit
 from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal import Rehearsal, rehearse
-from flatparam.planning.repeats import runs_of
+from flatparam.planning.rehearsal.rehearsal import Rehearsal
+from flatparam.planning.rehearsal.rehearsing import rehearse
+from flatparam.planning.repeated import extending
+from flatparam.planning.repeated.extending import rehearse_repeated
+from flatparam.planning.repeated.repeats import Template, runs_of
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits
 
@@ -103,7 +104,7 @@ def program(kind: Callable[[], nn.Module]) -> TrainingProgram:
 def both(kind: Callable[[], nn.Module], setup: Setup) -> tuple[Rehearsal, Rehearsal | None]:
     """The whole rehearsal, and the one that is laid out."""
     trained = program(kind)
-    return rehearse(trained, setup), rehearse_repeated(trained, on_meta(kind), setup)
+    return rehearse(trained, setup), rehearse_repeated(trained, Template(on_meta(kind)), setup)
 
 
 def entries(found: Rehearsal) -> list[tuple[Any, ...]]:
@@ -157,24 +158,27 @@ def test_what_is_laid_out_is_what_a_rehearsal_of_all_blocks_says(case: str) -> N
 def test_blocks_that_differ_are_no_run() -> None:
     """Neighbours of different classes, blocks with a tied parameter, and few blocks are rehearsed whole."""
     setup = Setup(wrap=("Block", "Wide"))
-    assert runs_of(on_meta(Alternating), setup) == []
+    assert runs_of(Template(on_meta(Alternating)), setup) == []
     tied = on_meta(Model)
     assert isinstance(tied, Model)
-    assert len(runs_of(tied, setup)) == 1
+    assert len(runs_of(Template(tied), setup)) == 1
     tied.blocks[5].up.weight = tied.blocks[6].up.weight  # type: ignore[union-attr]
-    assert runs_of(tied, setup) == []
-    assert rehearse_repeated(program(Alternating), on_meta(Alternating), setup) is None
+    assert runs_of(Template(tied), setup) == []
+    assert rehearse_repeated(program(Alternating), Template(on_meta(Alternating)), setup) is None
 
 
 def test_a_parameter_that_no_unit_in_the_block_holds_is_no_run() -> None:
     """The root's size depends on the number of blocks then, and is padded."""
-    assert runs_of(on_meta(Model), Setup(wrap=NamedUnits({f"blocks.{n}.up": True for n in range(12)}))) == []
+    assert (
+        runs_of(Template(on_meta(Model)), Setup(wrap=NamedUnits({f"blocks.{n}.up": True for n in range(12)})))
+        == []
+    )
 
 
 def test_a_program_that_does_something_now_and_then_is_rehearsed_whole() -> None:
     """The tapes of two lengths differ by something that does not repeat for each block."""
     setup = Setup(world_size=2, wrap=("Block",))
-    assert rehearse_repeated(program(Counts), on_meta(Counts), setup) is None
+    assert rehearse_repeated(program(Counts), Template(on_meta(Counts)), setup) is None
 
 
 def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +195,17 @@ def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     found = fit(program(deep), setup, memory=10**9, profile="h100")
     assert sizes
     assert max(sizes) < 20
-    monkeypatch.setattr("flatparam.planning.fitting.rehearse_repeated", lambda *_: None)
+    monkeypatch.setattr("flatparam.planning.fitting.search.rehearse_repeated", lambda *_: None)
     assert fit(program(deep), setup, memory=10**9, profile="h100").table() == found.table()
 
 
 def test_a_choice_of_few_units_is_rehearsed_with_all_blocks() -> None:
     """What few blocks do not show is seen in the end, and then everything is rehearsed whole."""
     setup = Setup(world_size=4, device="accelerator")
-    assert rehearse_repeated(program(Late), on_meta(Late), attrs.evolve(setup, wrap="Block")) is not None
+    assert (
+        rehearse_repeated(program(Late), Template(on_meta(Late)), attrs.evolve(setup, wrap="Block"))
+        is not None
+    )
     found = fit(program(Late), setup, memory=10**9, profile="h100")
     assert not found.best.rehearsal.is_laid_out
     assert found.best.costs == rehearse(program(Late), found.best.setup).costs

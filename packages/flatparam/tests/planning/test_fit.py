@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, PlanError, ShardingStrategy, plan
-from flatparam.planning.fitting import Fitted, fit
-from flatparam.planning.plan import plan_of
-from flatparam.planning.profile import profile_named
+from flatparam.planning.fitting.fitted import Fitted
+from flatparam.planning.fitting.replay import Replay
+from flatparam.planning.fitting.search import fit
+from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.making import plan_of
 from flatparam.planning.program import TrainingProgram
-from flatparam.planning.replay import Replay
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits, outline_of
 from flatparam.wrap import planned

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flatparam import __version__
-from flatparam.command.plan_arguments import add_plan
+from flatparam.command.plan.arguments import add_plan
 from flatparam.command.values import dtype_name, natural, nbytes_of, positive, tolerance
 
 __all__ = ["EXPORTS", "FORMATS", "parser"]
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_run(groups)
-    add_plan(groups, functools.partial(_Later, "planning", "run"), STATUS)
+    add_plan(groups, functools.partial(_Later, "plan.planning", "run"), STATUS)
     _add_trace(groups)
     commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)

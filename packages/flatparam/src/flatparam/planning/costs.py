@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatparam.observing.allocations import allocations, mark
+from flatparam.planning.collector import without_collector
 from flatparam.planning.program import Trained, TrainingProgram, train
 from flatparam.planning.setup import Setup
 from flatparam_comm import ByteLedger, RecordingCollectives, Topology, Totals
@@ -26,8 +27,6 @@ __all__ = [
     "StepCosts",
     "measure",
     "recorded",
-    "with_little_to_collect",
-    "without_collector",
 ]
 
 STAGES: Final = ("forward", "backward", "clipping", "optimizer")
@@ -145,37 +144,6 @@ def recorded(topology: Topology, ledger: ByteLedger) -> Topology:
     return Topology(with_ledger(topology.shard), None if replicate is None else with_ledger(replicate))
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Inside, nothing is freed at a time that depends on what ran before: no collector of cycles runs."""
-    # torch's optimizers import it at first use, and what that import raises and catches keeps tensors alive.
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def with_little_to_collect() -> Iterator[Callable[[], None]]:
-    """Inside, the collector of cycles looks at new objects alone; what is given is called to count all as old."""
-    if gc.get_freeze_count():
-        # Somebody else has frozen objects, which are not ours to thaw.
-        yield lambda: None
-        return
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
-    try:
-        yield gc.freeze
-    finally:
-        gc.unfreeze()
-
-
 @final
 @attrs.frozen
 class StageSpan:
@@ -249,6 +217,9 @@ def measure(program: TrainingProgram, setup: Setup, topology: Topology, *, steps
         return next(numbers)
 
     counting = Counting(ledger, place)
+    # torch's optimizers import it at first use, and what that import raises and catches keeps tensors alive.
+    importlib.import_module("torch._dynamo")
+    gc.collect()
     with without_collector():
         with allocations() as found:
             trained = train(program, setup, recorded(topology, ledger), counting, steps=steps)

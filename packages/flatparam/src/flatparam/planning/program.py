@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, final
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-from flatparam.planning.errors import PlanError
+from flatparam.planning.hollow.blank import Blank
+from flatparam.planning.inputs import Inputs, scalar_of, tokens_for
 from flatparam.planning.setup import Setup, modules_named
 from flatparam_comm import Topology
 
-__all__ = ["Inputs", "TrainingProgram", "Trained", "Watcher", "train"]
-
-Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any] | Tensor"
-"""What the model is called with: one tensor, positional arguments, or named ones."""
+__all__ = ["TrainingProgram", "Trained", "Watcher", "train", "train_step"]
 
 
 class Watcher(Protocol):
@@ -83,7 +80,9 @@ class TrainingProgram:
         """
         build = functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model
         if inputs is None:
-            make: Callable[[nn.Module], Inputs] = functools.partial(_tokens, batch=batch, sequence=sequence)
+            make: Callable[[nn.Module], Inputs] = functools.partial(
+                tokens_for, batch=batch, sequence=sequence
+            )
         elif callable(inputs) and not isinstance(inputs, Tensor):
             given = inputs
             make = lambda _: given(batch, sequence)  # noqa: E731
@@ -103,42 +102,6 @@ class TrainingProgram:
         return self.loss(output)
 
 
-def scalar_of(output: Any) -> Tensor:
-    """The loss in what a model returns; see `TrainingProgram.of`."""
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        loss: Tensor = output["loss"]
-        return loss
-    if isinstance(getattr(output, "loss", None), Tensor):
-        loss = output.loss
-        return loss
-    while isinstance(output, (tuple, list, Mapping)) and output:
-        output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    if not isinstance(output, Tensor):
-        raise PlanError(
-            f"expected a model that returns a loss or a tensor, found {type(output).__name__}; pass loss=, a function "
-            "that makes a scalar of what the model returns"
-        )
-    return output if output.dim() == 0 else output.sum()
-
-
-def _tokens(model: nn.Module, *, batch: int, sequence: int) -> Inputs:
-    """Token ids, all zero, and labels if the model takes any, under the names that its forward has for them."""
-    names = [
-        each.name
-        for each in inspect.signature(model.forward).parameters.values()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
-    if "input_ids" in names:
-        named = {"input_ids": tokens}
-        if "labels" in names:
-            named["labels"] = torch.zeros(batch, sequence, dtype=torch.int64)
-        return named
-    if len(names) > 1 and any(each in names[1] for each in ("target", "label")):
-        return tokens, torch.zeros(batch, sequence, dtype=torch.int64)
-    return (tokens,)
-
-
 @contextlib.contextmanager
 def _nothing(*_: Any) -> Iterator[None]:
     yield
@@ -149,7 +112,8 @@ def train(
 ) -> Trained:
     """Build, wrap and train on the ranks of `topology`, for real or in hollow memory."""
     with watcher.stage("building", 0):
-        model = program.build()
+        with Blank():
+            model = program.build()
         model.train()
         inputs = program.inputs(model)
         if setup.checkpointing:
@@ -163,15 +127,16 @@ def train(
     trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs)
     watcher.made(trained)
     for step in range(steps):
-        _step(program, setup, trained, watcher, step)
+        train_step(program, setup, trained, watcher, step)
     return trained
 
 
-def _step(program: TrainingProgram, setup: Setup, trained: Trained, watcher: Watcher, step: int) -> None:
+def train_step(program: TrainingProgram, setup: Setup, trained: Trained, watcher: Watcher, step: int) -> None:
+    """Run one step: the micro-batches, clipping, the optimizer."""
     model, optimizer = trained.model, trained.optimizer
     for micro in range(setup.accumulate):
         last = micro == setup.accumulate - 1
-        with _nothing() if last else model.no_sync():
+        with _nothing() if last or not setup.no_sync else model.no_sync():
             with watcher.stage("forward", step):
                 loss = program.call(model, trained.inputs)
             with watcher.stage("backward", step):

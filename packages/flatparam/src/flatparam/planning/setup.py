@@ -12,8 +12,7 @@ from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.planning.errors import PlanError
-from flatparam.planning.ranks import TRANSPORTS, Call, lone_topology
-from flatparam.policies.planned import PlannedPolicy
+from flatparam.planning.rehearsal.ranks import TRANSPORTS, Call, lone_topology
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, SingleCollectives, Topology
 
@@ -74,7 +73,9 @@ class Setup:
     """The names of the modules, or of their classes, whose activations are recomputed."""
     use_orig_params: bool = False
     accumulate: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    """The micro-batches of a step; all but the last are inside `no_sync()`."""
+    """The micro-batches of a step."""
+    no_sync: bool = True
+    """Whether all micro-batches but the last are inside `no_sync()`."""
     max_norm: float | None = None
     """The norm that gradients are clipped to."""
     forward_prefetch: int = 0
@@ -159,7 +160,7 @@ class Setup:
     def policy(self, model: nn.Module) -> Any:
         """The policy that chooses the units of `model`."""
         wrap = self.wrap
-        if isinstance(wrap, PlannedPolicy):
+        if getattr(wrap, "_plans", False):
             raise PlanError("wrap: planned() plans by itself while a model is wrapped; plan by --fit instead")
         if isinstance(wrap, str):
             wrap = (wrap,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, final
@@ -11,8 +10,10 @@ import attrs
 from torch import nn
 
 from flatparam.api import ShardingStrategy
-from flatparam.planning.costs import without_collector
-from flatparam.planning.hollow import HollowMemory
+from flatparam.planning.collector import without_collector
+from flatparam.planning.hollow.blank import Blank
+from flatparam.planning.hollow.compiler import without_compiler
+from flatparam.planning.hollow.memory import HollowMemory
 from flatparam.planning.program import TrainingProgram
 from flatparam.policies.policy import _Policy
 from flatparam_core import clean_fqn
@@ -89,15 +90,13 @@ def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
     memory = HollowMemory()
     try:
         with without_collector():
-            with memory:
+            with memory, without_compiler(), Blank():
                 model = program.build()
             found = _outline(model)
             template = model if _is_on_meta(model) else None
             del model
         return found, template
     finally:
-        # What the model was is full of cycles, and holds addresses.
-        gc.collect()
         memory.close()
 
 

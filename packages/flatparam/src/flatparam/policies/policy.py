@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,6 +27,9 @@ class _Policy(abc.ABC):
 
     Torch's policies are instances too, as is whatever has its method.
     """
+
+    _plans: ClassVar[bool] = False
+    """Whether it plans how the model will be trained, to decide."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:

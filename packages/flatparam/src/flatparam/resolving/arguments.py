@@ -12,8 +12,7 @@ from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.policies.planned import PlannedPolicy
-from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, WrapFunction
+from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, WrapFunction, _Policy
 from flatparam_comm import Collectives, Topology
 from flatparam_runtime import Nonfinite
 
@@ -34,7 +33,7 @@ Ranks: TypeAlias = (
     | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
 )
 """The ranks to shard over; a pair or a `Topology` also says which ranks hold copies."""
-Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | PlannedPolicy | WrapFunction
+Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | _Policy | WrapFunction
 """A policy: it chooses the submodules that become units."""
 Ignorable: TypeAlias = Iterable[nn.Module] | Iterable[nn.Parameter]
 """The things to leave whole: all modules, or all parameters."""

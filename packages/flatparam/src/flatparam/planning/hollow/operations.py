@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.kernels import operands_of
+from flatparam.planning.hollow.kernels import operands_of
 
 __all__ = ["ATEN", "Trait", "appearance", "on_meta", "value_of"]
 

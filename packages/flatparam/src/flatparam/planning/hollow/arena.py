@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import weakref
 from collections import defaultdict
@@ -11,7 +10,7 @@ from typing import Final, final
 import torch
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.log import Log
+from flatparam.planning.hollow.log import Log
 
 __all__ = ["Arena", "Block"]
 
@@ -85,11 +84,17 @@ class Arena:
         self._alive[offset] = (weakref.ref(block, returned), number)
         return block
 
-    def close(self) -> None:
-        """Give the addresses back, unless some tensor still has one: then they go with the last of these."""
-        with contextlib.suppress(BufferError):
+    def close(self) -> bool:
+        """Give the addresses back, unless some tensor still has one: then they go with the last of these.
+
+        Returns whether they are given back.
+        """
+        try:
             self._view.release()
             self._memory.close()
+        except BufferError:
+            return False
+        return True
 
     def number_at(self, address: int) -> int | None:
         """The number of the block that begins at an address."""

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.kernels import Work
+from flatparam.planning.hollow.kernels import Work
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+__all__ = ["Profile", "Way"]
 
-__all__ = ["Profile", "Way", "profile_named"]
-
-_SHIPPED: Final = Path(__file__).parent / "profiles"
 _POSITIVE: Final = attrs.validators.gt(0.0)
 _FRACTION: Final = (attrs.validators.gt(0.0), attrs.validators.le(1.0))
 
@@ -98,26 +90,3 @@ class Profile:
                 f"expected a hardware profile with name, source, device, memory, memory_bandwidth, launch, [flops], "
                 f"[link], [network] and [host], found one that does not fit: {type(error).__name__}: {error}"
             ) from error
-
-
-def profile_named(name: str | Path | Profile) -> Profile:
-    """The profile of this name that ships with the package, the one in a TOML file, or this machine's, measured now.
-
-    "this-machine" is that of two ranks over shared memory, and "this-machine:gloo" over gloo.
-
-    Raises:
-        PlanError: if there is none, or it does not fit.
-    """
-    if isinstance(name, Profile):
-        return name
-    machine, _, transport = str(name).partition(":")
-    if machine == "this-machine" and transport in ("", "gloo", "shared_memory"):
-        # What measures runs steps, and imports profiles.
-        from flatparam.planning.measuring import this_machine
-
-        return this_machine(transport or "shared_memory")
-    path = _SHIPPED / f"{name}.toml" if str(name).isalnum() else Path(name)
-    if not path.is_file():
-        names = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.toml")))
-        raise PlanError(f"expected a hardware profile ({names}) or a TOML file, found {str(name)!r}")
-    return Profile.of(tomllib.loads(path.read_text(encoding="utf-8")))

@@ -6,25 +6,27 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final
 
 import attrs
-from torch import nn
 
-from flatparam.observing.table import columns, shown_nbytes, shown_seconds
-from flatparam.planning.costs import with_little_to_collect
+from flatparam.planning.collector import with_little_to_collect
 from flatparam.planning.errors import PlanError
-from flatparam.planning.explaining import choices_of, way_of
-from flatparam.planning.extending import rehearse_repeated
-from flatparam.planning.plan import Plan, plan_from
-from flatparam.planning.profile import Profile, profile_named
+from flatparam.planning.fitting.explaining import choices_of, way_of
+from flatparam.planning.fitting.fitted import Fitted, seconds_of
+from flatparam.planning.fitting.replay import Keeping, Replay
+from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.making import plan_from
+from flatparam.planning.plan import Plan
 from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal import rehearse
-from flatparam.planning.replay import Keeping, Replay
+from flatparam.planning.rehearsal.rehearsing import rehearse
+from flatparam.planning.repeated.extending import rehearse_repeated
+from flatparam.planning.repeated.repeats import Template
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits, Outline, outline_of
 
-__all__ = ["Fitted", "fit"]
+__all__ = ["fit"]
 
 _LOGGER = logging.getLogger(__name__)
 _FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
@@ -34,63 +36,6 @@ _FEW: Final = 100
 """The most units of a choice that is rehearsed with all its blocks in the end, if few of them were before."""
 _NOTICED: Final = 0.1
 """The part of a step that communication must take for it to be worth a try to recompute activations for."""
-
-
-@final
-@attrs.frozen(eq=False)
-class Fitted:
-    """The ways that were tried, the fastest that fits first, then the others that fit, then those that do not."""
-
-    memory: int
-    plans: tuple[Plan, ...]
-    plain: Plan
-    """The plan with each block as a unit that is freed after the forward pass."""
-    choices: tuple[str, ...]
-    """What was chosen, a line for each choice."""
-
-    @property
-    def best(self) -> Plan:
-        """The fastest plan whose peak is within the budget."""
-        return self.plans[0]
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan's peak is within the budget."""
-        return plan.peak.nbytes <= self.memory
-
-    def table(self) -> str:
-        """Every way that was tried, and what the first consists of."""
-        rows = [["", "peak", "predicted step", "sent by a rank", ""]]
-        for plan in self.plans:
-            sent = shown_nbytes(plan.costs.steps[-1].sent_nbytes)
-            verdict = "chosen" if plan is self.best else "fits" if self.fits(plan) else "does not fit"
-            rows.append(
-                [
-                    way_of(plan.setup),
-                    shown_nbytes(plan.peak.nbytes),
-                    shown_seconds(_seconds(plan)),
-                    sent,
-                    verdict,
-                ]
-            )
-        return "\n".join(
-            [f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows), "", *self.choices]
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """The ways as plain values."""
-        return {
-            "memory": self.memory,
-            "choices": list(self.choices),
-            "ways": [
-                {
-                    "way": way_of(plan.setup),
-                    "fits": self.fits(plan),
-                    "chosen": plan is self.best,
-                    **plan.facts(),
-                }
-                for plan in self.plans
-            ],
-        }
 
 
 def fit(
@@ -134,10 +79,6 @@ def fit(
     )
 
 
-def _seconds(plan: Plan) -> float:
-    return 0.0 if plan.prediction is None else plan.prediction.seconds
-
-
 @attrs.define(eq=False)
 class _Search:
     """What was rehearsed so far."""
@@ -147,7 +88,7 @@ class _Search:
     memory: int
     profile: Profile
     only_units: bool
-    template: nn.Module | None = None
+    template: Template | None = None
     """The model on the meta device, if that is where the program makes it."""
     has_planned: Callable[[], None] = attrs.field(default=lambda: None)
     """Is called after each plan, which stays."""
@@ -159,7 +100,7 @@ class _Search:
     def rank(self, plan: Plan) -> tuple[bool, float, int]:
         """The order of plans: those that fit by their time, and then the others by their peak."""
         peak = plan.peak.nbytes
-        return (peak > self.memory, peak if peak > self.memory else _seconds(plan), peak)
+        return (peak > self.memory, peak if peak > self.memory else seconds_of(plan), peak)
 
     @property
     def best(self) -> Plan:
@@ -168,7 +109,8 @@ class _Search:
 
     def run(self) -> None:
         """Rehearse what is worth it."""
-        outline, self.template = outline_of(self.program)
+        outline, model = outline_of(self.program)
+        self.template = None if model is None else Template(model)
         self._search(outline)
         if not self._is_confirmed(self.best):
             _LOGGER.info("the blocks do not all do the same: all are rehearsed")
@@ -181,7 +123,7 @@ class _Search:
         if not plan.rehearsal.is_laid_out or len(plan.units) > _FEW:
             return True
         whole = plan_from(rehearse(self.program, plan.setup), profile=self.profile)
-        return whole.costs == plan.costs and _seconds(whole) == _seconds(plan)
+        return whole.costs == plan.costs and seconds_of(whole) == seconds_of(plan)
 
     def _search(self, outline: Outline) -> None:
         for strategy in self._strategies():
@@ -272,7 +214,7 @@ class _Search:
                 if keeping is not None and keeping.names:
                     promising.append((keeping, replay, plan))
         for keeping, replay, plan in sorted(promising, key=lambda each: each[0].seconds):
-            if keeping.seconds < _seconds(self.best):
+            if keeping.seconds < seconds_of(self.best):
                 self._kept(keeping, replay, plan)
 
     def _kept(self, keeping: Keeping | None, replay: Replay, before: Plan) -> None:

@@ -1,4 +1,4 @@
-"""The hardware profile of this machine, measured within seconds: `python -m flatparam.planning.measuring` is a rank."""
+"""The hardware profile of this machine, measured within seconds; as a program, this module is a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.profile import Profile, Way
+from flatparam.planning.hardware.profile import Profile, Way
 from flatparam.planning.program import Trained, TrainingProgram, train
-from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 from flatparam_comm import Collectives, resolve_topology
 
@@ -38,7 +38,7 @@ _ADDED: Final = 2**22
 _STEPS: Final = 8
 _SMALL, _LARGE = 2**14, 2**21
 """The elements of the buffers that two ranks exchange."""
-_PATIENCE: Final = 60
+_PATIENCE: Final = 600
 
 
 @functools.cache

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import attrs
-from torch import nn
 
 from flatparam.planning.costs import STAGES, Costs, Resting, StepCosts
-from flatparam.planning.kernels import Work
-from flatparam.planning.log import Log
+from flatparam.planning.hollow.log import Log
 from flatparam.planning.program import TrainingProgram
-from flatparam.planning.ranks import Call
-from flatparam.planning.rehearsal import Entry, Rehearsal, UnitFacts, rehearse
-from flatparam.planning.repeats import SHORT, Shortened, runs_of, shortened
+from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal, UnitFacts
+from flatparam.planning.rehearsal.rehearsing import rehearse
+from flatparam.planning.repeated.repeats import SHORT, Shortened, Template, runs_of, shortened
+from flatparam.planning.repeated.tape import Growth, Insertion, Tape, compared
+from flatparam.planning.repeated.writing import Written
 from flatparam.planning.setup import Setup
-from flatparam.planning.tape import Growth, Insertion, Tape, compared
 from flatparam_comm import Totals
 
 __all__ = ["rehearse_repeated"]
 
 
 def rehearse_repeated(
-    program: TrainingProgram, template: nn.Module, setup: Setup, *, steps: int = 2
+    program: TrainingProgram, template: Template, setup: Setup, *, steps: int = 2
 ) -> Rehearsal | None:
     """What `rehearse` returns, from rehearsals with few of the blocks that repeat; `None` if too few do, or not alike.
 
     Args:
-        template: the model that the program makes, on the meta device, which stays as it is.
+        template: the model that the program makes.
     """
     runs = runs_of(template, setup)
     if not runs:
@@ -67,7 +65,7 @@ class _Extension:
         found = self.base.found
         if _peaks(found.entries, found.log, found.stop) != _peaks_of(found.costs):
             return None
-        written = _Written()
+        written = Written()
         changed = self._changed()
         if changed is None:
             return None
@@ -129,22 +127,32 @@ class _Extension:
             f"{chosen.container}.{chosen.start + number}" if chosen.container else str(chosen.start + number)
         )
 
-    def _repeat(self, written: _Written, run: int, insertion: Insertion) -> None:
+    def _repeat(self, written: Written, run: int, insertion: Insertion) -> None:
         """Write what a run's further blocks do."""
         more, step = self._more(run), insertion.step
         first = 0 if step > 0 else more - self.growths[run].more
-        pieces = list(_pieces(insertion, written))
-        for copy in range(more):
-            shift = first + step * copy
-            for kernels, form, block in pieces:
-                if kernels:
-                    written.kernels.extend(kernels)
-                elif block is None:
-                    written.write(form, "")
-                elif block[0] == run:
-                    written.write(form, self._named(run, block[1] + shift))
-                else:
-                    written.write(form, self._name_of(block))
+        pieces = [
+            (kernels, form, None if block is None or block[0] == run else self._name_of(block), block)
+            for kernels, form, block in _pieces(insertion, written)
+        ]
+        shifts = range(first, first + step * more, step)
+        # A block is named once in each copy, as many events as there are of it.
+        names = {
+            block[1]: [self._named(run, block[1] + shift) for shift in shifts]
+            for block in insertion.blocks
+            if block is not None and block[0] == run
+        }
+        written.repeat(
+            [
+                (
+                    kernels,
+                    form,
+                    names[block[1]] if block is not None and name is None else [name or ""] * more,
+                )
+                for kernels, form, name, block in pieces
+            ],
+            more,
+        )
 
     def _changed(self) -> dict[int, Any] | None:
         """The tokens of the short tape that grow, as they are with all blocks."""
@@ -162,7 +170,7 @@ class _Extension:
                 found[token] = _with_sizes(before, grown)
         return found
 
-    def _costs(self, written: _Written) -> Costs | None:
+    def _costs(self, written: Written) -> Costs | None:
         """The costs: peaks are those of the memory that was laid out, and the rest grows with the blocks."""
         base = self.base.found.costs
         all_facts = [dict(each.costs.facts()) for each in self.longer]
@@ -233,7 +241,7 @@ class _Extension:
                 yield attrs.evolve(unit, name=f"{name}.{inner}" if inner else name)
 
 
-def _pieces(insertion: Insertion, written: _Written) -> Iterator[tuple[array[int], Any, Any]]:
+def _pieces(insertion: Insertion, written: Written) -> Iterator[tuple[array[int], Any, Any]]:
     """The tokens of an insertion, kernels that follow each other as one."""
     tokens = zip(insertion.forms, insertion.blocks, strict=True)
     for are_kernels, group in itertools.groupby(tokens, lambda token: token[0][0] == "kernel"):
@@ -286,51 +294,3 @@ def _peaks(entries: Sequence[Entry], log: Log, stop: int) -> tuple[int, list[dic
 
 def _peaks_of(costs: Costs) -> tuple[int, list[dict[str, int]]]:
     return costs.building, [dict(step.peaks) for step in costs.steps]
-
-
-@attrs.define(eq=False)
-class _Written:
-    """A rehearsal that is being written, token by token."""
-
-    log: Log = attrs.field(factory=Log)
-    entries: list[Entry] = attrs.field(factory=list)
-    works: dict[Work, int] = attrs.field(factory=dict)
-    kernels: array[int] = attrs.field(factory=lambda: array("l"))
-    _alive: dict[Any, list[int]] = attrs.field(factory=lambda: defaultdict(list))
-    """The numbers of blocks of memory, by all that is known of them."""
-    _calls: dict[Any, deque[Call]] = attrs.field(factory=lambda: defaultdict(deque))
-    _start: int = 0
-
-    def write(self, form: Any, block: str) -> None:
-        """Write a token; `block` is the name of the block that it tells of."""
-        kind = form[0]
-        if kind == "kernel":
-            self.kernels.append(self.number_of(form[1]))
-        elif kind == "born":
-            self.log.tag = form[2]
-            self._alive[form[1:]].append(self.log.born(form[1]))
-        elif kind == "died":
-            self.log.died(self._alive[form[1:]].pop())
-        else:
-            _, (what, stage, step, nbytes, asked), inner, run = form
-            name = inner if run is None else f"{block}.{inner}" if inner else block
-            call = None if asked is None else self._call(what, name, asked)
-            start = stop = 0
-            if what == "kernels":
-                start, stop = self._start, len(self.kernels)
-                self._start = stop
-            self.entries.append(Entry(what, stage, step, name, len(self.log), start, stop, nbytes, call))
-
-    def number_of(self, work: Work) -> int:
-        """The number of a kernel's work."""
-        return self.works.setdefault(work, len(self.works))
-
-    def _call(self, what: str, label: str, asked: tuple[str, int, tuple[int, ...]]) -> Call:
-        """The collective that is issued, or that was issued first of those that are waited for."""
-        op, nbytes, members = asked
-        waiting = self._calls[label, asked]
-        if what == "waited":
-            return waiting.popleft()
-        call = Call(op, label, nbytes, members)
-        waiting.append(call)
-        return call

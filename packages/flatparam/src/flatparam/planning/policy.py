@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import attrs
 from torch import Tensor, nn
@@ -17,14 +15,11 @@ from flatparam.policies.policy import _Policy
 from flatparam_comm import Topology
 
 if TYPE_CHECKING:
-    from flatparam.planning.profile import Profile
-    from flatparam.planning.setup import Setup
+    from flatparam.planning.hardware.profile import Profile
 
 __all__ = ["PlannedPolicy", "planned"]
 
 _LOGGER = logging.getLogger(__name__)
-_RANKS_PER_HOST = 8
-_PREFETCHES = {None: "none", "BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 
 
 @final
@@ -32,6 +27,7 @@ _PREFETCHES = {None: "none", "BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 class PlannedPolicy(_Policy):
     """A policy that plans the model before it is wrapped; see `planned`, which makes it."""
 
+    _plans: ClassVar[bool] = True
     memory: int
     profile: str | Path | Profile
     inputs: Any
@@ -46,7 +42,8 @@ class PlannedPolicy(_Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        # The wrapper is not to import the planner, which imports the wrapper.
+        # Who wraps without a plan has no need of the planner.
+        from flatparam.planning.fitting.answering import answer
         from flatparam.planning.units import NamedUnits
 
         topology = root_kwargs.get("process_group")
@@ -59,7 +56,7 @@ class PlannedPolicy(_Policy):
             )
         found: Any = None
         if topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0):
-            found = self._answer(root_module, topology, root_kwargs)
+            found = answer(self, root_module, topology, root_kwargs)
         # One rank plans, so that the ranks cannot differ; ranks that are threads could not plan at once.
         found = topology.exchange(found, label="planned")[0]
         if isinstance(found, str):
@@ -68,52 +65,6 @@ class PlannedPolicy(_Policy):
         if topology.shard.rank == 0:
             _LOGGER.info("%s", "\n".join(self.choices))
         return NamedUnits(frees, prefetch)._run_policy(root_module, ignored_modules, root_kwargs)
-
-    def _answer(self, model: nn.Module, topology: Topology, kwargs: dict[str, Any]) -> Any:
-        """The units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
-        from flatparam.planning.fitting import fit
-        from flatparam.planning.program import TrainingProgram
-
-        try:
-            program = TrainingProgram.of(
-                functools.partial(_hollow_copy, model),
-                self.inputs,
-                batch=self.batch,
-                sequence=self.sequence,
-                loss=self.loss,
-            )
-            program = attrs.evolve(program, template=model, copies=_hollow_copy)
-            setup = self._setup(topology, kwargs)
-            fitted = fit(program, setup, memory=self.memory, profile=self.profile, only_units=True)
-        except Exception as error:
-            # Whatever it is, the other ranks wait for an answer.
-            return str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-        frees = {unit.facts.name: unit.facts.frees_after_forward for unit in fitted.best.units[1:]}
-        return frees, fitted.best.setup.wrap.forward_prefetch, fitted.choices
-
-    def _setup(self, topology: Topology, kwargs: dict[str, Any]) -> Setup:
-        from flatparam.planning.profile import profile_named
-        from flatparam.planning.setup import STRATEGIES, Setup
-        from flatparam.resolving.environment import Environment
-
-        strategy = next(name for name, each in STRATEGIES.items() if each is kwargs["sharding_strategy"])
-        mixed, offload, backward = (
-            kwargs[name] for name in ("mixed_precision", "cpu_offload", "backward_prefetch")
-        )
-        dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype")
-        settings: dict[str, Any] = {name: getattr(mixed, name, None) for name in dtypes}
-        return Setup(
-            world_size=topology.data_parallel_size,
-            ranks_per_host=self.ranks_per_host or Environment.read().nodes_of or _RANKS_PER_HOST,
-            strategy=f"{strategy}:{topology.shard.size}" if strategy.startswith("hybrid") else strategy,
-            cpu_offload=bool(getattr(offload, "offload_params", False)),
-            use_orig_params=bool(kwargs["use_orig_params"]),
-            forward_prefetch=int(kwargs["forward_prefetch"]),
-            backward_prefetch=_PREFETCHES[getattr(backward, "name", None)],
-            device=profile_named(self.profile).device,
-            **settings,
-            **self.settings,
-        )
 
 
 def planned(
@@ -164,14 +115,3 @@ def planned(
         "transport": transport,
     }
     return PlannedPolicy(memory, profile, inputs, batch, sequence, loss, ranks_per_host, settings)
-
-
-def _hollow_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
-    memo = {} if memo is None else memo
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
-            there: Tensor = tensor.detach().to("meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-    return copy.deepcopy(model, memo)

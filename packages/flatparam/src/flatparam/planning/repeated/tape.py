@@ -6,8 +6,8 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.planning.rehearsal import Entry, Rehearsal
-from flatparam.planning.repeats import Shortened
+from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal
+from flatparam.planning.repeated.repeats import Shortened
 
 __all__ = ["Growth", "Insertion", "Tape", "compared"]
 

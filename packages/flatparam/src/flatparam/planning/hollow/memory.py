@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
@@ -11,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatparam.planning.arena import Arena, Block
 from flatparam.planning.errors import PlanError
-from flatparam.planning.kernels import Kernel, Temporaries, Work, operands_of
-from flatparam.planning.log import Log
-from flatparam.planning.operations import ATEN, Trait, appearance, on_meta, value_of
+from flatparam.planning.hollow.arena import Arena, Block
+from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
+from flatparam.planning.hollow.log import Log
+from flatparam.planning.hollow.operations import ATEN, Trait, appearance, on_meta, value_of
 
 __all__ = ["HollowMemory"]
 
@@ -24,6 +26,11 @@ SMALL_NBYTES: Final = 2**16
 _NUMBER_NBYTES: Final = 8
 _UNDISPATCHED: Final = ("get_rng_state", "tensor", "as_tensor", "from_numpy")
 """Functions that make tensors and do not reach the dispatcher."""
+
+
+_results_by_default_dtype: dict[torch.dtype, dict[Any, Any]] = defaultdict(dict)
+"""What operations return, on the meta device, by their arguments: a planner rehearses a model often."""
+_MANY: Final = 20_000
 
 
 @final
@@ -49,7 +56,7 @@ class HollowMemory(TorchDispatchMode):
         self._start, self._stop = self._arena.start, self._arena.start + self._arena.size
         self._traits: dict[Any, Trait] = {}
         self._accounts: dict[Any, tuple[int, int]] = {}
-        self._results: dict[Any, Any] = {}
+        self._results = _results_by_default_dtype[torch.get_default_dtype()]
         self._resize = torch.UntypedStorage.resize_
         self._replaced: list[tuple[Any, str, Any]] = []
 
@@ -84,7 +91,11 @@ class HollowMemory(TorchDispatchMode):
     def close(self) -> None:
         """Give the addresses back; the log stays. No tensor of this memory may be used any more."""
         self._on_kernel = None
-        self._arena.close()
+        # What the model was is full of cycles. Most of it is new, and the rest takes a longer search.
+        for generation in (1, 2):
+            gc.collect(generation)
+            if self._arena.close():
+                break
 
     # Blocks
 
@@ -271,6 +282,8 @@ class HollowMemory(TorchDispatchMode):
         """What the operation returns, on the meta device; equal arguments are looked at once."""
         found = self._results.get(key)
         if found is None:
+            if len(self._results) >= _MANY:
+                self._results.clear()
             found = self._results[key] = on_meta(trait.operation, args, kwargs)
         return found
 

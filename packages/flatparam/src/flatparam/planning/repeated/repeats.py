@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -15,12 +15,14 @@ from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits
 from flatparam_core import clean_fqn
 
-__all__ = ["SHORT", "Place", "Run", "Shortened", "runs_of", "shortened"]
+__all__ = ["SHORT", "Place", "Run", "Shortened", "Template", "runs_of", "shortened", "with_few_blocks"]
 
 SHORT: Final = 6
 """The blocks of a run that are rehearsed: what happens near its ends does not happen in its middle."""
 _MORE: Final = 2
 """The blocks by which a second rehearsal is longer, to see what repeats."""
+_FEWEST: Final = 3
+"""The first block, one that stands for all between, and the last."""
 _SCALARS: Final = (int, float, str, bool, type(None), tuple, torch.dtype)
 
 Place: TypeAlias = "tuple[int, int, str] | str"
@@ -43,21 +45,75 @@ class Run:
         return self.stop - self.start
 
 
-def runs_of(model: nn.Module, setup: Setup) -> list[Run]:
-    """The runs of equal blocks that are long enough to be shortened, in the order of the model.
+@final
+@attrs.frozen
+class _Part:
+    """A module in a block."""
+
+    inner: str
+    whole: str
+    """Its name in the model."""
+    kind: str
+    has_parameters: bool
+    facts: tuple[Any, ...]
+    """What is the same for blocks that do the same."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Template:
+    """A model that stays as it is, best on the meta device, and what there is to know of its modules."""
+
+    model: nn.Module
+    modules: Mapping[str, nn.Module] = attrs.field(init=False, repr=False)
+    shared: Collection[int] = attrs.field(init=False, repr=False)
+    """The ids of the parameters that several modules have."""
+    _blocks: dict[str, list[_Part] | None] = attrs.field(init=False, repr=False, factory=dict)
+
+    @modules.default
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.model.named_modules())
+
+    @shared.default
+    def _shared(self) -> set[int]:
+        seen: set[int] = set()
+        found: set[int] = set()
+        for module in self.modules.values():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    (found if id(parameter) in seen else seen).add(id(parameter))
+        return found
+
+    def parts_of(self, name: str, block: nn.Module, number: int) -> list[_Part] | None:
+        """The modules of the block with this name and number in its list; `None` if it shares a parameter."""
+        if name not in self._blocks:
+            found: list[_Part] | None = []
+            for inner, module in block.named_modules():
+                own = [each for each in module._parameters.values() if each is not None]
+                if found is None or any(id(each) in self.shared for each in own):
+                    found = None
+                    break
+                whole = _joined(name, clean_fqn(inner)) if inner else name
+                facts = (inner, type(module), module.training, _facts(module, number))
+                found.append(_Part(inner, whole, type(module).__name__, bool(own), facts))
+            self._blocks[name] = found
+        return self._blocks[name]
+
+
+def runs_of(template: Template, setup: Setup, least: int = SHORT + _MORE) -> list[Run]:
+    """The runs of more than `least` equal blocks, in the order of the model.
 
     A block's parameters are all in units that lie in it; otherwise another unit's size depends on their number.
     """
     if not _is_known(setup.wrap):
         return []
     choices = _Choices.of(setup)
-    shared = _shared(model)
     found: list[Run] = []
     covered: set[nn.Module] = set()
-    for name, container in model.named_modules():
+    for name, container in template.modules.items():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)) or container in covered:
             continue
-        runs = list(_runs_in(name, container, choices, shared))
+        runs = list(_runs_in(name, container, choices, template, least))
         if runs:
             covered.update(inner for child in container for inner in child.modules())
         found += runs
@@ -88,58 +144,44 @@ class _Choices:
             return cls(wrap.frees, frozenset(), checkpointed)
         return cls({}, frozenset((wrap,) if isinstance(wrap, str) else wrap), checkpointed)
 
-    def of_module(self, name: str, module: nn.Module) -> tuple[Any, ...]:
+    def of_part(self, part: _Part) -> tuple[Any, ...]:
         """What is chosen for one module."""
-        kind = type(module).__name__
-        return (self.frees.get(name), kind in self.classes, name in self.checkpointed)
+        return (self.frees.get(part.whole), part.kind in self.classes, part.whole in self.checkpointed)
 
-    def is_unit(self, name: str, module: nn.Module) -> bool:
-        return name in self.frees or type(module).__name__ in self.classes
-
-
-def _shared(model: nn.Module) -> set[int]:
-    """The ids of the parameters that several modules have."""
-    seen: set[int] = set()
-    found: set[int] = set()
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (found if id(parameter) in seen else seen).add(id(parameter))
-    return found
+    def is_unit(self, part: _Part) -> bool:
+        return part.whole in self.frees or part.kind in self.classes
 
 
 def _runs_in(
-    name: str, container: nn.ModuleList | nn.Sequential, choices: _Choices, shared: set[int]
+    name: str, container: nn.ModuleList | nn.Sequential, choices: _Choices, template: Template, least: int
 ) -> Iterator[Run]:
     children = list(container)
-    if len(children) <= SHORT + _MORE or len(set(map(id, children))) < len(children):
+    if len(children) <= least or len(set(map(id, children))) < len(children):
         return
     shapes = [
-        _shape(_joined(name, str(number)), child, number, choices, shared)
+        _shape(template.parts_of(_joined(name, str(number)), child, number), choices)
         for number, child in enumerate(children)
     ]
     start = 0
     for number in range(1, len(children) + 1):
         if number == len(children) or shapes[number] != shapes[start]:
-            if number - start > SHORT + _MORE and shapes[start] is not None:
+            if number - start > least and shapes[start] is not None:
                 yield Run(name, start, number)
             start = number
 
 
-def _shape(name: str, block: nn.Module, number: int, choices: _Choices, shared: set[int]) -> Any:
+def _shape(parts: Sequence[_Part] | None, choices: _Choices) -> Any:
     """What is equal for blocks that do the same, or `None` if a block does not stand alone."""
+    if parts is None:
+        return None
     found: list[Any] = []
-    covered: set[nn.Module] = set()
-    for inner, module in block.named_modules():
-        whole = _joined(name, clean_fqn(inner)) if inner else name
-        if choices.is_unit(whole, module):
-            covered.update(module.modules())
-        own = [each for each in module._parameters.values() if each is not None]
-        if any(id(each) in shared for each in own) or (own and module not in covered):
+    units: list[str] = []
+    for part in parts:
+        if choices.is_unit(part):
+            units.append(f"{part.inner}." if part.inner else "")
+        if part.has_parameters and not any(f"{part.inner}.".startswith(unit) for unit in units):
             return None
-        found.append(
-            (inner, type(module), choices.of_module(whole, module), module.training, _facts(module, number))
-        )
+        found.append((part.facts, choices.of_part(part)))
     return tuple(found)
 
 
@@ -203,19 +245,20 @@ def _inside(name: str, container: str) -> tuple[int | None, str]:
 
 def shortened(
     program: TrainingProgram,
-    template: nn.Module,
+    template: Template,
     setup: Setup,
     runs: Sequence[Run],
     longer: int | None = None,
+    keep: int = SHORT,
 ) -> Shortened:
-    """The program with few blocks of each run; with some more of the run with the number `longer`."""
-    counts = tuple(SHORT + (_MORE if number == longer else 0) for number in range(len(runs)))
+    """The program with `keep` blocks of each run; with some more of the run with the number `longer`."""
+    counts = tuple(keep + (_MORE if number == longer else 0) for number in range(len(runs)))
     kept: dict[str, list[int]] = {}
     numbers: dict[str, list[tuple[int, int]]] = {}
-    modules = dict(template.named_modules())
+    modules = template.modules
     for container in dict.fromkeys(run.container for run in runs):
         kept[container], numbers[container] = [], []
-        for old in range(len(modules[container])):
+        for old in range(len(modules[container]._modules)):
             found = [
                 n for n, run in enumerate(runs) if run.container == container and run.start <= old < run.stop
             ]
@@ -230,6 +273,16 @@ def shortened(
     names = _FewerNames(kept)
     build = functools.partial(_with_fewer, program, template, kept)
     return Shortened(attrs.evolve(program, build=build), names.of_setup(setup), tuple(runs), counts, numbers)
+
+
+def with_few_blocks(program: TrainingProgram, setup: Setup) -> tuple[TrainingProgram, Setup]:
+    """The program and its setup with the first, one more and the last of blocks that repeat; or as they are."""
+    template = Template(program.build() if program.template is None else program.template)
+    runs = runs_of(template, setup, _FEWEST)
+    if not runs:
+        return program, setup
+    short = shortened(program, template, setup, runs, keep=_FEWEST)
+    return short.program, short.setup
 
 
 @final
@@ -265,18 +318,16 @@ class _FewerNames:
                 yield name, new
 
 
-def _with_fewer(
-    program: TrainingProgram, template: nn.Module, kept: Mapping[str, Sequence[int]]
-) -> nn.Module:
+def _with_fewer(program: TrainingProgram, template: Template, kept: Mapping[str, Sequence[int]]) -> nn.Module:
     """A copy of the model without the other members of its lists, which are not copied."""
     memo: dict[int, Any] = {}
-    modules = dict(template.named_modules())
+    modules = template.modules
     for container, numbers in kept.items():
         remaining = set(numbers)
         for number, child in enumerate(modules[container].children()):
             if number not in remaining:
                 memo[id(child)] = None
-    made = program.copies(template, memo)
+    made = program.copies(template.model, memo)
     copies = dict(made.named_modules())
     for container, numbers in kept.items():
         members = copies[container]._modules

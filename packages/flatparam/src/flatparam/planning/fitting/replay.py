@@ -8,10 +8,11 @@ from collections.abc import Collection, Sequence
 from typing import Final, final
 
 import attrs
+import torch
 
-from flatparam.planning.profile import Profile
-from flatparam.planning.rehearsal import Rehearsal
-from flatparam.planning.timeline import seconds_of_call
+from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.rehearsal.rehearsal import Rehearsal
+from flatparam.planning.timeline import seconds_of_calls
 
 __all__ = ["Keeping", "Replay"]
 
@@ -78,6 +79,7 @@ class Replay:
     def _read(self) -> None:
         """Turn the entries of the last step into events."""
         found, profile = self.found, self.profile
+        seconds_of_call = seconds_of_calls(profile, found)
         of_work = [profile.seconds_of(work) for work in found.works]
         # The root is a unit of its own, for which a policy chooses nothing.
         frees = {unit.name for unit in found.units[1:] if unit.frees_after_forward}
@@ -88,25 +90,25 @@ class Replay:
         for entry in found.entries:
             if entry.step != found.steps - 1 or entry.stage in ("building", "wrapping"):
                 continue
-            unit = known.get(entry.unit)
+            row = known.get(entry.unit)
             if entry.kind == "unshard" and entry.unit in frees:
-                if unit is None:
-                    unit = known[entry.unit] = _Candidate(entry.unit, len(known))
+                if row is None:
+                    row = known[entry.unit] = _Candidate(entry.unit, len(known))
                 elif entry.unit in freed_at:
                     # Memory is freed just before the event, and taken just after it.
-                    place, unit.nbytes = freed_at.pop(entry.unit)
-                    unit.intervals.append((place - 1, entry.place))
-            elif entry.kind == "reshard" and unit is not None:
+                    place, row.nbytes = freed_at.pop(entry.unit)
+                    row.intervals.append((place - 1, entry.place))
+            elif entry.kind == "reshard" and row is not None:
                 freed_at.setdefault(entry.unit, (entry.place, entry.nbytes))
             elif entry.kind == "kernels":
                 numbers = found.kernels[entry.start : entry.stop]
                 self._events.append((0, _ALWAYS, len(numbers), *self._laid([of_work[n] for n in numbers])))
             elif entry.kind == "issued" and entry.call is not None:
-                seconds = seconds_of_call(profile, found, entry.call)
+                seconds = seconds_of_call(entry.call)
                 number = _ALWAYS
-                if unit is not None and unit.intervals and entry.call.op == "all_gather":
-                    number = unit.number
-                    unit.seconds += seconds
+                if row is not None and row.intervals and entry.call.op == "all_gather":
+                    number = row.number
+                    row.seconds += seconds
                     if before == "kernels":
                         # It copies the shard, in its compute dtype, to where it is gathered from.
                         self._events[-1] = (0, number, *self._events[-1][2:])
@@ -136,8 +138,8 @@ class Replay:
         ordered = sorted(places)
         self._segments = [max(log.sizes[first:second]) for first, second in itertools.pairwise(ordered)]
         at = {place: number for number, place in enumerate(ordered)}
-        for each in self.candidates:
-            each.spans = [(at[first], at[second]) for first, second in each.intervals]
+        for row in self.candidates:
+            row.spans = [(at[first], at[second]) for first, second in row.intervals]
 
     def seconds_with(self, kept: Collection[int], waits: dict[int, float] | None = None) -> float:
         """The predicted time of the step if the candidates with these numbers are kept.
@@ -186,18 +188,17 @@ class Replay:
 
     def _filled(self, order: Sequence[_Candidate], memory: int) -> list[int]:
         """The numbers of the units, in this order, that fit beside those before."""
-        segments = list(self._segments)
+        segments = torch.tensor(self._segments)
         taken: list[int] = []
         refused = memory + 1
         for each in order:
             if each.nbytes >= refused:
                 continue
-            if all(
-                max(segments[first:second], default=0) + each.nbytes <= memory for first, second in each.spans
-            ):
+            spans = [segments[first:second] for first, second in each.spans if first < second]
+            if all(int(span.max()) + each.nbytes <= memory for span in spans):
                 taken.append(each.number)
-                for first, second in each.spans:
-                    segments[first:second] = [size + each.nbytes for size in segments[first:second]]
+                for span in spans:
+                    span += each.nbytes
             else:
                 refused = each.nbytes
         return taken
@@ -209,10 +210,10 @@ class Replay:
             range(len(taken)), True, key=lambda some: self.seconds_with(set(taken[:some])) <= goal
         )
         kept = set(taken[:count])
-        segments = list(self._segments)
+        segments = torch.tensor(self._segments)
         for each in self.candidates:
             if each.number in kept:
                 for first, second in each.spans:
-                    segments[first:second] = [size + each.nbytes for size in segments[first:second]]
+                    segments[first:second] += each.nbytes
         names = tuple(each.name for each in self.candidates if each.number in kept)
-        return Keeping(names, self.seconds_with(kept), max(segments))
+        return Keeping(names, self.seconds_with(kept), int(segments.max()))

@@ -1,0 +1,1 @@
+"""`flatparam plan`: its arguments, and what it does."""

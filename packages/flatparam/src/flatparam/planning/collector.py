@@ -1,0 +1,35 @@
+"""Python's collector of cycles, out of the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["with_little_to_collect", "without_collector"]
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Inside, nothing is freed at a time that depends on what ran before: no collector of cycles runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def with_little_to_collect() -> Iterator[Callable[[], None]]:
+    """Inside, the collector of cycles looks at new objects alone; what is given is called to count all as old."""
+    if gc.get_freeze_count():
+        # Somebody else has frozen objects, which are not ours to thaw.
+        yield lambda: None
+        return
+    gc.freeze()
+    try:
+        yield gc.freeze
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,1 @@
+"""The fastest way to train a program within a budget of memory."""

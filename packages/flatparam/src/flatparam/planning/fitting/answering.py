@@ -1,0 +1,91 @@
+"""What a policy chooses for a model that is about to be wrapped."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor, nn
+
+from flatparam.planning.errors import PlanError
+from flatparam.planning.fitting.search import fit
+from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.program import TrainingProgram
+from flatparam.planning.setup import STRATEGIES, Setup
+from flatparam.resolving.environment import Environment
+from flatparam_comm import Topology
+
+__all__ = ["Asked", "answer"]
+
+_RANKS_PER_HOST = 8
+_PREFETCHES = {None: "none", "BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
+
+
+class Asked(Protocol):
+    """What `flatparam.wrap.planned` was asked for."""
+
+    memory: int
+    profile: str | Path | Profile
+    inputs: Any
+    batch: int
+    sequence: int
+    loss: Callable[[Any], Tensor] | None
+    ranks_per_host: int | None
+    settings: dict[str, Any]
+
+
+def answer(asked: Asked, model: nn.Module, topology: Topology, kwargs: dict[str, Any]) -> Any:
+    """The units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
+    try:
+        program = TrainingProgram.of(
+            functools.partial(_hollow_copy, model),
+            asked.inputs,
+            batch=asked.batch,
+            sequence=asked.sequence,
+            loss=asked.loss,
+        )
+        program = attrs.evolve(program, template=model, copies=_hollow_copy)
+        setup = _setup(asked, topology, kwargs)
+        fitted = fit(program, setup, memory=asked.memory, profile=asked.profile, only_units=True)
+    except Exception as error:
+        # Whatever it is, the other ranks wait for an answer.
+        return str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+    frees = {unit.facts.name: unit.facts.frees_after_forward for unit in fitted.best.units[1:]}
+    return frees, fitted.best.setup.wrap.forward_prefetch, fitted.choices
+
+
+def _setup(asked: Asked, topology: Topology, kwargs: dict[str, Any]) -> Setup:
+    strategy = next(name for name, each in STRATEGIES.items() if each is kwargs["sharding_strategy"])
+    mixed, offload, backward = (
+        kwargs[name] for name in ("mixed_precision", "cpu_offload", "backward_prefetch")
+    )
+    dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    settings: dict[str, Any] = {name: getattr(mixed, name, None) for name in dtypes}
+    return Setup(
+        world_size=topology.data_parallel_size,
+        ranks_per_host=asked.ranks_per_host or Environment.read().nodes_of or _RANKS_PER_HOST,
+        strategy=f"{strategy}:{topology.shard.size}" if strategy.startswith("hybrid") else strategy,
+        cpu_offload=bool(getattr(offload, "offload_params", False)),
+        use_orig_params=bool(kwargs["use_orig_params"]),
+        forward_prefetch=int(kwargs["forward_prefetch"]),
+        backward_prefetch=_PREFETCHES[getattr(backward, "name", None)],
+        device=profile_named(asked.profile).device,
+        **settings,
+        **asked.settings,
+    )
+
+
+def _hollow_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
+    memo = {} if memo is None else memo
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            there: Tensor = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,1 @@
+"""How fast a device computes, moves memory and reaches others."""

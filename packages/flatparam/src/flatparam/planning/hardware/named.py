@@ -1,0 +1,40 @@
+"""Hardware profiles by name: those that ship with the package, files, and this machine, measured now."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from flatparam.planning.errors import PlanError
+from flatparam.planning.hardware.measuring import this_machine
+from flatparam.planning.hardware.profile import Profile
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["profile_named"]
+
+_SHIPPED: Final = Path(__file__).parent / "profiles"
+
+
+def profile_named(name: str | Path | Profile) -> Profile:
+    """The profile of this name that ships with the package, the one in a TOML file, or this machine's, measured now.
+
+    "this-machine" is that of two ranks over shared memory, and "this-machine:gloo" over gloo.
+
+    Raises:
+        PlanError: if there is none, or it does not fit.
+    """
+    if isinstance(name, Profile):
+        return name
+    machine, _, transport = str(name).partition(":")
+    if machine == "this-machine" and transport in ("", "gloo", "shared_memory"):
+        return this_machine(transport or "shared_memory")
+    path = _SHIPPED / f"{name}.toml" if str(name).isalnum() else Path(name)
+    if not path.is_file():
+        names = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.toml")))
+        raise PlanError(f"expected a hardware profile ({names}) or a TOML file, found {str(name)!r}")
+    return Profile.of(tomllib.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,1 @@
+"""Memory that is counted and never touched, and what runs in it."""

@@ -1,0 +1,66 @@
+"""torch's compiler, which a rehearsal does without: to import it takes longer than to plan a large model."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Final, TypeVar, final
+
+__all__ = ["StandIn", "without_compiler"]
+
+_NAME: Final = "torch._dynamo"
+_MARK: Final = "__dynamo_disable"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@final
+class StandIn(ModuleType):
+    """Stands for `torch._dynamo` until somebody asks for more than not to compile a function."""
+
+    def __init__(self) -> None:
+        """Begin with nothing disabled."""
+        super().__init__(_NAME)
+        self._disabled: list[Any] = []
+        self.was_needed = False
+
+    def disable(self, function: _Function, recursive: bool = True, *, wrapping: bool = True) -> _Function:
+        """The function itself: nothing is compiled now."""
+        self._disabled.append(function)
+        return function
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing: no graph is made."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__file__", "__spec__", "__wrapped__"):
+            raise AttributeError(name)
+        self.was_needed = True
+        self.leave()
+        return getattr(importlib.import_module(_NAME), name)
+
+    def leave(self) -> None:
+        """Make way for the compiler; torch asks it anew for each function that it is not to compile."""
+        if sys.modules.get(_NAME) is self:
+            del sys.modules[_NAME]
+        for function in self._disabled:
+            vars(function).pop(_MARK, None)
+        self._disabled.clear()
+
+
+@contextmanager
+def without_compiler() -> Iterator[StandIn | None]:
+    """Inside, torch does not import its compiler for functions that are not to be compiled.
+
+    Gives what stands for it; `None` if the compiler, or another stand-in, is there.
+    """
+    if _NAME in sys.modules:
+        yield None
+        return
+    stands = sys.modules[_NAME] = StandIn()
+    try:
+        yield stands
+    finally:
+        stands.leave()

@@ -1,0 +1,53 @@
+"""What a model is called with, and the loss in what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from flatparam.planning.errors import PlanError
+
+__all__ = ["Inputs", "scalar_of", "tokens_for"]
+
+Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any] | Tensor"
+"""What the model is called with: one tensor, positional arguments, or named ones."""
+
+
+def scalar_of(output: Any) -> Tensor:
+    """The loss in what a model returns; see `TrainingProgram.of`."""
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        loss: Tensor = output["loss"]
+        return loss
+    if isinstance(getattr(output, "loss", None), Tensor):
+        loss = output.loss
+        return loss
+    while isinstance(output, (tuple, list, Mapping)) and output:
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    if not isinstance(output, Tensor):
+        raise PlanError(
+            f"expected a model that returns a loss or a tensor, found {type(output).__name__}; pass loss=, a function "
+            "that makes a scalar of what the model returns"
+        )
+    return output if output.dim() == 0 else output.sum()
+
+
+def tokens_for(model: nn.Module, *, batch: int, sequence: int) -> Inputs:
+    """Token ids, all zero, and labels if the model takes any, under the names that its forward has for them."""
+    names = [
+        each.name
+        for each in inspect.signature(model.forward).parameters.values()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    if "input_ids" in names:
+        named = {"input_ids": tokens}
+        if "labels" in names:
+            named["labels"] = torch.zeros(batch, sequence, dtype=torch.int64)
+        return named
+    if len(names) > 1 and any(each in names[1] for each in ("target", "label")):
+        return tokens, torch.zeros(batch, sequence, dtype=torch.int64)
+    return (tokens,)

@@ -1,0 +1,102 @@
+"""A training program run in hollow memory, as one rank of many."""
+
+from __future__ import annotations
+
+import warnings
+
+from flatparam.observing.whole_program import nothing_recorded
+from flatparam.planning.collector import without_collector
+from flatparam.planning.costs import recorded
+from flatparam.planning.hollow.compiler import without_compiler
+from flatparam.planning.hollow.memory import HollowMemory
+from flatparam.planning.program import TrainingProgram, train
+from flatparam.planning.rehearsal.observer import Observer
+from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
+from flatparam.planning.setup import Setup
+from flatparam_comm import ByteLedger, NoStreams, Topology, acting_as
+from flatparam_runtime import Unit, units_in
+
+__all__ = ["rehearse"]
+
+
+def rehearse(
+    program: TrainingProgram, setup: Setup, *, steps: int = 2, measures_kernels: bool = True
+) -> Rehearsal:
+    """Run `program` in hollow memory, as one rank of a world in which no other exists.
+
+    Nothing is computed, nothing is sent, and no memory is taken; the wrapper, the runtime and the optimizer are the
+    real ones.
+    """
+    with without_compiler() as stands:
+        found = _rehearse(program, setup, steps, measures_kernels)
+    if stands is not None and stands.was_needed:
+        # What the import of the compiler raises and catches keeps tensors alive, so it is to be there before.
+        found = _rehearse(program, setup, steps, measures_kernels)
+    return found
+
+
+def _rehearse(program: TrainingProgram, setup: Setup, steps: int, measures_kernels: bool) -> Rehearsal:
+    ledger = ByteLedger()
+    memory = HollowMemory(lambda number: observer.on_kernel(number))
+    is_ahead = setup.device == "accelerator"
+    memory.temporaries.measures = measures_kernels
+    memory.temporaries.are_the_cpus = not is_ahead
+    observer = Observer(ledger, lambda: len(memory.log), memory=memory, is_ahead=is_ahead)
+    topology = recorded(setup.topology(on_call=observer.on_call), ledger)
+    try:
+        with without_collector():
+            return _rehearsed(program, setup, topology, observer, steps)
+    finally:
+        memory.close()
+
+
+def _rehearsed(
+    program: TrainingProgram, setup: Setup, topology: Topology, observer: Observer, steps: int
+) -> Rehearsal:
+    memory = observer.memory
+    with (
+        memory,
+        observer.stack,
+        acting_as(NoStreams(runs_ahead=observer.is_ahead)),
+        nothing_recorded(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        trained = train(program, setup, topology, observer, steps=steps)
+        costs = observer.costs(memory.log.peak, memory.log.in_use)
+        stop = len(memory.log)
+        units = tuple(_facts_of(unit) for unit in units_in(trained.model))
+        observer.trained = None
+        observer._modules.clear()
+    return Rehearsal(
+        setup,
+        memory.log,
+        observer.entries,
+        memory.works,
+        observer.kernels,
+        units,
+        costs,
+        steps,
+        tuple(sorted(memory.temporaries.unmeasured)),
+        stop,
+    )
+
+
+def _facts_of(unit: Unit) -> UnitFacts:
+    numel = sum(slot.span.numel for handle in unit.handles for slot in handle.layout.slots)
+    full = sum(handle.full_nbytes() for handle in unit.handles)
+    padding = sum(
+        handle.full_nbytes()
+        - sum(slot.span.numel for slot in handle.layout.slots) * handle.buffer.tensor.itemsize
+        for handle in unit.handles
+    )
+    return UnitFacts(
+        unit.name,
+        type(unit.module).__name__,
+        numel,
+        full,
+        sum(handle.flat_param.nbytes for handle in unit.handles),
+        sum(handle.gradients.buffer.nbytes for handle in unit.trainable),
+        padding,
+        unit.plan.free_after_forward,
+    )

@@ -1,0 +1,1 @@
+"""Many equal blocks, laid out from rehearsals of few."""
