@@ -20,7 +20,6 @@ from .model import GPT, Block
 from .options import Options
 from .ranks import Ranks
 
-
 _BETAS: Final = (0.9, 0.95)
 
 
