@@ -135,8 +135,8 @@ def test_l49_a_digest_at_the_start(ranks: int) -> None:
     sizes = set()
     for units in (2, 5):
         for exchanges, _ in run_threads(ranks, compared, units):
-            ((digests,),) = [value for label, value in exchanges[0] if label == "units"]
-            sizes.add(tuple(map(len, digests)))
+            ((labelled,),) = [value for label, value in exchanges[0] if label == "units"]
+            sizes.add(tuple(map(len, labelled.value)))
     assert sizes == {(64, 64)}, "one of the units, one of the weights"
 
 

@@ -54,7 +54,8 @@ class ParamInfo:
         module = self._module()
         if module is None:
             raise FlatParamError(
-                f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more"
+                f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more: it was taken "
+                "out of the model or replaced after it was sharded; change the model first, and shard it then"
             )
         return module
 
