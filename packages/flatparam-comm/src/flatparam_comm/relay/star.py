@@ -267,6 +267,10 @@ def _prepare(connection: socket.socket, settings: RelaySettings) -> None:
     for name, value in (("TCP_KEEPIDLE", silence), ("TCP_KEEPINTVL", silence), ("TCP_KEEPCNT", _UNANSWERED)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    # While something that was sent waits for its answer, the system asks nothing, and sends it again for many minutes.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        limit = 1000 * silence * (1 + _UNANSWERED)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 
 
 def _read_line(connection: socket.socket) -> bytes:
