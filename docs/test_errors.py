@@ -110,7 +110,7 @@ def loaded_from_outside() -> None:
 
 
 def emptied() -> None:
-    our_fully_shard(nn.Linear(2, 2), mesh=ALONE).to_empty(device="cpu")
+    our_fully_shard(nn.Linear(2, 2), mesh=ALONE).to_empty(device="meta")
 
 
 def in_place_on_meta() -> None:
@@ -507,7 +507,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
             nn.Sequential(wrapped()), mesh=ALONE
         ),
         "sharded a module on the meta device in place that has no initialisation": in_place_on_meta,
-        "called `to_empty` of a module that is sharded in place": emptied,
+        "called `to_empty` of a module that is sharded in place, with a different device": emptied,
         "loaded a module in place through one around it": loaded_from_outside,
         "asked torch for the norm of sharded gradients": lambda: run_threads(2, norm_of_parts),
     },

@@ -22,11 +22,11 @@ from flatparam_comm import (
     takes_parts,
 )
 
-__all__ = ["Clock", "ClockedCollectives", "Mark"]
+__all__ = ["Clock", "ClockedCollectives", "Lap"]
 
 
 @final
-class Mark(NamedTuple):
+class Lap(NamedTuple):
     """What the host did: "stage", "issued" or "waited", from `begin` to `end` in seconds."""
 
     kind: str
@@ -39,13 +39,13 @@ class Mark(NamedTuple):
 class Clock:
     """A watcher that notes when each stage begins, and when collectives are issued and waited for."""
 
-    marks: list[Mark] = attrs.field(factory=list)
+    laps: list[Lap] = attrs.field(factory=list)
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
         """See `Watcher.stage`."""
         now = time.perf_counter()
-        self.marks.append(Mark("stage", now, now))
+        self.laps.append(Lap("stage", now, now))
         yield
 
     def made(self, trained: Trained) -> None:
@@ -53,7 +53,7 @@ class Clock:
 
     def note(self, kind: str, begin: float) -> None:
         """Note what has begun then and ends now."""
-        self.marks.append(Mark(kind, begin, time.perf_counter()))
+        self.laps.append(Lap(kind, begin, time.perf_counter()))
 
 
 @final

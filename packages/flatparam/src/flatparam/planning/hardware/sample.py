@@ -6,7 +6,7 @@ from typing import Final, final
 
 import attrs
 
-from flatparam.planning.hardware.clock import Clock, ClockedCollectives, Mark
+from flatparam.planning.hardware.clock import Clock, ClockedCollectives, Lap
 from flatparam.planning.hardware.profile import Profile, Way
 from flatparam.planning.hardware.stretches import Stretches, Timings
 from flatparam.planning.program import Trained, TrainingProgram, train, train_step
@@ -49,7 +49,7 @@ class Sample:
     _stretches: Stretches
     _trained: Trained
     _clock: Clock
-    _steps: list[list[Mark]] = attrs.field(factory=list)
+    _steps: list[list[Lap]] = attrs.field(factory=list)
     _count: int = 0
 
     @classmethod
@@ -72,13 +72,13 @@ class Sample:
 
     def step(self, *, is_timed: bool = True) -> None:
         """Run one step; the first steps of a program are slower than the others, and are not to be timed."""
-        self._clock.marks.clear()
+        self._clock.laps.clear()
         train_step(self.program, self.setup, self._trained, self._clock, self._count)
         self._count += 1
         with self._clock.stage("end", self._count):
             pass
         if is_timed:
-            self._steps.append(list(self._clock.marks))
+            self._steps.append(list(self._clock.laps))
 
     def timings(self) -> Timings:
         """What the steps have taken."""

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.hardware.clock import Mark
+from flatparam.planning.hardware.clock import Lap
 from flatparam.planning.hardware.profile import Profile
 from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal
 
@@ -73,7 +73,7 @@ class Stretches:
             kernels, before = [], what
         return cls(step, stretches)
 
-    def timed(self, steps: Sequence[Sequence[Mark]]) -> Timings:
+    def timed(self, steps: Sequence[Sequence[Lap]]) -> Timings:
         """The times of these stretches, of steps that a rank has run: each mark, and the first of the next step.
 
         Raises:

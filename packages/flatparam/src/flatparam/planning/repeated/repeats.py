@@ -47,7 +47,7 @@ class Run:
 
 @final
 @attrs.frozen
-class _Part:
+class _BlockPart:
     """A module in a block."""
 
     inner: str
@@ -68,7 +68,7 @@ class Template:
     modules: Mapping[str, nn.Module] = attrs.field(init=False, repr=False)
     shared: Collection[int] = attrs.field(init=False, repr=False)
     """The ids of the parameters that several modules have."""
-    _blocks: dict[str, list[_Part] | None] = attrs.field(init=False, repr=False, factory=dict)
+    _blocks: dict[str, list[_BlockPart] | None] = attrs.field(init=False, repr=False, factory=dict)
 
     @modules.default
     def _modules(self) -> dict[str, nn.Module]:
@@ -84,10 +84,10 @@ class Template:
                     (found if id(parameter) in seen else seen).add(id(parameter))
         return found
 
-    def parts_of(self, name: str, block: nn.Module, number: int) -> list[_Part] | None:
+    def parts_of(self, name: str, block: nn.Module, number: int) -> list[_BlockPart] | None:
         """The modules of the block with this name and number in its list; `None` if it shares a parameter."""
         if name not in self._blocks:
-            found: list[_Part] | None = []
+            found: list[_BlockPart] | None = []
             for inner, module in block.named_modules():
                 own = [each for each in module._parameters.values() if each is not None]
                 if found is None or any(id(each) in self.shared for each in own):
@@ -95,7 +95,7 @@ class Template:
                     break
                 whole = _joined(name, clean_fqn(inner)) if inner else name
                 facts = (inner, type(module), module.training, _facts(module, number))
-                found.append(_Part(inner, whole, type(module).__name__, bool(own), facts))
+                found.append(_BlockPart(inner, whole, type(module).__name__, bool(own), facts))
             self._blocks[name] = found
         return self._blocks[name]
 
@@ -144,11 +144,11 @@ class _Choices:
             return cls(wrap.frees, frozenset(), checkpointed)
         return cls({}, frozenset((wrap,) if isinstance(wrap, str) else wrap), checkpointed)
 
-    def of_part(self, part: _Part) -> tuple[Any, ...]:
+    def of_part(self, part: _BlockPart) -> tuple[Any, ...]:
         """What is chosen for one module."""
         return (self.frees.get(part.whole), part.kind in self.classes, part.whole in self.checkpointed)
 
-    def is_unit(self, part: _Part) -> bool:
+    def is_unit(self, part: _BlockPart) -> bool:
         return part.whole in self.frees or part.kind in self.classes
 
 
@@ -170,7 +170,7 @@ def _runs_in(
             start = number
 
 
-def _shape(parts: Sequence[_Part] | None, choices: _Choices) -> Any:
+def _shape(parts: Sequence[_BlockPart] | None, choices: _Choices) -> Any:
     """What is equal for blocks that do the same, or `None` if a block does not stand alone."""
     if parts is None:
         return None
