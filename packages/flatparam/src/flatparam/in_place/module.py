@@ -195,6 +195,7 @@ class FSDPModule(_Base):
 
         Raises:
             ValueError: for a factor that is not above zero.
+            FlatParamError: if gradients of passes without synchronisation wait for their reduction.
         """
         reducing.set_divide_factor((self._unit,), factor)
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, are_matrices
+from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, adamw_settings, are_matrices
 
 __all__ = ["MatrixOptimizer", "MatrixStep"]
 
@@ -134,12 +134,9 @@ class MatrixOptimizer(WholeOptimizer):
             raise ValueError(
                 f"{name}: expected lr and weight_decay that are not negative, found {lr}, {weight_decay}"
             )
-        others = {
-            "lr": lr if adamw_lr is None else adamw_lr,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-            "weight_decay": adamw_weight_decay,
-        }
+        others = adamw_settings(
+            lr if adamw_lr is None else adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay
+        )
         rule = _FunctionRule(step, needs_matrix, cost or _default_cost)
         super().__init__(params, rule, "matrix", {"lr": lr, "weight_decay": weight_decay}, others, matrices)
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, are_matrices
+from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, adamw_settings, are_matrices
 from flatparam_runtime import newton_schulz_flops
 
 __all__ = ["Muon", "orthogonalised"]
@@ -184,12 +184,9 @@ class Muon(WholeOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        others = {
-            "lr": lr if adamw_lr is None else adamw_lr,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-            "weight_decay": adamw_weight_decay,
-        }
+        others = adamw_settings(
+            lr if adamw_lr is None else adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay
+        )
         super().__init__(params, _Orthogonal(), "muon", defaults, others, matrices)
 
     def _check(self, name: str | None, shape: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from flatparam_runtime import (
     step_in_segments,
 )
 
-__all__ = ["ADAMW", "Choice", "WholeOptimizer", "are_matrices"]
+__all__ = ["ADAMW", "Choice", "WholeOptimizer", "adamw_settings", "are_matrices"]
 
 ADAMW: Final = "adamw"
 """What a group of parameters that AdamW steps has under `RULE`."""
@@ -29,6 +29,11 @@ _PREFIX: Final = "adamw_"
 
 Choice: TypeAlias = Callable[[str, tuple[int, ...]], bool]
 """A function of a parameter's name and full shape: whether it is stepped as a whole."""
+
+
+def adamw_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
+    """The settings of parameters that are left to `torch.optim.AdamW`, by its names."""
+    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
 def are_matrices(name: str, shape: tuple[int, ...]) -> bool:
