@@ -8,6 +8,7 @@ import pytest
 
 from flatparam_comm import PeerError, RemoteFailure
 from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.watched_call import ACTIVITY
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -34,7 +35,29 @@ def test_an_exception_that_nobody_knows() -> None:
     """A pass that autograd freed has failed with an exception that only its own rank can show."""
     report = FailureReport.of(1, None, "backward pass")
     assert report.is_vague
-    assert str(report.as_cause()) == "in backward pass with an exception: its own output shows which one"
+    told = (
+        "in backward pass before the first optimizer step with an exception: its own output shows which one"
+    )
+    assert str(report.as_cause()) == told
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (0, "before the first optimizer step"),
+        (1, "after 1 optimizer step"),
+        (12_000, "after 12,000 optimizer steps"),
+    ],
+)
+def test_the_optimizer_steps_that_were_done(steps: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure says after how many steps of its process it came, also when a rank passes it on."""
+    monkeypatch.setattr(ACTIVITY, "steps", steps)
+    report = FailureReport.of(1, ValueError("x"), "the loss")
+    monkeypatch.setattr(ACTIVITY, "steps", 99)
+    assert str(report.as_cause()) == f"in the loss {told} with ValueError: x"
+    assert str(report.passed_on_by(0).as_cause()) == str(report.as_cause())
+    consequence = FailureReport.of(0, raised(PeerError(1, report.as_cause())), "")
+    assert str(consequence.as_cause()) == str(report.as_cause())
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])

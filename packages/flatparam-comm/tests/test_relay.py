@@ -98,9 +98,9 @@ def test_every_rank_that_waits_is_told(tmp_path: Path, size: int, how: str) -> N
         cause = {
             "killed": "rank 1 failed first with the end of its process: process ",
             "exits": "rank 1 failed first with the end of its process: process ",
-            "raises": "rank 1 failed first with Bug: a bug of the user's",
-            "lives": "rank 1 failed first in the loss with Bug: caught, and nothing follows",
-            "forgets": "rank 1 failed first in the loss with Bug: caught, and nothing follows",
+            "raises": "rank 1 failed first before the first optimizer step with Bug: a bug of the user's",
+            "lives": "rank 1 failed first in the loss before the first optimizer step with Bug: caught, and nothing follows",
+            "forgets": "rank 1 failed first in the loss before the first optimizer step with Bug: caught, and nothing follows",
         }[how]
         # The news may have come before the call.
         told = told.replace("the process group is broken, since ", "", 1)
@@ -407,7 +407,7 @@ def test_ranks_that_stay_at_different_collectives_are_listed(tmp_path: Path) -> 
     """The rank that is ahead warns of what each rank has issued last; nothing is raised, and the ranks go on."""
     run_processes(2, _stalls, str(tmp_path), pg_timeout=PATIENCE)
     told = (tmp_path / "warning").read_text()
-    assert "rank 0 has issued 4, the last all_reduce 'the next step', 4,000 bytes (process " in told
-    assert "; rank 1 has issued 3, the last all_reduce 'step 2', 4,000 bytes (process " in told
+    assert "rank 0 has issued 4, the last all_reduce 'the next step', 4,000 bytes, before the first" in told
+    assert "; rank 1 has issued 3, the last all_reduce 'step 2', 4,000 bytes, before the first" in told
     assert "what is behind, [1], computes, loads data" in told
     assert not (tmp_path / "other").exists()

@@ -92,20 +92,25 @@ class RemoteFailure(CommError):
     """The failure of a rank in another process: the cause of the `PeerError` that the other ranks raise.
 
     `kind` is the name of the exception's class, `text` its message, `where` what the rank was doing (`""` if nobody
-    knows), and `remote_traceback` the traceback as text.
+    knows), `remote_traceback` the traceback as text, and `steps` the optimizer steps that its process had done (None if
+    nobody knows).
     """
 
-    def __init__(self, kind: str, text: str, where: str = "", remote_traceback: str = "") -> None:
+    def __init__(
+        self, kind: str, text: str, where: str = "", remote_traceback: str = "", steps: int | None = None
+    ) -> None:
         """The parts of the message, as the failing rank has told them."""
-        super().__init__(kind, text, where, remote_traceback)
+        super().__init__(kind, text, where, remote_traceback, steps)
         self.kind = kind
         self.text = text
         self.where = where
         self.remote_traceback = remote_traceback
+        self.steps = steps
 
     def __str__(self) -> str:
         place = f"in {self.where} " if self.where else ""
-        return f"{place}with {self.kind}: {self.text}"
+        when = "" if self.steps is None else f"{told_steps(self.steps)} "
+        return f"{place}{when}with {self.kind}: {self.text}"
 
 
 class RankError(CommError):
@@ -144,6 +149,13 @@ class WorldTimeout(CommError, TimeoutError):
 def describe_call(op: str, label: str) -> str:
     """The name of a collective in every message of this package: `all_gather 'layers.0'`."""
     return f"{op} {label!r}" if label else op
+
+
+def told_steps(steps: int) -> str:
+    """The optimizer steps that a process has done, as in `after 12 optimizer steps`."""
+    if steps == 0:
+        return "before the first optimizer step"
+    return f"after {steps:,} optimizer step{'' if steps == 1 else 's'}"
 
 
 def _rebuild_peer_error(

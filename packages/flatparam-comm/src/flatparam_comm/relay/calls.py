@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import os
 import weakref
-from typing import TYPE_CHECKING, Final, Protocol, final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import attrs
 import torch
@@ -13,7 +14,7 @@ import torch
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
 from flatparam_comm.process_group import groups
-from flatparam_comm.relay.board import Board
+from flatparam_comm.relay.board import Board, Offer
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.page import Page, Position, Standing, code_of
 from flatparam_comm.relay.settings import RelaySettings
@@ -125,12 +126,22 @@ class GroupCalls:
         """
         if self._takes_care:
             self._look_around(site)
-        number = self.issued = self.issued + 1
-        ACTIVITY.issued += 1
+        number = self._count()
         if self._page is not None:
             other = self._page.enter(number, site, code_of(site.op, dtype, detail), numel)
             if other is not None:
                 raise self._diverged(site, number, Position(site.op, dtype, numel, detail), *other)
+
+    def note(self, site: Site, dtype: torch.dtype | None, numel: int, detail: int) -> None:
+        """Count a collective that is issued now, and that the transport compares by itself; arguments as `begin`."""
+        number = self._count()
+        if self._page is not None:
+            self._page.write(number, site, code_of(site.op, dtype, detail), numel)
+
+    def _count(self) -> int:
+        ACTIVITY.issued += 1
+        self.issued += 1
+        return self.issued
 
     def _look_around(self, site: Site) -> None:
         relay = self._relay
@@ -159,12 +170,16 @@ class GroupCalls:
         """Find the other ranks' memory. It is the group's first collective, and returns when all ranks have come."""
         group = self._group()
         assert group is not None, "a collective is about to be issued on it"
-        board = self._board
-        page = None if board is None else board.page(self.name)
         try:
-            offers = groups.exchange(None if page is None or board is None else board.offer, group)
+            self.meet(lambda offer: groups.exchange(offer, group))
         except Exception as error:
             raise self.error_of(site, error, waited=True) from error
+
+    def meet(self, exchange: Callable[[Offer | None], list[Any]]) -> None:
+        """Find the memory of the other ranks, which call this, too; `exchange` returns every rank's argument."""
+        board = self._board
+        page = None if board is None else board.page(self.name)
+        offers = exchange(None if page is None or board is None else board.offer)
         if board is None or page is None:
             return
         for rank, offer in zip(self.members, offers, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.errors import PeerError, RemoteFailure
+from flatparam_comm.relay.watched_call import ACTIVITY
 
 __all__ = ["FailureReport"]
 
@@ -39,6 +40,8 @@ class FailureReport:
     where: str = ""
     """What the rank was doing: `forward pass of unit 'blocks.1'`."""
     traceback: str = ""
+    steps: int | None = None
+    """The optimizer steps that the culprit's process had done; None if nobody knows."""
     issued: Mapping[str, int] = attrs.field(factory=dict)
     """The number of collectives that `rank` had issued on each of its groups, by the group's name."""
     failures: Mapping[str, int] = attrs.field(factory=dict)
@@ -52,16 +55,18 @@ class FailureReport:
     def of(cls, rank: int, error: BaseException | None, where: str) -> FailureReport:
         """The failure of `rank` by an exception; None if nobody can say which one."""
         if error is None:
-            return cls(rank, rank, _UNKNOWN, "its own output shows which one", where)
+            return cls(rank, rank, _UNKNOWN, "its own output shows which one", where, "", ACTIVITY.steps)
         first = _first_failure(error)
         if first is not None:
             cause = first.cause
             if isinstance(cause, RemoteFailure):
-                return cls(rank, first.rank, cause.kind, cause.text, cause.where, cause.remote_traceback)
+                told = (cause.kind, cause.text, cause.where, cause.remote_traceback, cause.steps)
+                return cls(rank, first.rank, *told)
             return cls(rank, first.rank, type(cause).__name__, str(cause))
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         message = str(error)[:_MESSAGE]
-        return cls(rank, rank, type(error).__name__, message, where, "".join(lines)[-_TRACEBACK:])
+        trace = "".join(lines)[-_TRACEBACK:]
+        return cls(rank, rank, type(error).__name__, message, where, trace, ACTIVITY.steps)
 
     @classmethod
     def death(cls, rank: int, message: str) -> FailureReport:
@@ -89,7 +94,8 @@ class FailureReport:
 
     def passed_on_by(self, rank: int) -> FailureReport:
         """The failure of `rank`, which has waited for this one."""
-        return FailureReport(rank, self.culprit, self.kind, self.message, self.where, self.traceback)
+        told = (self.kind, self.message, self.where, self.traceback, self.steps)
+        return FailureReport(rank, self.culprit, *told)
 
     @property
     def is_vague(self) -> bool:
@@ -118,7 +124,7 @@ class FailureReport:
 
     def as_cause(self) -> RemoteFailure:
         """The cause of the errors that other ranks raise."""
-        return RemoteFailure(self.kind, self.message, self.where, self.traceback)
+        return RemoteFailure(self.kind, self.message, self.where, self.traceback, self.steps)
 
 
 def _first_failure(error: BaseException) -> PeerError | None:

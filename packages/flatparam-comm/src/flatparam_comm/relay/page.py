@@ -12,15 +12,17 @@ import torch
 
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
-from flatparam_comm.errors import describe_call
+from flatparam_comm.errors import describe_call, told_steps
+from flatparam_comm.relay.watched_call import ACTIVITY
 
 __all__ = ["PAGE_NBYTES", "Page", "Position", "Standing", "code_of", "key_of"]
 
 PAGE_NBYTES: Final = 4096
 #: Collectives that a page remembers. A rank that is further ahead of another one is not compared with it.
 _REMEMBERED: Final = 128
-#: Words of 8 bytes: the group's name, then two for each remembered collective.
-_WORDS: Final = 1 + 2 * _REMEMBERED
+#: Words of 8 bytes: the group's name, two for each remembered collective, and the optimizer steps that are done.
+_WORDS: Final = 1 + 2 * _REMEMBERED + 1
+_STEPS: Final = _WORDS - 1
 #: The bytes of a page that hold the last collective, as text.
 _TEXT: Final = slice(_WORDS * 8, _WORDS * 8 + 256)
 #: The late ranks that a message describes.
@@ -84,12 +86,15 @@ class Standing:
     """The operation and its label, which is the unit's name; empty before the first collective."""
     position: Position | None
     process: str
+    steps: int = 0
+    """The optimizer steps that its process had done then."""
 
     def __str__(self) -> str:
         if self.position is None:
             return f"none ({self.process})"
         nbytes = self.position.numel * (0 if self.position.dtype is None else self.position.dtype.itemsize)
-        return f"{self.number}, the last {self.text}, {nbytes:,} bytes ({self.process})"
+        last = f"{self.text}, {nbytes:,} bytes, {told_steps(self.steps)}"
+        return f"{self.number}, the last {last} ({self.process})"
 
 
 def code_of(op: str, dtype: torch.dtype | None, detail: int) -> int:
@@ -129,7 +134,10 @@ class Page:
         return [rank for rank, words in self._found if max(words[1 : 1 + 2 * _REMEMBERED : 2]) >> 31 < number]
 
     def last_of(self, rank: int) -> str | None:
-        """The last collective of `rank` of the world, empty if there was none; None if its memory is not known."""
+        """The last collective of `rank` of the world, and after which step; None if its memory is not known.
+
+        It is empty if there was none.
+        """
         theirs = dict(self._found).get(rank)
         return None if theirs is None else _text_of(theirs)
 
@@ -153,16 +161,9 @@ class Page:
 
     def enter(self, number: int, site: Site, code: int, numel: int) -> tuple[int, Position] | None:
         """Write down collective `number` of the group; returns a rank that issued a different one, and which."""
-        words, at = self._words, 1 + 2 * (number % _REMEMBERED)
+        at = self.write(number, site, code, numel)
         header = number << 31 | code
-        words[at + 1] = numel
-        words[at] = header
-        name = site.op, site.label
-        text = self._texts.get(name)
-        if text is None:
-            text = self._texts[name] = _padded(describe_call(*name))
-        self._text[:] = text
-        # The processor may not put off the words above until it has read those below; taking a lock forbids that.
+        # The processor may not put off the words of `write` until it has read those below; taking a lock forbids that.
         with self._fence:
             pass
         for rank, theirs in self._found:
@@ -172,6 +173,19 @@ class Page:
                 if different is not None:
                     return rank, different
         return None
+
+    def write(self, number: int, site: Site, code: int, numel: int) -> int:
+        """Write down collective `number` of the group; returns at which word."""
+        words, at = self._words, 1 + 2 * (number % _REMEMBERED)
+        words[at + 1] = numel
+        words[at] = number << 31 | code
+        words[_STEPS] = ACTIVITY.steps
+        name = site.op, site.label
+        text = self._texts.get(name)
+        if text is None:
+            text = self._texts[name] = _padded(describe_call(*name))
+        self._text[:] = text
+        return at
 
     @staticmethod
     def _different(found: int, theirs: memoryview, at: int, header: int, numel: int) -> Position | None:
@@ -184,8 +198,13 @@ class Page:
         return Position.from_words(found & 0x7FFFFFFF, other)
 
 
-def _text_of(words: memoryview) -> str:
+def _call_of(words: memoryview) -> str:
     return bytes(words.cast("B")[_TEXT]).rstrip(b"\0").decode(errors="replace")
+
+
+def _text_of(words: memoryview) -> str:
+    call = _call_of(words)
+    return f"{call}, {told_steps(words[_STEPS])}" if call else ""
 
 
 def _standing(words: memoryview, process: str) -> Standing:
@@ -194,7 +213,8 @@ def _standing(words: memoryview, process: str) -> Standing:
     if header == 0:
         return Standing(0, "", None, process)
     numel = words[2 + 2 * headers.index(header)]
-    return Standing(header >> 31, _text_of(words), Position.from_words(header & 0x7FFFFFFF, numel), process)
+    position = Position.from_words(header & 0x7FFFFFFF, numel)
+    return Standing(header >> 31, _call_of(words), position, process, words[_STEPS])
 
 
 def _padded(text: str) -> bytes:

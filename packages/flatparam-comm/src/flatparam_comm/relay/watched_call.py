@@ -68,6 +68,10 @@ class Activity:
     """The collectives that it has issued, on all groups."""
     watched: WatchedCall | None = None
     """The call that is watched: one at a time, the last to begin."""
+    steps: int = 0
+    """The watched calls that have ended: the steps of optimizers that have sharded parameters."""
+    is_in_step: bool = False
+    """Whether the last watched call has not ended: it is under way, or has raised."""
 
 
 ACTIVITY: Final = Activity()
@@ -85,10 +89,14 @@ def watch_call(frame: FrameType, where: str) -> None:
         where: what this rank is doing, as in `step of AdamW`.
     """
     ACTIVITY.watched = WatchedCall.of(frame, where, ACTIVITY.issued)
+    ACTIVITY.is_in_step = True
 
 
 def end_of_call() -> None:
-    """The call that is watched is about to return."""
+    """The call that is watched, if there is one, is about to return: one more step of an optimizer is done."""
+    if ACTIVITY.is_in_step:
+        ACTIVITY.is_in_step = False
+        ACTIVITY.steps += 1
     ACTIVITY.watched = None
 
 

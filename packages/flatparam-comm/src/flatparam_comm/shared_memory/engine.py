@@ -90,6 +90,7 @@ class SharedMemoryCollectives:
         self._fence = threading.Lock()
         timeout = groups.timeout_of(inner.group) or _DEFAULT_TIMEOUT
         self._calls = calls_of(inner.group, "shared memory")
+        self._calls.meet(lambda offer: inner.exchange(offer, label="shared memory: positions"))
         self._watch = Watch(link, self._calls, groups.members_of(inner.group), self._rank, timeout)
 
     def __repr__(self) -> str:
@@ -236,7 +237,7 @@ class SharedMemoryCollectives:
         if self._failure is not None:
             raise self._again(site)
         # It may have to wait for a peer to be done with an earlier collective in the slot.
-        self._calls.issued = self._sequence + 1
+        self._calls.note(site, source.dtype, source.numel(), detail)
         use = self._ring[(self._sequence + 1) % SLOTS]
         if use.pending is not None:
             self.finish(use.pending)
