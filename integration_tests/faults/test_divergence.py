@@ -50,7 +50,7 @@ def _train(
 def test_every_rank_is_told(tmp_path: Path, how: str, through: str, use_orig_params: bool) -> None:
     """No rank waits for the timeout or is ended by gloo; each raises an error about what the ranks do differently."""
     with pytest.raises(RankError) as raised:
-        run_processes(2, _train, str(tmp_path), how, through, use_orig_params)
+        run_processes(2, _train, str(tmp_path), how, through, use_orig_params, grace=60)
     assert type(raised.value) is RankError, raised.value
     told = [(tmp_path / f"rank-{rank}").read_text().split("|") for rank in range(2)]
     for kind, took, text in told:

@@ -84,7 +84,7 @@ def _fails(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
 def test_every_rank_that_waits_is_told(tmp_path: Path, size: int, how: str) -> None:
     """A rank that is killed, raises, exits or catches its exception and stays away is named by all, with the cause."""
     try:
-        run_processes(size, _fails, str(tmp_path), how)
+        run_processes(size, _fails, str(tmp_path), how, grace=PATIENCE)
     except RankDied:
         assert how in ("killed", "exits")
     except RankError as error:
@@ -191,7 +191,7 @@ def _waits_elsewhere(comm: ProcessGroupCollectives, directory: str) -> None:
 def test_a_rank_that_waits_elsewhere_is_told_of_the_end_of_rank_0(tmp_path: Path) -> None:
     """Without rank 0 nobody hears of anybody, so nobody goes on waiting in any group."""
     with pytest.raises(RankDied, match="rank 0 of 3"):
-        run_processes(3, _waits_elsewhere, str(tmp_path))
+        run_processes(3, _waits_elsewhere, str(tmp_path), grace=PATIENCE)
     told = (tmp_path / "told").read_text()
     assert "rank 0 failed first with the end of its process" in told
 
@@ -322,7 +322,7 @@ def _loses_its_store(comm: ProcessGroupCollectives, directory: str) -> None:
 def test_a_store_that_goes_away_harms_nobody(tmp_path: Path) -> None:
     """Without its store the relay still sees a process of this host end, and a healthy step goes on."""
     with pytest.raises(RankDied, match="rank 0 of 2 was killed by SIGKILL"):
-        run_processes(2, _loses_its_store, str(tmp_path))
+        run_processes(2, _loses_its_store, str(tmp_path), grace=PATIENCE)
     told = (tmp_path / "told").read_text()
     # The rank may have learnt of the end before it has issued the collective, or while it waits for it.
     prefix = "PeerError: rank 1: all_reduce 'the next step': "

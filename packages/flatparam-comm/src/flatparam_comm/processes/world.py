@@ -75,13 +75,19 @@ class _Child:
 
 
 def run_processes(
-    world_size: int, fn: Callable[..., T], *args: Any, timeout: float = 60, pg_timeout: float = 10
+    world_size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float = 60,
+    pg_timeout: float = 10,
+    grace: float = _GRACE_SECONDS,
 ) -> list[T]:
     """Run `fn(collectives, *args)` in each of `world_size` processes; returns the results in rank order.
 
     `fn` is a function at the top level of a module (a test module, too, whatever pytest calls it); `args` and results
     are pickled. `collectives` is a `ProcessGroupCollectives` on torch's default group over gloo, with collectives that
-    fail after `pg_timeout` seconds. Each process has one torch thread. The first call starts the server (which takes as
+    fail after `pg_timeout` seconds. If a rank fails, the others have `grace` seconds to report, and are killed then.
+    Each process has one torch thread. The first call starts the server (which takes as
     long as importing torch); later calls take some tenths of a second.
 
     Raises RankError with the remote traceback of the lowest rank that failed by itself, RankDied (a RankError) if a
@@ -103,7 +109,7 @@ def run_processes(
         try:
             for plan in plans:
                 children.append(_start(plan))
-            _collect(children, timeout)
+            _collect(children, timeout, grace)
             for child in children:
                 # The children leave the group together.
                 child.process.join(_GRACE_SECONDS)
@@ -127,7 +133,7 @@ def _start(plan: ChildPlan) -> _Child:
     return _Child(plan, process, ours)
 
 
-def _collect(children: Sequence[_Child], timeout: float) -> None:
+def _collect(children: Sequence[_Child], timeout: float, grace: float) -> None:
     """Return when every child has reported a result; raise otherwise."""
     deadline = time.monotonic() + timeout
     failing = False
@@ -141,7 +147,7 @@ def _collect(children: Sequence[_Child], timeout: float) -> None:
                 child.receive()
         if not failing and any(child.failed for child in children):
             failing = True
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + grace)
     if failing:
         raise _error_of(children)
     if any(child.report is None for child in children):
