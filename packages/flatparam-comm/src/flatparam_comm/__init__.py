@@ -2,7 +2,15 @@
 
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
-from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
+from flatparam_comm.collectives import (
+    Collectives,
+    ExchangesValues,
+    Parts,
+    Pending,
+    ReduceOp,
+    TakesParts,
+    takes_parts,
+)
 from flatparam_comm.decorators.compressed import CompressedCollectives
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
@@ -27,6 +35,7 @@ from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.rank_texts import said_by_ranks, told_by_ranks, told_ranks
 from flatparam_comm.relay.process import set_relay, tell_failure, telling
+from flatparam_comm.relay.survivors import Survivors
 from flatparam_comm.relay.watched_call import end_of_call, watch_call
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
@@ -104,6 +113,8 @@ __all__ = [
     "CompressedCollectives",
     "ContinuedPending",
     "DeadlockError",
+    "ExchangesValues",
+    "Survivors",
     "Delay",
     "Fault",
     "FaultyCollectives",

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Collectives", "Parts", "Pending", "ReduceOp", "TakesParts", "takes_parts"]
+__all__ = ["Collectives", "ExchangesValues", "Parts", "Pending", "ReduceOp", "TakesParts", "takes_parts"]
 
 
 class ReduceOp(enum.Enum):
@@ -47,15 +47,8 @@ class Pending(Protocol):
 
 
 @runtime_checkable
-class Collectives(Protocol):
-    """A group of ranks that move bytes between each other.
-
-    Every rank of the group makes the same calls in the same order. Data-plane calls (`all_gather`, `reduce_scatter`,
-    `all_reduce`, `broadcast`, `all_to_all`) are asynchronous and return a `Pending`; control-plane calls (`exchange`,
-    `barrier`, `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault
-    plans and is not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every
-    engine.
-    """
+class ExchangesValues(Protocol):
+    """Ranks that tell each other small values, which is all that a save needs: `Collectives`, or `Survivors`."""
 
     @property
     def rank(self) -> int:
@@ -66,6 +59,26 @@ class Collectives(Protocol):
     def size(self) -> int:
         """The number of ranks in the group."""
         ...
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """Every rank's picklable `value`, in rank order. Use it for small facts: it blocks and pickles."""
+        ...
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return when every rank has called it."""
+        ...
+
+
+@runtime_checkable
+class Collectives(ExchangesValues, Protocol):
+    """A group of ranks that move bytes between each other.
+
+    Every rank of the group makes the same calls in the same order. Data-plane calls (`all_gather`, `reduce_scatter`,
+    `all_reduce`, `broadcast`, `all_to_all`) are asynchronous and return a `Pending`; control-plane calls (`exchange`,
+    `barrier`, `subgroup`) return when every rank has made them. `label` names the call in errors, ledgers and fault
+    plans and is not compared between ranks. Invalid arguments raise `ValueError` at once, with the same text in every
+    engine.
+    """
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """Fill `output` with every rank's `shard`, in rank order.
@@ -114,14 +127,6 @@ class Collectives(Protocol):
             given_numels: for each rank, the elements that this rank gives it; they add up to `given.numel()`.
             label: names the call in errors, ledgers and fault plans.
         """
-        ...
-
-    def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """Every rank's picklable `value`, in rank order. Use it for small facts: it blocks and pickles."""
-        ...
-
-    def barrier(self, *, label: str = "") -> None:
-        """Return when every rank has called it."""
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> Collectives | None:

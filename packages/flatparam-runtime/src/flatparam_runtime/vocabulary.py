@@ -7,7 +7,9 @@ A unit has flat parameters and a topology of groups; its plan is made of both. N
 from flatparam_comm import (
     FLAT_PARAM,
     Collectives,
+    CommError,
     CommHooks,
+    ExchangesValues,
     FlatParamError,
     FlatParamHandle,
     Fragment,
@@ -15,6 +17,7 @@ from flatparam_comm import (
     ParamSpec,
     SingleCollectives,
     Span,
+    Survivors,
     Threshold,
     Topology,
     all_thresholds,
@@ -28,7 +31,9 @@ from flatparam_comm import (
 
 __all__ = [
     "Collectives",
+    "CommError",
     "CommHooks",
+    "ExchangesValues",
     "FLAT_PARAM",
     "FlatParamError",
     "FlatParamHandle",
@@ -37,6 +42,7 @@ __all__ = [
     "ParamSpec",
     "SingleCollectives",
     "Span",
+    "Survivors",
     "Threshold",
     "Topology",
     "all_thresholds",

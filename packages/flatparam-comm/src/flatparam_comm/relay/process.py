@@ -24,7 +24,7 @@ from flatparam_comm.relay.settings import RelaySettings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["calls_of", "set_relay", "tell_failure", "telling"]
+__all__ = ["calls_of", "end_of_process", "set_relay", "tell_failure", "telling"]
 
 
 @final
@@ -157,6 +157,16 @@ def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool
         relay.tell_error(error, attrs.evolve(failure, is_final=is_final))
         if is_final:
             relay.flush()
+
+
+def end_of_process(rank: int) -> str:
+    """How the process of `rank` has ended, as its relay or the system has said; empty if it lives, as far as known.
+
+    Args:
+        rank: numbered within the world.
+    """
+    relay = _NOW.relay
+    return "" if relay is None else relay.end_of(rank)
 
 
 @contextlib.contextmanager

@@ -173,6 +173,11 @@ class Relay:
         members = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
         return next((failure for failure in members if failure.is_final), None)
 
+    def end_of(self, rank: int) -> str:
+        """How the process of `rank` has ended, or is about to; empty if it lives, as far as known."""
+        known = self._known.get(rank)
+        return "" if known is None or not known.is_final else f"it has failed {known.as_cause()}"
+
     def join(self, calls: GroupCalls) -> None:
         """Have a group take part."""
         self.calls[calls.name] = calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +14,17 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_runtime import Collectives, resolve_topology
+from flatparam_runtime import Collectives, CommError, FlatParamError, resolve_topology
 from flatparam_state.checkpoint.averages_of import averages_by_name
 from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
-from flatparam_state.checkpoint.save import Committer, Saver, Subject, optimizers_by_name
+from flatparam_state.checkpoint.save import (
+    Committer,
+    Saver,
+    Subject,
+    optimizers_by_name,
+    save_after_failure,
+)
 from flatparam_state.files import CheckpointError
 
 if TYPE_CHECKING:
@@ -132,6 +139,35 @@ class Checkpointer:
             if self._on_save_error == "raise":
                 raise
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=4)
+            return None
+
+    def save_last(
+        self, step: int, *, extra: Any = None, rank_extra: Any = None, seconds: float = 30.0
+    ) -> Path | None:
+        """Save once more after a rank has failed, if every process lives and all ranks have done the same steps.
+
+        Every rank calls it where it has caught its exception, and then raises that again. No collective is issued: the
+        ranks meet in the store that their process group was made with. A save that is still under way is finished
+        first, or given up.
+
+        Args:
+            step: the step that all ranks have completed.
+            extra: see `save`.
+            rank_extra: see `save`.
+            seconds: how long to wait for each rank.
+
+        Returns:
+            The directory where the checkpoint is, or None with a warning that says why there is none: a rank has not
+            come (its process has ended), its exception came out of an optimizer's step, ranks have done different
+            numbers of steps, or the save has failed. What was saved before is as it was.
+        """
+        self._saver.cancel()
+        try:
+            return save_after_failure(
+                self._saver, self._ranks, sys.exc_info()[1], step, extra, rank_extra, seconds
+            )
+        except (CheckpointError, CommError, FlatParamError) as error:
+            warnings.warn(f"no last checkpoint was saved: {error}", stacklevel=2)
             return None
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, final
 import attrs
 from typing_extensions import Self
 
-from flatparam_runtime import Collectives
+from flatparam_runtime import ExchangesValues
 from flatparam_state.files import CheckpointError, free_nbytes
 
 __all__ = ["Attempt", "Failure", "agree", "attempt"]
@@ -74,7 +74,7 @@ def attempt(
         return Attempt(failure=Failure.of(error, rank, directory=directory, need=need), cause=error)
 
 
-def agree(ranks: Collectives, attempted: Attempt[Any], fact: Any = None, *, label: str) -> list[Any]:
+def agree(ranks: ExchangesValues, attempted: Attempt[Any], fact: Any = None, *, label: str) -> list[Any]:
     """The `fact` of every rank, if none has failed in what it has `attempted`.
 
     Raises:

@@ -1,5 +1,6 @@
 """Saving: what each rank contributes and writes, and the commit that makes a checkpoint of it."""
 
+from flatparam_state.checkpoint.save.after_failure import save_after_failure
 from flatparam_state.checkpoint.save.commit import Committer
 from flatparam_state.checkpoint.save.contribution import Ticket
 from flatparam_state.checkpoint.save.optimizer_pieces import optimizers_by_name
@@ -17,4 +18,5 @@ __all__ = [
     "Ticket",
     "header_metadata",
     "optimizers_by_name",
+    "save_after_failure",
 ]

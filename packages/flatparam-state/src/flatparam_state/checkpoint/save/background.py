@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Final, final
 
-from flatparam_runtime import Collectives
+from flatparam_runtime import ExchangesValues
 from flatparam_state.checkpoint.protocol import Attempt, DirectoryLock, Failure
 from flatparam_state.checkpoint.save.commit import Committer
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
@@ -129,7 +129,7 @@ class BackgroundSave:
 
     def __init__(
         self,
-        ranks: Collectives,
+        ranks: ExchangesValues,
         committer: Committer,
         ticket: Ticket,
         staged: Attempt[Contribution],

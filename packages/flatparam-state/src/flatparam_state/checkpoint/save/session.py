@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-from flatparam_runtime import Collectives
+from flatparam_runtime import ExchangesValues
 from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
@@ -27,7 +27,7 @@ class Saver:
 
     def __init__(
         self,
-        ranks: Collectives,
+        ranks: ExchangesValues,
         subject: Subject,
         committer: Committer,
         *,
@@ -64,6 +64,10 @@ class Saver:
         else:
             self._write(ticket, contribution)
         return self._committer.directory.path_of(step)
+
+    def with_ranks(self, ranks: ExchangesValues) -> Saver:
+        """A saver of the same to the same directory, at once, whose ranks talk over `ranks`."""
+        return Saver(ranks, self._subject, self._committer, asynchronous=False, on_moment=self._on_moment)
 
     def _begin(self, step: int, extra: Any, rank_extra: Any) -> tuple[Contribution, Ticket]:
         """Agree that the save can begin: every rank has what it writes, there is room, and rank 0 has the lock."""

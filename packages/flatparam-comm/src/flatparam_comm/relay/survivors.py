@@ -1,0 +1,153 @@
+"""The ranks whose processes live after a failure: they can still tell each other small values, through the store."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, final
+
+import attrs
+
+from flatparam_comm.collectives import Collectives
+from flatparam_comm.errors import CollectiveError
+from flatparam_comm.process_group import groups
+from flatparam_comm.process_group.engine import process_group_of
+from flatparam_comm.relay.process import end_of_process, tell_failure
+from flatparam_comm.relay.watched_call import ACTIVITY
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Survivors"]
+
+#: The shortest time to wait for a peer's last key, in seconds: the values were exchanged, only the end is waited for.
+_LEAVING_SECONDS: Final = 3.0
+#: Seconds between two looks at the store.
+_LOOK_SECONDS: Final = 0.02
+
+
+@final
+@attrs.define(eq=False)
+class Survivors:
+    """All ranks of a process group after one of them has failed, if every process lives.
+
+    The group's connections may be closed, but the store that it was made with is there: ranks exchange small values
+    through it. If a rank does not come, each of the others raises `CollectiveError`.
+    """
+
+    rank: int
+    size: int
+    _members: list[int]
+    """The ranks' numbers in the world."""
+    _store: Any
+    _seconds: float
+    _exchanges: int = 0
+
+    @classmethod
+    def of(cls, ranks: Collectives, error: BaseException | None, seconds: float) -> Survivors:
+        """Meet the others; every rank calls it where it has caught its exception.
+
+        Args:
+            ranks: collectives over a process group, through whatever decorators; also those through shared memory.
+            error: this rank's exception. The ranks that wait for this one in a collective stop waiting.
+            seconds: how long each exchange waits for the slowest rank.
+
+        Raises:
+            CollectiveError: if the ranks are no processes, or their group has no store.
+        """
+        group = process_group_of(ranks)
+        number = 0 if group is None else _NUMBERS.next(group)
+        prefix = f"flatparam survivors {number}"
+        store = None if group is None else groups.store_of(group, prefix, timedelta(seconds=seconds))
+        if store is None:
+            raise CollectiveError(
+                ranks.rank,
+                "survivors",
+                "",
+                "expected ranks that are processes of a process group with a store, found none: after a failure such "
+                "ranks have no way to each other",
+            )
+        tell_failure(error)
+        assert group is not None, "the store is the group's"
+        return cls(ranks.rank, ranks.size, groups.members_of(group), store, seconds)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps that this process has done."""
+        return ACTIVITY.steps
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this process's last optimizer step has not ended: its exception came out of it."""
+        return ACTIVITY.is_in_step
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """Every rank's picklable `value`, in rank order.
+
+        Raises:
+            CollectiveError: if a rank has not come in time.
+        """
+        self._exchanges += 1
+        self._store.set(f"{self._exchanges}/{self.rank}", pickle.dumps(value))
+        return [
+            pickle.loads(self._get(f"{self._exchanges}/{peer}", peer, label)) for peer in range(self.size)
+        ]
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return when every rank has called it.
+
+        Raises:
+            CollectiveError: if a rank has not come in time.
+        """
+        self.exchange(None, label=label)
+
+    def leave(self) -> None:
+        """Return when the others have read what they need, or after a moment: the store may be this process's."""
+        self._seconds = min(self._seconds, _LEAVING_SECONDS)
+        try:
+            self.barrier(label="leave")
+        except (CollectiveError, RuntimeError):
+            # A process that has ended has read everything, or will read nothing.
+            return
+
+    def _get(self, key: str, peer: int, label: str) -> bytes:
+        deadline = time.monotonic() + self._seconds
+        while True:
+            left = deadline - time.monotonic()
+            # What a rank has said before its end counts.
+            end = "" if self._has(key, left) else end_of_process(self._members[peer])
+            if self._has(key, 0.0):
+                found: bytes = self._store.get(key)
+                return found
+            if end or left <= 0:
+                late = (
+                    f"has not come within {self._seconds:g} s: its process has ended, or it does not make this call; "
+                    "make every rank catch its exception and call the same"
+                )
+                text = f"rank {self._members[peer]} {f'cannot come: {end}' if end else late}"
+                raise CollectiveError(self.rank, "exchange", label, text)
+
+    def _has(self, key: str, seconds: float) -> bool:
+        """Whether the key is there; waits for it for a moment, or less if there are fewer seconds left."""
+        if self._store.check([key]):
+            return True
+        time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
+        return False
+
+
+@final
+@attrs.define(eq=False)
+class _Numbers:
+    """How often the ranks of each group have met after a failure: keys of different times must differ."""
+
+    _numbers: dict[str, int] = attrs.field(factory=dict)
+
+    def next(self, group: ProcessGroup) -> int:
+        """The number of this time."""
+        name = groups.name_of(group)
+        self._numbers[name] = self._numbers.get(name, 0) + 1
+        return self._numbers[name]
+
+
+_NUMBERS: Final = _Numbers()

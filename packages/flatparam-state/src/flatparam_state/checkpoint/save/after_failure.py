@@ -1,0 +1,73 @@
+"""A last save after a rank has failed: the ranks meet without a collective, and compare where each of them stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from flatparam_runtime import Collectives, Survivors
+from flatparam_state.checkpoint.save.session import Saver
+from flatparam_state.files import CheckpointError
+
+__all__ = ["save_after_failure"]
+
+_HINT: Final = "resume from the latest checkpoint"
+
+
+@final
+@attrs.frozen
+class _Place:
+    """Where a rank stands: the optimizer steps that its process has done, and whether one was not completed."""
+
+    steps: int
+    is_in_step: bool
+
+
+def save_after_failure(
+    saver: Saver,
+    ranks: Collectives,
+    error: BaseException | None,
+    step: int,
+    extra: Any,
+    rank_extra: Any,
+    seconds: float,
+) -> Path:
+    """Save everything as the checkpoint of `step`, as `Checkpointer.save_last` describes it.
+
+    Raises:
+        CheckpointError: if the ranks' parts are not of one moment, or a rank cannot write its part.
+        CommError: if a rank has not come in time.
+    """
+    if ranks.size == 1:
+        return saver.with_ranks(ranks).save(step, extra, rank_extra)
+    survivors = Survivors.of(ranks, error, seconds)
+    try:
+        places = survivors.exchange(
+            _Place(survivors.steps, survivors.is_in_step), label="meet for a last save"
+        )
+        _check(places)
+        return saver.with_ranks(survivors).save(step, extra, rank_extra)
+    finally:
+        survivors.leave()
+
+
+def _check(places: Sequence[_Place]) -> None:
+    """Refuse parts of different moments."""
+    for rank, place in enumerate(places):
+        if place.is_in_step:
+            raise CheckpointError(
+                f"rank {rank}: its exception came out of an optimizer's step, so some of its parameters may be stepped "
+                "and others not",
+                rank=rank,
+                hint=_HINT,
+            )
+        if place.steps != places[0].steps:
+            raise CheckpointError(
+                f"rank 0 has done {places[0].steps} optimizer steps, and rank {rank} {place.steps}: their parts of the "
+                "model are of different moments",
+                rank=rank,
+                hint=_HINT,
+            )
