@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatparam.optim import Adafactor, MatrixOptimizer, Shampoo
+from flatparam.optim import Adafactor, MatrixOptimizer, Shampoo, TransformersAdafactor
 
 from .whole_cases import HYBRID, Case, Sign, all_cases, check, few_cases
 
@@ -16,6 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 KINDS: dict[str, tuple[Any, int]] = {
     "Adafactor": (lambda parameters: Adafactor(parameters, lr=0.05, weight_decay=0.1), 16),
+    "transformers": (lambda parameters: TransformersAdafactor(parameters), 16),
+    "transformers, first moments": (
+        lambda parameters: TransformersAdafactor(
+            parameters, lr=0.05, relative_step=False, beta1=0.9, weight_decay=0.1
+        ),
+        16,
+    ),
     "Shampoo": (lambda parameters: Shampoo(parameters, every=2, weight_decay=0.1), 6),
     "own": (lambda parameters: MatrixOptimizer(parameters, Sign(), lr=0.1), 6),
 }

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam import Checkpointer, FullStateDictConfig, StateDictType
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.optim import Adafactor, MatrixOptimizer, Muon, Shampoo
+from flatparam.optim import Adafactor, MatrixOptimizer, Muon, Shampoo, TransformersAdafactor
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 
@@ -30,6 +30,10 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "adafactor": (
         lambda parameters: Adafactor(parameters, lr=0.05),
         lambda matrices, others: [torch.optim.Adafactor([*matrices, *others], lr=0.05)],
+    ),
+    "transformers": (
+        lambda parameters: TransformersAdafactor(parameters, beta1=0.9),
+        lambda matrices, others: [TransformersAdafactor([*matrices, *others], beta1=0.9)],
     ),
     "shampoo": (
         lambda parameters: Shampoo(parameters, every=3),

@@ -70,8 +70,9 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     if part is not None:
         raise FlatParamError(
             f"rank {part.rank}: {kind.__name__} looks at {looks_at}, and would train other numbers without a word: of "
-            f"{part.fqn!r}, of shape {part.whole}, it holds {part.found}. Use an optimizer that treats each element "
-            "alone (AdamW, SGD and so on; docs/guides/optimizers.md lists them), or have parameters kept whole on each "
+            f"{part.fqn!r}, of shape {part.whole}, it holds {part.found}. Use one of flatparam.optim (Muon, "
+            "Adafactor, Shampoo, or your own step of matrices), which are exact on shards, or one that treats each "
+            "element alone (AdamW, SGD and so on; docs/guides/optimizers.md), or have parameters kept whole on each "
             f"rank, with NO_SHARD and use_orig_params=True{whole}; if this one knows of shards, call "
             "flatparam.allow_shards(optimizer)"
         )

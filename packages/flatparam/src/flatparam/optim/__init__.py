@@ -7,5 +7,6 @@ from flatparam.optim.adafactor import Adafactor
 from flatparam.optim.matrix_step import MatrixOptimizer, MatrixStep
 from flatparam.optim.muon import Muon
 from flatparam.optim.shampoo import Shampoo
+from flatparam.optim.transformers_adafactor import TransformersAdafactor
 
-__all__ = ["Adafactor", "MatrixOptimizer", "MatrixStep", "Muon", "Shampoo"]
+__all__ = ["Adafactor", "MatrixOptimizer", "MatrixStep", "Muon", "Shampoo", "TransformersAdafactor"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatparam.optim.matrix_step import count_step
 from flatparam.optim.whole_optimizer import WholeOptimizer
 
-__all__ = ["Adafactor"]
+__all__ = ["Adafactor", "are_all"]
 
 
 @final
@@ -97,7 +97,8 @@ class _Factored:
         return variance.clamp_(min=least * least).rsqrt_().mul_(gradient)
 
 
-def _are_all(name: str, shape: tuple[int, ...]) -> bool:
+def are_all(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is stepped by the rule: each is."""
     return True
 
 
@@ -146,4 +147,4 @@ class Adafactor(WholeOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        super().__init__(params, _Factored(), "adafactor", defaults, {}, _are_all)
+        super().__init__(params, _Factored(), "adafactor", defaults, {}, are_all)
