@@ -35,9 +35,16 @@ from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
-from flatparam.resolving.settings import Resolved
-from flatparam.resolving.tree import ResolvedTree, resolve_tree
+from flatparam.resolving import (
+    Arguments,
+    DeviceMesh,
+    Ignorable,
+    Policy,
+    Ranks,
+    Resolved,
+    ResolvedTree,
+    resolve_tree,
+)
 from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, older_functions, optimizer, saving, settings
 from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting

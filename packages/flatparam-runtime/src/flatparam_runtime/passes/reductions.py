@@ -23,8 +23,7 @@ from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range
 from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit import Phase, Unit
 
 __all__ = ["Reductions"]
 

@@ -1,6 +1,7 @@
 """The files of checkpoints as bytes: ranges that are read, writes that last, JSON, and safetensors."""
 
 from flatparam_state.files.byte_file import (
+    AnyPath,
     ByteFile,
     unreadable,
 )
@@ -48,6 +49,7 @@ from flatparam_state.files.tensor_bytes import (
 )
 
 __all__ = [
+    "AnyPath",
     "ByteFile",
     "CHUNK_NBYTES",
     "CheckpointError",

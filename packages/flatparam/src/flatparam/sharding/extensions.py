@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatparam.resolving.ignored import Ignored
+from flatparam.resolving import Ignored
 from flatparam_comm import ProcessGroupCollectives, process_group_of
 from flatparam_core import PRESENTER, discover, owner_of
 from flatparam_runtime import unit_of

@@ -21,7 +21,7 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.compat import as_enum
-from flatparam.resolving.arguments import Ranks
+from flatparam.resolving import Ranks
 from flatparam.state.optimizer import check_group, to_load
 from flatparam.state.settings import form_of, settings_of
 from flatparam_core import FlatParamError
