@@ -26,20 +26,29 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError, IllegalStepError
-from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.flat import FlatExposure
-from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import clear_owner, mark_owner, marked_owner
-from flatparam_core.exposure.protocol import Exposure
+from flatparam_core.exposure import (
+    BoundParameter,
+    Exposure,
+    FlatExposure,
+    OriginalExposure,
+    ParamInfo,
+    clear_owner,
+    mark_owner,
+    marked_owner,
+)
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry.layout import FlatLayout
-from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.storage.buffer import BufferPool, FlatBuffer
-from flatparam_core.storage.full_form import FullForm, FullForms
-from flatparam_core.storage.gradients import GradientLedger
-from flatparam_core.storage.precision import Precision
-from flatparam_core.storage.residency import RESIDENCY, Residency
-from flatparam_core.storage.shard import Shard
+from flatparam_core.geometry import FlatLayout, Unflattened
+from flatparam_core.storage import (
+    RESIDENCY,
+    BufferPool,
+    FlatBuffer,
+    FullForm,
+    FullForms,
+    GradientLedger,
+    Precision,
+    Residency,
+    Shard,
+)
 from flatparam_core.tensor_data import give_data
 
 __all__ = ["FlatParamHandle", "handle_of", "owner_of"]

@@ -10,7 +10,6 @@ import attrs
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
 from flatparam_comm.rank_texts import told_by_ranks
@@ -186,8 +185,8 @@ class ThreadCollectives:
         self._world.baton.check_thread(self._world_rank, "sleep", "")
         self._world.baton.pause(self._world_rank, seconds)
 
-    def _site(self, op: str, label: str) -> Site:
-        return Site(rank=self.rank, size=self.size, op=op, label=label)
+    def _site(self, op: str, label: str) -> checks.Site:
+        return checks.Site(rank=self.rank, size=self.size, op=op, label=label)
 
     def _move(self, cargo: Cargo, detail: str, stage: Callable[[Sequence[Cargo]], Staged]) -> Pending:
         """Post a data-plane call. `stage` computes the results, on the rank that posts last."""

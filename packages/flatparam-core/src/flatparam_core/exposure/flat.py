@@ -15,9 +15,8 @@ from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.protocol import fragment_view, memory_of, new_values
 from flatparam_core.exposure.sites import Sites
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry.layout import Fragment
-from flatparam_core.geometry.shard_pieces import ShardPieces
-from flatparam_core.storage.gradients import add_to_grad
+from flatparam_core.geometry import Fragment, ShardPieces
+from flatparam_core.storage import add_to_grad
 from flatparam_core.tensor_data import give_data
 
 __all__ = ["FlatExposure"]

@@ -22,7 +22,7 @@ from flatparam_comm import (
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range
-from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
+from flatparam_runtime.optimizers import step_in_backward
 from flatparam_runtime.unit import Phase, Unit
 
 __all__ = ["Reductions"]

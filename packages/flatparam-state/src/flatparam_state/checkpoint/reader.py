@@ -36,7 +36,12 @@ from flatparam_state.files import (
     tensor_of,
 )
 
-__all__ = ["CheckpointReader", "deletion_of", "open_checkpoint", "what_it_says"]
+__all__ = ["CheckpointReader", "deletion_of", "is_checkpoint", "open_checkpoint", "what_it_says"]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory `path` is a checkpoint, or one of a run that has saved some."""
+    return (path / MANIFEST).is_file() or bool(CheckpointDirectory(path).steps())
 
 
 def open_checkpoint(path: AnyPath) -> CheckpointReader:

@@ -10,6 +10,7 @@ from flatparam_state.files.disk import (
     open_regular,
     replace_durably,
     sync_directory,
+    sync_file,
     write_durably,
 )
 from flatparam_state.files.errors import (
@@ -77,6 +78,7 @@ __all__ = [
     "replace_durably",
     "split_path",
     "sync_directory",
+    "sync_file",
     "tensor_of",
     "unreadable",
     "write_durably",

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from flatparam_state.checkpoint.manifest import MANIFEST
-from flatparam_state.checkpoint.protocol import CheckpointDirectory
-from flatparam_state.checkpoint.reader import open_checkpoint
+from flatparam_state.checkpoint.reader import is_checkpoint, open_checkpoint
 from flatparam_state.files import AnyPath, CheckpointError, Source
 from flatparam_state.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_state.formats.deepspeed.reader import is_deepspeed, open_deepspeed
@@ -95,7 +94,7 @@ def _format_of(path: Path) -> str:
 
 
 def _format_of_directory(path: Path) -> str:
-    if (path / MANIFEST).is_file() or CheckpointDirectory(path).steps():
+    if is_checkpoint(path):
         return "flatparam"
     if is_dcp(path):
         return "dcp"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_runtime import FlatParamError, process_group_of
 from flatparam_state.codec import gather
 from flatparam_state.forms.boxes import cut
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, mesh_of
 from flatparam_state.forms.wanted import Wanted
 from flatparam_state.places import Place
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["FormKind", "StateForm"]
 
@@ -66,24 +62,6 @@ class StateForm:
         """Whether this rank keeps full tensors."""
         return not self.rank0_only or place.unit.plan.topology.group.rank == 0
 
-    def mesh(self, place: Place) -> DeviceMesh | None:
-        """Over what `DTensor`s are sharded; `None` if they are not wanted.
-
-        Raises:
-            FlatParamError: if the ranks are none of torch's.
-        """
-        mesh = place.unit.plan.topology.mesh
-        if mesh is not None or not self.use_dtensor:
-            return mesh
-        group = process_group_of(place.unit.plan.topology.shard)
-        if group is None:
-            raise FlatParamError(
-                "a DTensor needs a process group of torch.distributed; use a full state dict"
-            )
-        from torch.distributed.device_mesh import DeviceMesh
-
-        return DeviceMesh.from_group(group, place.handle.device.type)
-
     def sharded(
         self, place: Place, shard: torch.Tensor, present: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> list[Any]:
@@ -93,7 +71,7 @@ class StateForm:
             shard: 1-D, `layout.shard_numel` elements, any dtype.
             present: what modules see of the full tensor of a parameter, by its index.
         """
-        mesh = self.mesh(place)
+        mesh = mesh_of(place, makes_one=self.use_dtensor)
         if mesh is None and not self.dim_0_chunks:
             return self._owned(place, shard)
         found = []

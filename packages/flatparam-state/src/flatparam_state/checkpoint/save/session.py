@@ -12,7 +12,8 @@ from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
-from flatparam_state.checkpoint.save.readiness import Subject, check_optimizers, check_space, check_steps
+from flatparam_state.checkpoint.save.readiness import check_optimizers, check_space, check_steps
+from flatparam_state.checkpoint.save.subject import Subject
 from flatparam_state.files import CheckpointError, Staging, free_nbytes
 
 __all__ = ["Saver"]
