@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import operator
 from collections.abc import Sequence
 from typing import Final, TypeAlias, final
 
@@ -106,7 +105,9 @@ class Reductions:
         for reduced in settled:
             handle, arrived = reduced.handle, reduced.arrived
             before = self._given.get(handle)
-            self._given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
+            self._given[handle] = (
+                arrived if before is None else bytes(a | b for a, b in zip(before, arrived, strict=True))
+            )
             if all(arrived) and reduced.landed is None:
                 _give(handle, reduced.gradient, arrived)
             else:

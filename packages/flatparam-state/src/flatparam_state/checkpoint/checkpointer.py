@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from flatparam_runtime import Collectives, CommError, FlatParamError, resolve_topology
 from flatparam_state.checkpoint.averages_of import averages_by_name
-from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
+from flatparam_state.checkpoint.load import Loaded, load_checkpoint
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
 from flatparam_state.checkpoint.save import (
     Committer,

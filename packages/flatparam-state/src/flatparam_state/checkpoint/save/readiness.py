@@ -1,4 +1,4 @@
-"""The beginning of a save: every rank has what it writes, the optimizers agree, and there is room on the disk."""
+"""Whether a save can begin: the ranks save one step, their optimizers agree, and there is room on the disk."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -105,10 +104,10 @@ class Saver:
 
     def _write(self, ticket: Ticket, contribution: Contribution) -> None:
         """Write and commit, all ranks together."""
-        steps: list[tuple[str, Callable[[], object]]] = [
+        steps = (
             ("write", lambda: self._write_part(ticket, contribution)),
             ("commit", lambda: self._ranks.rank == 0 and self._committer.commit(ticket, self._ranks.size)),
-        ]
+        )
         for label, action in steps:
             attempted = attempt(action, self._ranks.rank, directory=self._root, need=contribution.disk_nbytes)
             try:
