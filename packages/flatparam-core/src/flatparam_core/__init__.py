@@ -35,8 +35,15 @@ from flatparam_core.geometry import (
 )
 from flatparam_core.handle import FlatParamHandle, handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
-from flatparam_core.storage import BufferPool, FlatBuffer, FullForm, GradientLedger, Precision, Residency
-from flatparam_core.tensor_data import give_data
+from flatparam_core.storage import (
+    BufferPool,
+    FlatBuffer,
+    FullForm,
+    GradientLedger,
+    Precision,
+    Residency,
+    give_data,
+)
 from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
 

@@ -23,7 +23,6 @@ from typing import Any, Final, final
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure import (
@@ -48,8 +47,8 @@ from flatparam_core.storage import (
     Precision,
     Residency,
     Shard,
+    give_data,
 )
-from flatparam_core.tensor_data import give_data
 
 __all__ = ["FlatParamHandle", "handle_of", "owner_of"]
 
@@ -97,7 +96,7 @@ class FlatParamHandle:
         attribute: str | None,
         precision: Precision,
         device: torch.device,
-    ) -> Self:
+    ) -> FlatParamHandle:
         """Take over the parameters in `bound` (the slots of `layout`, in order), whose values `shard` holds.
 
         Args:

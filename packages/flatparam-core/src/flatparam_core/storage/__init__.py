@@ -6,6 +6,7 @@ from flatparam_core.storage.gradients import GradientLedger, add_to_grad
 from flatparam_core.storage.precision import Precision
 from flatparam_core.storage.residency import RESIDENCY, Residency
 from flatparam_core.storage.shard import Shard
+from flatparam_core.storage.tensor_data import give_data
 
 __all__ = [
     "BufferPool",
@@ -18,4 +19,5 @@ __all__ = [
     "Residency",
     "Shard",
     "add_to_grad",
+    "give_data",
 ]

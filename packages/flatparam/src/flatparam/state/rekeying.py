@@ -93,6 +93,6 @@ def given_optimizer(
 
 
 def warn_of_input(optim_input: object) -> None:
-    """Say that `optim_input` is deprecated, if it is given; the warning names the line that called a public function."""
+    """Say that `optim_input` is deprecated, if it is given; the warning names the line of the program."""
     if optim_input is not None:
         warnings.warn("optim_input is deprecated: pass optim instead", FutureWarning, stacklevel=4)
