@@ -117,7 +117,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def write(self, path: str, chunks: Iterable[Tensor]) -> None:

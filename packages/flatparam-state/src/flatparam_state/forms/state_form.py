@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
-from typing_extensions import Self
 
 from flatparam_state.codec import gather
 from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, mesh_of
 from flatparam_state.forms.wanted import Wanted
 from flatparam_state.places import Place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["FormKind", "StateForm"]
 
@@ -47,7 +49,7 @@ class StateForm:
     chunker: Chunker = OWN_CHUNKER
     """The functions that make chunks."""
 
-    def at(self, place: Place) -> Self:
+    def at(self, place: Place) -> StateForm:
         """This form, or the full one if nothing is sharded."""
         if place.unit.plan.topology.shard.size > 1 or self.kind is FormKind.FULL:
             return self
@@ -62,6 +64,14 @@ class StateForm:
         """Whether this rank keeps full tensors."""
         return not self.rank0_only or place.unit.plan.topology.group.rank == 0
 
+    def mesh(self, place: Place) -> DeviceMesh | None:
+        """Over what `DTensor`s are sharded; `None` if they are not wanted.
+
+        Raises:
+            FlatParamError: if the ranks are none of torch's.
+        """
+        return mesh_of(place, makes_one=self.use_dtensor)
+
     def sharded(
         self, place: Place, shard: torch.Tensor, present: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> list[Any]:
@@ -71,7 +81,7 @@ class StateForm:
             shard: 1-D, `layout.shard_numel` elements, any dtype.
             present: what modules see of the full tensor of a parameter, by its index.
         """
-        mesh = mesh_of(place, makes_one=self.use_dtensor)
+        mesh = self.mesh(place)
         if mesh is None and not self.dim_0_chunks:
             return self._owned(place, shard)
         found = []
