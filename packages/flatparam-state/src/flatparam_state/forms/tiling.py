@@ -12,7 +12,7 @@ from typing_extensions import Self
 from flatparam_runtime import Collectives, FlatParamError, ParamSpec, Span, process_group_of
 from flatparam_state.forms.boxes import Box, boxes_of
 
-__all__ = ["Tiling", "is_sharded_tensor"]
+__all__ = ["Tiling", "gathered", "is_sharded_tensor"]
 
 
 @final
@@ -139,39 +139,6 @@ class Tiling:
             process_group=process_group,
         )
 
-    def gathered(
-        self,
-        shards: Mapping[tuple[int, ...], torch.Tensor],
-        dtype: torch.dtype,
-        group: Collectives,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """The full tensor, gathered from what every rank of `group` holds of it; every rank calls it.
-
-        Args:
-            shards: the tensors of this rank's boxes, by their offsets.
-            device: where collectives work, and where the tensor will be.
-        """
-        width = max(sum(box.numel for box in boxes) for boxes in self.boxes.values())
-        everything = torch.empty(width * group.size, dtype=dtype, device=device)
-        start = group.rank * width
-        for box in self.of_rank(group.rank):
-            everything[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
-            start += box.numel
-        if width:
-            mine = everything[group.rank * width :][:width]
-            group.all_gather(everything, mine, label="sharded state").wait()
-        # The parts are the tensor, one after the other.
-        if self.agrees_with(Tiling.of_chunks(self.shape, group.size)):
-            return everything[: torch.Size(self.shape).numel()].view(self.shape)
-        full = everything.new_empty(self.shape)
-        for rank, boxes in self.boxes.items():
-            start = rank * width
-            for box in boxes:
-                box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
-                start += box.numel
-        return full
-
 
 def is_sharded_tensor(value: object) -> bool:
     """Whether `value` is torch's `ShardedTensor`; it is not imported for that."""
@@ -193,3 +160,37 @@ def _placement(rank: int, device: torch.device) -> str:
         return f"rank:{rank}/cpu"
     module = getattr(torch, device.type)
     return f"rank:{rank}/{device.type}:{rank % module.device_count()}"
+
+
+def gathered(
+    held: Tiling,
+    shards: Mapping[tuple[int, ...], torch.Tensor],
+    dtype: torch.dtype,
+    group: Collectives,
+    device: torch.device,
+) -> torch.Tensor:
+    """The full tensor, gathered from what every rank of `group` holds of it, as `held` says; every rank calls it.
+
+    Args:
+        shards: the tensors of this rank's boxes, by their offsets.
+        device: where collectives work, and where the tensor will be.
+    """
+    width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
+    everything = torch.empty(width * group.size, dtype=dtype, device=device)
+    start = group.rank * width
+    for box in held.of_rank(group.rank):
+        everything[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
+        start += box.numel
+    if width:
+        mine = everything[group.rank * width :][:width]
+        group.all_gather(everything, mine, label="sharded state").wait()
+    # The parts are the tensor, one after the other.
+    if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):
+        return everything[: torch.Size(held.shape).numel()].view(held.shape)
+    full = everything.new_empty(held.shape)
+    for rank, boxes in held.boxes.items():
+        start = rank * width
+        for box in boxes:
+            box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
+            start += box.numel
+    return full

@@ -20,7 +20,7 @@ from flatparam_runtime import (
 from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_chunked_over, is_dtensor, local_shape
 from flatparam_state.forms.deferred import LazyTensor, Streamed, as_tensor, is_tensor_like, shape_of
-from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
+from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
 from flatparam_state.places import Place
 
 __all__ = ["Wanted"]
@@ -123,7 +123,7 @@ class Wanted:
             if chunker is OWN_CHUNKER and not self.is_presented and is_chunked_over(value, self._group):
                 held = Tiling.of_chunks(value.shape, self._group.size)
                 local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}
-                value = held.gathered(local, value.dtype, self._group, self.device)
+                value = gathered(held, local, value.dtype, self._group, self.device)
             else:
                 value = chunker.whole(value, self.device, is_presented=self.is_presented)
         elif is_sharded_tensor(value):
@@ -131,7 +131,7 @@ class Wanted:
             if held.agrees_with(self.tiling):
                 return self._own(value, chunker)
             shards = chunker.local_shards(value)
-            value = held.gathered(shards, value.dtype, self._group, self.device)
+            value = gathered(held, shards, value.dtype, self._group, self.device)
         return memory_view(value, self.spec)[span]
 
     def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
