@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flatparam_core import FlatLayout, ParamSpec, Span, plan_layouts
-from flatparam_core.exposure.bindings import memory_view
+from flatparam_core import FlatLayout, ParamSpec, Span, memory_view, plan_layouts
 from flatparam_core.testing import shards_of
 
 from .strategies import ALIGNMENTS, DTYPES, WORLD_SIZES, layouts, planned_layouts, tensors_for, unit_specs

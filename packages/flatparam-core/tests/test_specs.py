@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flatparam_core import LayoutError, ParamSpec
-from flatparam_core.exposure.bindings import memory_view
+from flatparam_core import LayoutError, ParamSpec, memory_view
 
 from .strategies import param_specs, tensor_for
 

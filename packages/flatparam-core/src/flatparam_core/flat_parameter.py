@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 
-from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry import FlatLayout
 
 __all__ = ["FlatParameter"]
 

@@ -11,15 +11,11 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure.bindings import BoundParameter, discover
-from flatparam_core.geometry.layout import FlatLayout
-from flatparam_core.geometry.packing import pack_parameter
-from flatparam_core.geometry.rules import ELEMENT, LayoutRule
-from flatparam_core.geometry.specs import ParamSpec
-from flatparam_core.geometry.unit_layouts import plan_layouts
+from flatparam_core.exposure import BoundParameter, discover
+from flatparam_core.geometry import ELEMENT, FlatLayout, LayoutRule, ParamSpec, pack_parameter, plan_layouts
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.names import FLAT_PARAM
-from flatparam_core.storage.precision import Precision
+from flatparam_core.storage import Precision
 
 __all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "RuleOf", "flatten_module"]
 

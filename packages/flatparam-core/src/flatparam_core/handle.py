@@ -23,24 +23,32 @@ from typing import Any, Final, final
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError, IllegalStepError
-from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.flat import FlatExposure
-from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import clear_owner, mark_owner, marked_owner
-from flatparam_core.exposure.protocol import Exposure
+from flatparam_core.exposure import (
+    BoundParameter,
+    Exposure,
+    FlatExposure,
+    OriginalExposure,
+    ParamInfo,
+    clear_owner,
+    mark_owner,
+    marked_owner,
+)
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry.layout import FlatLayout
-from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.storage.buffer import BufferPool, FlatBuffer
-from flatparam_core.storage.full_form import FullForm, FullForms
-from flatparam_core.storage.gradients import GradientLedger
-from flatparam_core.storage.precision import Precision
-from flatparam_core.storage.residency import RESIDENCY, Residency
-from flatparam_core.storage.shard import Shard
-from flatparam_core.tensor_data import give_data
+from flatparam_core.geometry import FlatLayout, Unflattened
+from flatparam_core.storage import (
+    RESIDENCY,
+    BufferPool,
+    FlatBuffer,
+    FullForm,
+    FullForms,
+    GradientLedger,
+    Precision,
+    Residency,
+    Shard,
+    give_data,
+)
 
 __all__ = ["FlatParamHandle", "handle_of", "owner_of"]
 
@@ -88,7 +96,7 @@ class FlatParamHandle:
         attribute: str | None,
         precision: Precision,
         device: torch.device,
-    ) -> Self:
+    ) -> FlatParamHandle:
         """Take over the parameters in `bound` (the slots of `layout`, in order), whose values `shard` holds.
 
         Args:

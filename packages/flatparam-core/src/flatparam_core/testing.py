@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flatparam_core.geometry.layout import FlatLayout
-from flatparam_core.geometry.packing import pack_shard
+from flatparam_core.geometry import FlatLayout, pack_shard
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.storage.residency import Residency
 

@@ -8,29 +8,51 @@ from flatparam_runtime.agreement.nonfinite import Nonfinite, NonfiniteError
 from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
-from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
-from flatparam_runtime.optimizers.matrices.members import drop_flat_gradients, follow_gradients, originals_in
-from flatparam_runtime.optimizers.matrices.owners import newton_schulz_flops
-from flatparam_runtime.optimizers.matrices.routes import Routes
-from flatparam_runtime.optimizers.matrices.stepper import MatrixStepper
-from flatparam_runtime.optimizers.matrices.whole_step import WholeStep
-from flatparam_runtime.optimizers.shape_rules import allow_shards
-from flatparam_runtime.optimizers.stepping import (
+from flatparam_runtime.optimizers import (
+    allow_shards,
+    clip_grad_norm_,
+    clip_gradients_,
     notice_optimizers,
     set_flat_steps,
     step_in_segments,
     tensors_stepped,
 )
-from flatparam_runtime.passes.backward import notice_failed_passes
-from flatparam_runtime.passes.hooks import register_forward_method
-from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
+from flatparam_runtime.optimizers.matrices import (
+    MatrixStepper,
+    Routes,
+    WholeStep,
+    drop_flat_gradients,
+    follow_gradients,
+    newton_schulz_flops,
+    originals_in,
+)
+from flatparam_runtime.passes import (
+    ROOT_NAME,
+    UnitTree,
+    notice_failed_passes,
+    register_forward_method,
+    tree_of,
+)
 from flatparam_runtime.shard import Initialise, no_sync, observe, shard_module, skipped_steps
-from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
-from flatparam_runtime.unit.registry import holder_of, inside, revive_units, unit_of, units_in
-from flatparam_runtime.unit.unit import Unit
-from flatparam_runtime.unit.waiting import drop_waiting
+from flatparam_runtime.unit import (
+    BackwardOrder,
+    BufferDtype,
+    Casting,
+    Event,
+    EventKind,
+    EventLog,
+    Instrument,
+    Phase,
+    PrefetchPlan,
+    Unit,
+    UnitPlan,
+    drop_waiting,
+    holder_of,
+    inside,
+    revive_units,
+    unit_of,
+    units_in,
+)
 from flatparam_runtime.vocabulary import (
     FLAT_PARAM,
     Collectives,

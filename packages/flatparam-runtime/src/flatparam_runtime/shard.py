@@ -20,14 +20,20 @@ from flatparam_comm import (
     discover,
     owner_of,
 )
-from flatparam_runtime.passes.hooks import attach
-from flatparam_runtime.unit.buffers import UnitBuffers
-from flatparam_runtime.unit.events import Instrument
-from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.module import UnitModule
-from flatparam_runtime.unit.plan import UnitPlan
-from flatparam_runtime.unit.registry import holder_of, inside, register_unit, unit_of, units_in
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.passes import attach
+from flatparam_runtime.unit import (
+    InitialWeights,
+    Instrument,
+    Unit,
+    UnitBuffers,
+    UnitModule,
+    UnitPlan,
+    holder_of,
+    inside,
+    register_unit,
+    unit_of,
+    units_in,
+)
 
 __all__ = ["Initialise", "no_sync", "observe", "shard_module", "skipped_steps"]
 

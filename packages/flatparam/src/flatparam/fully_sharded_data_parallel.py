@@ -35,11 +35,18 @@ from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
-from flatparam.resolving.settings import Resolved
-from flatparam.resolving.tree import ResolvedTree, resolve_tree
+from flatparam.resolving import (
+    Arguments,
+    DeviceMesh,
+    Ignorable,
+    Policy,
+    Ranks,
+    Resolved,
+    ResolvedTree,
+    resolve_tree,
+)
 from flatparam.sharding.units import shard_tree
-from flatparam.state import loading, older_functions, optimizer, saving, settings
+from flatparam.state import loading, older_functions, optimizer, rekeying, saving, settings
 from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting
 from flatparam.wrapper.flat_parameter import add_names
 from flatparam.wrapper.handle import HandleView, handle_views
@@ -585,7 +592,7 @@ class FullyShardedDataParallel(nn.Module):
     """Use `optim_state_dict_to_load` instead. This rank's part of the first rank's full state."""
     flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
     """Use `optim_state_dict_to_load` instead. This rank's part of a sharded state."""
-    rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
     """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names."""
 
     # FSDP1's names with an underscore that programs in the wild reach for, with what they mean there

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.process_group import c10d, groups
@@ -73,7 +72,7 @@ class ProcessGroupCollectives:
         self._rank, self._size = rank, found.size()
         self._hash = hash(found)
         self._is_gloo = groups.cpu_backend(found) == "gloo"
-        self._sites: dict[tuple[str, str], Site] = {}
+        self._sites: dict[tuple[str, str], checks.Site] = {}
         self._premultiplies: dict[torch.device, bool] = {}
         self._calls: GroupCalls | None = None
 
@@ -174,7 +173,9 @@ class ProcessGroupCollectives:
         )
         return _WorkPending(site, work, (output, full), calls)
 
-    def _exchange_and_add(self, site: Site, calls: GroupCalls, output: Tensor, full: Tensor) -> Pending:
+    def _exchange_and_add(
+        self, site: checks.Site, calls: GroupCalls, output: Tensor, full: Tensor
+    ) -> Pending:
         """A reduce-scatter by an all-to-all and a local sum, in rank order.
 
         gloo's own reduce-scatter is an all-reduce of a copy: it sends twice the bytes, and takes three times as long.
@@ -189,7 +190,7 @@ class ProcessGroupCollectives:
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
         return _WorkPending(site, work, (received, full), calls, add)
 
-    def _swap(self, site: Site, calls: GroupCalls, theirs: Tensor, ours: Tensor) -> Any:
+    def _swap(self, site: checks.Site, calls: GroupCalls, theirs: Tensor, ours: Tensor) -> Any:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
@@ -255,7 +256,7 @@ class ProcessGroupCollectives:
         group = _guarded(site, lambda: groups.new_subgroup(self.group, chosen), calls, waits=True)
         return None if group is None else ProcessGroupCollectives(group)
 
-    def _begin(self, site: Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
+    def _begin(self, site: checks.Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
         """Count the next collective of the group; for the errors see `GroupCalls.begin`."""
         calls = self._calls
         if calls is None:
@@ -266,10 +267,10 @@ class ProcessGroupCollectives:
             calls.begin(site, tensor.dtype, tensor.numel(), detail)
         return calls
 
-    def _site(self, op: str, label: str) -> Site:
+    def _site(self, op: str, label: str) -> checks.Site:
         site = self._sites.get((op, label))
         if site is None:
-            site = self._sites[op, label] = Site(rank=self._rank, size=self._size, op=op, label=label)
+            site = self._sites[op, label] = checks.Site(rank=self._rank, size=self._size, op=op, label=label)
         return site
 
 
@@ -277,7 +278,7 @@ class ProcessGroupCollectives:
 class _WorkPending:
     """A `Work` of torch.distributed. `tensors` are kept alive until the first `wait()` returns."""
 
-    site: Site
+    site: checks.Site
     work: Any
     tensors: tuple[Tensor, ...]
     calls: GroupCalls
@@ -320,7 +321,7 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def _guarded(site: Site, call: Callable[[], T], calls: GroupCalls, *, waits: bool = False) -> T:
+def _guarded(site: checks.Site, call: Callable[[], T], calls: GroupCalls, *, waits: bool = False) -> T:
     """The result of `call`; an exception becomes one that names the rank and the collective, and who failed first.
 
     Args:

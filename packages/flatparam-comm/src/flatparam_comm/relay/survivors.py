@@ -11,8 +11,7 @@ import attrs
 
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import CollectiveError
-from flatparam_comm.process_group import groups
-from flatparam_comm.process_group.engine import process_group_of
+from flatparam_comm.process_group import engine, groups
 from flatparam_comm.relay.process import end_of_process, tell_failure
 from flatparam_comm.relay.watched_call import ACTIVITY
 
@@ -56,7 +55,7 @@ class Survivors:
         Raises:
             CollectiveError: if the ranks are no processes, or their group has no store.
         """
-        group = process_group_of(ranks)
+        group = engine.process_group_of(ranks)
         number = 0 if group is None else _NUMBERS.next(group)
         prefix = f"flatparam survivors {number}"
         store = None if group is None else groups.store_of(group, prefix, timedelta(seconds=seconds))

@@ -12,8 +12,7 @@ from typing import Final, final
 import attrs
 
 from flatparam_comm.errors import CommError
-from flatparam_comm.process_group import groups
-from flatparam_comm.process_group.engine import ProcessGroupCollectives
+from flatparam_comm.process_group import engine, groups
 from flatparam_comm.relay.host import host_identity
 from flatparam_comm.shared_memory.segment import SharedSegment
 
@@ -81,7 +80,7 @@ class _Offer:
     token: tuple[int, ...] = ()
 
 
-def connect(group: ProcessGroupCollectives) -> Link | str:
+def connect(group: engine.ProcessGroupCollectives) -> Link | str:
     """Share memory between the ranks of `group`, or say why they cannot. Every rank of the group calls it.
 
     All ranks get a link, or all get the same sentence.
@@ -121,7 +120,7 @@ def connect(group: ProcessGroupCollectives) -> Link | str:
     return found
 
 
-def _obstacle(group: ProcessGroupCollectives) -> str:
+def _obstacle(group: engine.ProcessGroupCollectives) -> str:
     if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in _NEEDED):
         return f"shared memory needs Linux (memfd_create, pidfd_open), found {sys.platform}"
     if not groups.has_cpu_backend(group.group):

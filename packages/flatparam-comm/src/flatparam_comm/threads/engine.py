@@ -9,11 +9,9 @@ from typing import Any, final
 import attrs
 from torch import Tensor
 
-from flatparam_comm import checks
-from flatparam_comm.checks import Site
+from flatparam_comm import checks, rank_texts
 from flatparam_comm.collectives import Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
-from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_comm.threads.baton import Baton, ErrorFactory, Waiting
 from flatparam_comm.threads.meeting import Meeting, MeetingCall, MeetingGroup, Post
 from flatparam_comm.threads.transfer import (
@@ -69,7 +67,7 @@ class ThreadWorld:
                 if not meeting.agrees():
                     return _mismatch(meeting)
         advice = "make every rank call the same collectives in the same order"
-        text = told_by_ranks("no rank can go on", doing, advice)
+        text = rank_texts.told_by_ranks("no rank can go on", doing, advice)
         return lambda rank, op, label: DeadlockError(rank, op, label, text)
 
 
@@ -186,8 +184,8 @@ class ThreadCollectives:
         self._world.baton.check_thread(self._world_rank, "sleep", "")
         self._world.baton.pause(self._world_rank, seconds)
 
-    def _site(self, op: str, label: str) -> Site:
-        return Site(rank=self.rank, size=self.size, op=op, label=label)
+    def _site(self, op: str, label: str) -> checks.Site:
+        return checks.Site(rank=self.rank, size=self.size, op=op, label=label)
 
     def _move(self, cargo: Cargo, detail: str, stage: Callable[[Sequence[Cargo]], Staged]) -> Pending:
         """Post a data-plane call. `stage` computes the results, on the rank that posts last."""

@@ -1,1 +1,20 @@
 """The tensors that a sharded module shows under its parameters' names."""
+
+from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover, each_module
+from flatparam_core.exposure.flat import FlatExposure
+from flatparam_core.exposure.original import OriginalExposure
+from flatparam_core.exposure.owners import clear_owner, mark_owner, marked_owner
+from flatparam_core.exposure.protocol import Exposure
+
+__all__ = [
+    "BoundParameter",
+    "Exposure",
+    "FlatExposure",
+    "OriginalExposure",
+    "ParamInfo",
+    "clear_owner",
+    "discover",
+    "each_module",
+    "mark_owner",
+    "marked_owner",
+]

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.geometry.specs import ParamSpec
+from flatparam_core.geometry import ParamSpec
 from flatparam_core.names import clean_fqn
 
-__all__ = ["BoundParameter", "ParamInfo", "discover", "each_module", "memory_view"]
+__all__ = ["BoundParameter", "ParamInfo", "discover", "each_module"]
 
 
 @final
@@ -162,17 +162,3 @@ def each_module(
         seen.add(module)
         yield module
         stack.extend(reversed(module._modules.values()))
-
-
-def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-    """The elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
-
-    It is a view if the tensor already has that order, else a copy.
-    """
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return tensor.reshape(0)
-    if tuple(tensor.stride()) != spec.stride:
-        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
-    return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())

@@ -9,16 +9,13 @@ from typing import final
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.protocol import fragment_view, memory_of, new_values
 from flatparam_core.exposure.sites import Sites
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry.layout import Fragment
-from flatparam_core.geometry.shard_pieces import ShardPieces
-from flatparam_core.storage.gradients import add_to_grad
-from flatparam_core.tensor_data import give_data
+from flatparam_core.geometry import Fragment, ShardPieces
+from flatparam_core.storage import add_to_grad, give_data
 
 __all__ = ["FlatExposure"]
 
@@ -57,7 +54,7 @@ class FlatExposure:
     @classmethod
     def attach(
         cls, owner: nn.Module, attribute: str, flat_param: FlatParameter, bound: Sequence[BoundParameter]
-    ) -> Self:
+    ) -> FlatExposure:
         """Register `flat_param` in `owner` and take the original parameters out of their modules."""
         exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound), [], [])
         exposure._make_views({index: b.parameter for index, b in enumerate(bound)})

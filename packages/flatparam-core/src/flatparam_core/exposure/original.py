@@ -10,16 +10,14 @@ from typing import Final, final
 import attrs
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.protocol import new_values
 from flatparam_core.exposure.sites import Sites, replaced
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry.shard_pieces import ShardPieces
-from flatparam_core.storage.gradients import add_to_grad
-from flatparam_core.tensor_data import give_data
+from flatparam_core.geometry import ShardPieces
+from flatparam_core.storage import add_to_grad, give_data
 
 __all__ = ["OriginalExposure"]
 
@@ -56,7 +54,7 @@ class OriginalExposure:
         return [bool(f.in_shard) or not slot.span for f, slot in zip(fragments, layout.slots, strict=True)]
 
     @classmethod
-    def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> Self:
+    def attach(cls, flat_param: FlatParameter, bound: Sequence[BoundParameter]) -> OriginalExposure:
         """Turn the original parameters into views of the shard, once; optimizers that hold them go on working."""
         exposure = cls(flat_param, [b.parameter for b in bound], Sites.of(bound))
         for parameter in exposure._originals:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure.bindings import ParamInfo, memory_view
+from flatparam_core.exposure.bindings import ParamInfo
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry.layout import FlatLayout, Fragment
-from flatparam_core.geometry.shard_pieces import fragment_shape
+from flatparam_core.geometry import FlatLayout, Fragment, fragment_shape, memory_view
 
 __all__ = ["Exposure", "Memory", "fragment_view", "memory_of", "new_values"]
 

@@ -1,1 +1,38 @@
 """The positions of parameters in a flat parameter: integers and no memory."""
+
+from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot
+from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
+from flatparam_core.geometry.packing import pack_parameter, pack_shard
+from flatparam_core.geometry.replan import Location, Move, Place, replan
+from flatparam_core.geometry.rules import ELEMENT, ROW, WHOLE, LayoutRule, block_of
+from flatparam_core.geometry.shard_pieces import ShardPieces, fragment_shape
+from flatparam_core.geometry.spans import Span
+from flatparam_core.geometry.specs import ParamSpec, memory_view
+from flatparam_core.geometry.unflattened import Unflattened
+from flatparam_core.geometry.unit_layouts import plan_layouts
+
+__all__ = [
+    "ELEMENT",
+    "FlatLayout",
+    "FlatParamShardMetadata",
+    "Fragment",
+    "LayoutRule",
+    "Location",
+    "Move",
+    "ParamSpec",
+    "Place",
+    "ROW",
+    "ShardPieces",
+    "Slot",
+    "Span",
+    "Unflattened",
+    "WHOLE",
+    "block_of",
+    "fragment_shape",
+    "memory_view",
+    "pack_parameter",
+    "pack_shard",
+    "plan_layouts",
+    "replan",
+    "shard_metadata",
+]

@@ -14,7 +14,6 @@ from typing import Final, final
 
 import attrs
 import torch
-from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.placing import check_shares, place
@@ -152,7 +151,7 @@ class FlatLayout:
         world_size: int,
         alignment_nbytes: int = 0,
         shares: Sequence[float] = (),
-    ) -> Self:
+    ) -> FlatLayout:
         """Lay parameters of one dtype end to end.
 
         They lie in the order given, unless a rule of theirs asks for more than `ELEMENT`: then in the order that is
@@ -186,7 +185,9 @@ class FlatLayout:
         return cls(tuple(slots), world_size, numel)
 
     @classmethod
-    def _placed(cls, specs: Sequence[ParamSpec], world_size: int, step: int, shares: Sequence[float]) -> Self:
+    def _placed(
+        cls, specs: Sequence[ParamSpec], world_size: int, step: int, shares: Sequence[float]
+    ) -> FlatLayout:
         placing = place(specs, world_size=world_size, step=step, shares=shares)
         slots = [
             Slot(spec, Span(start, start + spec.numel))
@@ -197,7 +198,7 @@ class FlatLayout:
         lengths = placing.shard_numels
         return cls(tuple(slots), world_size, sum(lengths), lengths if len({*lengths}) > 1 else ())
 
-    def with_dtype(self, dtype: torch.dtype) -> Self:
+    def with_dtype(self, dtype: torch.dtype) -> FlatLayout:
         """The same intervals for parameters of a different dtype."""
         if dtype == self.dtype:
             return self

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flatparam_core.exposure.bindings import memory_view
 from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry.specs import memory_view
 
 __all__ = ["pack_parameter", "pack_shard"]
 

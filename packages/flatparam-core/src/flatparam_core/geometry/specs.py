@@ -14,7 +14,7 @@ from typing_extensions import Self
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.rules import ELEMENT, LayoutRule
 
-__all__ = ["ParamSpec"]
+__all__ = ["ParamSpec", "memory_view"]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -118,3 +118,17 @@ def _spec(
     if stride != row_major and (not math.prod(shape) or not is_dense(shape, stride)):
         stride = row_major
     return ParamSpec(fqn, shape, dtype, requires_grad, stride, aliases)
+
+
+def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """The elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
+
+    It is a view if the tensor already has that order, else a copy.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return tensor.reshape(0)
+    if tuple(tensor.stride()) != spec.stride:
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())

@@ -8,9 +8,9 @@ from typing import final
 import attrs
 import torch
 
-from flatparam_core.exposure.bindings import memory_view
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.spans import Span
+from flatparam_core.geometry.specs import memory_view
 
 __all__ = ["Unflattened"]
 

@@ -1,1 +1,23 @@
 """The memory of a flat parameter: the full parameters, the gradients, and the pool that keeps freed memory."""
+
+from flatparam_core.storage.buffer import BufferPool, FlatBuffer
+from flatparam_core.storage.full_form import FullForm, FullForms
+from flatparam_core.storage.gradients import GradientLedger, add_to_grad
+from flatparam_core.storage.precision import Precision
+from flatparam_core.storage.residency import RESIDENCY, Residency
+from flatparam_core.storage.shard import Shard
+from flatparam_core.storage.tensor_data import give_data
+
+__all__ = [
+    "BufferPool",
+    "FlatBuffer",
+    "FullForm",
+    "FullForms",
+    "GradientLedger",
+    "Precision",
+    "RESIDENCY",
+    "Residency",
+    "Shard",
+    "add_to_grad",
+    "give_data",
+]

@@ -8,7 +8,7 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry import FlatLayout
 
 __all__ = ["BufferPool", "FlatBuffer"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_core.geometry.layout import FlatLayout
+from flatparam_core.geometry import FlatLayout
 from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.storage.precision import Precision

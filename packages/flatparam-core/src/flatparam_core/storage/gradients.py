@@ -13,8 +13,7 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.geometry.layout import FlatLayout
-from flatparam_core.geometry.unflattened import Unflattened
+from flatparam_core.geometry import FlatLayout, Unflattened
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.thresholds import Threshold
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from flatparam_comm import FlatParamError, FlatParamHandle, gather_shards, telling
-from flatparam_runtime.passes.tree import tree_of
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.passes import tree_of
+from flatparam_runtime.unit import Phase, Unit
 
 __all__ = ["InAPassError", "full_views", "gather_full", "inspecting", "refuse_in_a_pass", "shown"]
 

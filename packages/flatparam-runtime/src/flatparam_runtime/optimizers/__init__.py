@@ -1,1 +1,23 @@
 """How optimizers step flat parameters, and which are refused."""
+
+from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
+from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers, step_in_backward
+from flatparam_runtime.optimizers.shape_rules import allow_shards
+from flatparam_runtime.optimizers.stepping import (
+    notice_optimizers,
+    set_flat_steps,
+    step_in_segments,
+    tensors_stepped,
+)
+
+__all__ = [
+    "allow_shards",
+    "check_in_backward_optimizers",
+    "clip_grad_norm_",
+    "clip_gradients_",
+    "notice_optimizers",
+    "set_flat_steps",
+    "step_in_backward",
+    "step_in_segments",
+    "tensors_stepped",
+]

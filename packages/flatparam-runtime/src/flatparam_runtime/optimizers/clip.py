@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatparam_comm import Collectives, ReduceOp, streams_of
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
-from flatparam_runtime.unit.registry import units_in
+from flatparam_runtime.unit import units_in
 
 __all__ = ["clip_grad_norm_", "clip_gradients_"]
 

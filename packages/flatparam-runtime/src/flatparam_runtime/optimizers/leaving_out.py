@@ -13,7 +13,7 @@ from flatparam_comm import FlatParamError
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP
-from flatparam_runtime.unit.registry import holder_of_parameter
+from flatparam_runtime.unit import holder_of_parameter
 
 __all__ = ["step_instead"]
 

@@ -26,8 +26,7 @@ from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
-from flatparam_runtime.unit.registry import holder_of_parameter
-from flatparam_runtime.unit.waiting import drop_waiting_of
+from flatparam_runtime.unit import drop_waiting_of, holder_of_parameter
 
 __all__ = ["notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
 

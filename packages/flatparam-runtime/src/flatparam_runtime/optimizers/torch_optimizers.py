@@ -11,12 +11,23 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from torch import optim
+import torch
+from torch import Tensor, optim
 
-__all__ = ["HOOKS", "INIT_GROUP", "IN_BACKWARD", "MAY_SEE_SHARDS", "STEPS", "STEPS_EACH", "steps_of"]
+__all__ = [
+    "HOOKS",
+    "INIT_GROUP",
+    "IN_BACKWARD",
+    "MAY_SEE_SHARDS",
+    "STEPS",
+    "STEPS_EACH",
+    "may_have_segments",
+    "steps_of",
+]
 
 INIT_GROUP: Final = "_init_group"
 """The method of an optimizer that collects the tensors of a group."""
@@ -54,3 +65,21 @@ STEPS: Final[Mapping[type[optim.Optimizer], Callable[[Any], Any]]] = steps_of(
     )
 )
 """The optimizers that treat each element alone, and can therefore step segments."""
+
+
+def may_have_segments(group: Mapping[str, Any]) -> bool:
+    """Whether the hyper-parameters of `group` let other tensors be stepped in the parameters' place.
+
+    The padding between parameters has to stay zero, as its gradient is. It does with all these optimizers if no number
+    is infinite and none divides by zero. The fused kernels of the CPU do not round the last elements of a tensor as the
+    others. Tensors as hyper-parameters, and steps that are differentiated, are left to the optimizer too.
+    """
+    if group.get("differentiable", False):
+        return False
+    if group.get("fused", False) and any(parameter.device.type == "cpu" for parameter in group["params"]):
+        return False
+    for value in group.values():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, Tensor) or (isinstance(number, float) and not math.isfinite(number)):
+                return False
+    return bool(group.get("eps", 1.0) >= torch.finfo(torch.float32).smallest_normal)

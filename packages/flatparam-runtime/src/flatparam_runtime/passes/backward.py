@@ -26,11 +26,7 @@ from flatparam_runtime.autograd import (
 )
 from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.passes.reductions import Reductions
-from flatparam_runtime.unit.calls import ForwardCall
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.plan import BackwardOrder
-from flatparam_runtime.unit.unit import Unit
-from flatparam_runtime.unit.waiting import note_waiting
+from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, note_waiting
 
 __all__ = ["BackwardPass", "notice_failed_passes"]
 

@@ -20,14 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
 from flatparam_runtime.agreement.divergence import rank_of
 from flatparam_runtime.autograd import in_backward, profiled, untraced
-from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers
+from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
-from flatparam_runtime.unit.calls import ForwardCall, running_calls
-from flatparam_runtime.unit.module import LeafWatch
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, running_calls
 
 __all__ = ["after_forward", "before_forward"]
 

@@ -32,11 +32,7 @@ from torch import nn
 from flatparam_comm import FlatParamError
 from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.passes.forward import after_forward, before_forward
-from flatparam_runtime.unit.calls import call_as_forward
-from flatparam_runtime.unit.inner_calls import InnerCall, InnerCalls
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.registry import unit_of
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, call_as_forward, unit_of
 
 __all__ = ["attach", "register_forward_method"]
 

@@ -7,7 +7,7 @@ from typing import final
 
 import attrs
 
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit import Unit
 
 __all__ = ["ForwardPass", "next_forward"]
 

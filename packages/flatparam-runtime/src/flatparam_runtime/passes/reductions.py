@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import operator
 from collections.abc import Sequence
 from typing import Final, TypeAlias, final
 
@@ -22,9 +21,8 @@ from flatparam_comm import (
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range
-from flatparam_runtime.optimizers.fused_optimizer import step_in_backward
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.optimizers import step_in_backward
+from flatparam_runtime.unit import Phase, Unit
 
 __all__ = ["Reductions"]
 
@@ -107,7 +105,9 @@ class Reductions:
         for reduced in settled:
             handle, arrived = reduced.handle, reduced.arrived
             before = self._given.get(handle)
-            self._given[handle] = arrived if before is None else bytes(map(operator.or_, before, arrived))
+            self._given[handle] = (
+                arrived if before is None else bytes(a | b for a, b in zip(before, arrived, strict=True))
+            )
             if all(arrived) and reduced.landed is None:
                 _give(handle, reduced.gradient, arrived)
             else:

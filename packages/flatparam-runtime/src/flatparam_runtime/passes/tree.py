@@ -18,11 +18,7 @@ from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, profiled
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
-from flatparam_runtime.unit.buffers import broadcast_buffers
-from flatparam_runtime.unit.calls import running_calls
-from flatparam_runtime.unit.phases import Phase
-from flatparam_runtime.unit.registry import revive_units, unit_of
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit import Phase, Unit, broadcast_buffers, revive_units, running_calls, unit_of
 
 __all__ = ["ROOT_NAME", "UnitTree", "tree_and_backward", "tree_of"]
 

@@ -1,1 +1,55 @@
 """A unit: a module, the parameters that it shards together, and their state."""
+
+from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
+from flatparam_runtime.unit.calls import ForwardCall, call_as_forward, running_calls
+from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
+from flatparam_runtime.unit.initial_weights import InitialWeights
+from flatparam_runtime.unit.inner_calls import InnerCall, InnerCalls
+from flatparam_runtime.unit.module import LeafWatch, UnitModule
+from flatparam_runtime.unit.phases import Phase
+from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
+from flatparam_runtime.unit.registry import (
+    holder_of,
+    holder_of_parameter,
+    inside,
+    register_unit,
+    revive_units,
+    unit_of,
+    units_in,
+)
+from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit.waiting import drop_waiting, drop_waiting_of, note_waiting
+
+__all__ = [
+    "BackwardOrder",
+    "BufferDtype",
+    "Casting",
+    "Event",
+    "EventKind",
+    "EventLog",
+    "ForwardCall",
+    "InitialWeights",
+    "InnerCall",
+    "InnerCalls",
+    "Instrument",
+    "LeafWatch",
+    "Phase",
+    "PrefetchPlan",
+    "Unit",
+    "UnitBuffers",
+    "UnitModule",
+    "UnitPlan",
+    "broadcast_buffers",
+    "call_as_forward",
+    "drop_waiting",
+    "drop_waiting_of",
+    "holder_of",
+    "holder_of_parameter",
+    "inside",
+    "note_waiting",
+    "register_unit",
+    "revive_units",
+    "running_calls",
+    "unit_of",
+    "units_in",
+]

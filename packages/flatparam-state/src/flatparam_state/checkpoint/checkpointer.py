@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing_extensions import Self
 
 from flatparam_runtime import Collectives, CommError, FlatParamError, resolve_topology
 from flatparam_state.checkpoint.averages_of import averages_by_name
-from flatparam_state.checkpoint.load.session import Loaded, load_checkpoint
+from flatparam_state.checkpoint.load import Loaded, load_checkpoint
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
 from flatparam_state.checkpoint.save import (
     Committer,
@@ -25,7 +24,7 @@ from flatparam_state.checkpoint.save import (
     optimizers_by_name,
     save_after_failure,
 )
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import AnyPath, CheckpointError
 
 if TYPE_CHECKING:
     from flatparam_state.averages import ShardedEMA
@@ -48,7 +47,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: AnyPath,
         model: nn.Module | None = None,
         optimizer: Optimizers = None,
         *,

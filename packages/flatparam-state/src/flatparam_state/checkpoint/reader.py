@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -29,6 +27,7 @@ from flatparam_state.checkpoint.manifest import (
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, read_manifest
 from flatparam_state.files import (
     CHUNK_NBYTES,
+    AnyPath,
     ByteFile,
     CheckpointError,
     TensorInfo,
@@ -37,10 +36,15 @@ from flatparam_state.files import (
     tensor_of,
 )
 
-__all__ = ["CheckpointReader", "deletion_of", "open_checkpoint", "what_it_says"]
+__all__ = ["CheckpointReader", "deletion_of", "is_checkpoint", "open_checkpoint", "what_it_says"]
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory `path` is a checkpoint, or one of a run that has saved some."""
+    return (path / MANIFEST).is_file() or bool(CheckpointDirectory(path).steps())
+
+
+def open_checkpoint(path: AnyPath) -> CheckpointReader:
     """Open a checkpoint for reading: a run's directory (its latest one), or one checkpoint in it.
 
     Raises:
@@ -87,9 +91,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
@@ -14,7 +13,7 @@ import attrs
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import MANIFEST
 from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint
-from flatparam_state.files import CheckpointError, UnreadableError, unreadable
+from flatparam_state.files import AnyPath, CheckpointError, UnreadableError, unreadable
 from flatparam_state.soundness import BytesRead, Check, examine
 
 __all__ = ["Verification", "checks_of_directory", "damage_of", "verify_checkpoint"]
@@ -44,7 +43,7 @@ class Verification:
         return not self.problems
 
 
-def verify_checkpoint(path: str | os.PathLike[str]) -> Verification:
+def verify_checkpoint(path: AnyPath) -> Verification:
     """Read every byte of a checkpoint and compare it with its hash; takes one chunk of memory and no ranks.
 
     Args:
@@ -79,7 +78,7 @@ def damage_of(path: Path) -> str:
     """
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path / MANIFEST)
+            (path / MANIFEST).stat()
         with open_checkpoint(path) as reader:
             for check in checks_of_directory(reader):
                 for _ in check():

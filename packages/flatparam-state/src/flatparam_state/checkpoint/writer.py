@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -23,7 +21,15 @@ from flatparam_state.checkpoint.save import (
     Ticket,
     header_metadata,
 )
-from flatparam_state.files import CHUNK_NBYTES, CheckpointError, Staging, TensorInfo, free_nbytes, split_path
+from flatparam_state.files import (
+    CHUNK_NBYTES,
+    AnyPath,
+    CheckpointError,
+    Staging,
+    TensorInfo,
+    free_nbytes,
+    split_path,
+)
 
 __all__ = ["CheckpointWriter"]
 
@@ -38,7 +44,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: AnyPath,
         tensors: Mapping[str, TensorInfo],
         values: Mapping[str, Any],
         *,
@@ -111,9 +117,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def write(self, path: str, chunks: Iterable[Tensor]) -> None:

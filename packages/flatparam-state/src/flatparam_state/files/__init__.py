@@ -1,6 +1,7 @@
 """The files of checkpoints as bytes: ranges that are read, writes that last, JSON, and safetensors."""
 
 from flatparam_state.files.byte_file import (
+    AnyPath,
     ByteFile,
     unreadable,
 )
@@ -9,6 +10,7 @@ from flatparam_state.files.disk import (
     open_regular,
     replace_durably,
     sync_directory,
+    sync_file,
     write_durably,
 )
 from flatparam_state.files.errors import (
@@ -48,6 +50,7 @@ from flatparam_state.files.tensor_bytes import (
 )
 
 __all__ = [
+    "AnyPath",
     "ByteFile",
     "CHUNK_NBYTES",
     "CheckpointError",
@@ -75,6 +78,7 @@ __all__ = [
     "replace_durably",
     "split_path",
     "sync_directory",
+    "sync_file",
     "tensor_of",
     "unreadable",
     "write_durably",

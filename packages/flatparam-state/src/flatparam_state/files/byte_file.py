@@ -6,17 +6,20 @@ import errno
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import TypeAlias, final
 
 from typing_extensions import Self
 
 from flatparam_state.files.disk import open_regular
 from flatparam_state.files.errors import CheckpointError, UnreadableError
 
-__all__ = ["ByteFile", "unreadable"]
+__all__ = ["AnyPath", "ByteFile", "unreadable"]
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+"""The name of a file or directory, as a caller gives it."""
 
 
-def unreadable(path: str | os.PathLike[str], done: str, error: OSError) -> UnreadableError:
+def unreadable(path: AnyPath, done: str, error: OSError) -> UnreadableError:
     """The error about a file that could not be `done` (opened, read), with what the system said."""
     return UnreadableError(
         f"{path}: cannot be {done}: {error.strerror or error}",
@@ -31,7 +34,7 @@ class ByteFile:
 
     __slots__ = ("_descriptor", "nbytes", "nbytes_read", "path")
 
-    def __init__(self, path: str | os.PathLike[str], *, follows_links: bool = True) -> None:
+    def __init__(self, path: AnyPath, *, follows_links: bool = True) -> None:
         """Open `path`.
 
         Args:

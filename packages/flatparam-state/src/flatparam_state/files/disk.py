@@ -6,10 +6,11 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import IO
 
 from flatparam_state.files.errors import CheckpointError
 
-__all__ = ["free_nbytes", "open_regular", "replace_durably", "sync_directory", "write_durably"]
+__all__ = ["free_nbytes", "open_regular", "replace_durably", "sync_directory", "sync_file", "write_durably"]
 
 
 def open_regular(
@@ -84,7 +85,12 @@ def write_durably(path: Path, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
-        os.fsync(file.fileno())
+        sync_file(file)
+
+
+def sync_file(file: IO[bytes]) -> None:
+    """Wait until what was written to `file` is on the disk; what it has buffered has to be flushed before."""
+    os.fsync(file.fileno())
 
 
 def replace_durably(source: Path, target: Path) -> None:

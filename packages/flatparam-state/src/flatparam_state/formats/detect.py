@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from flatparam_state.checkpoint.manifest import MANIFEST
-from flatparam_state.checkpoint.protocol import CheckpointDirectory
-from flatparam_state.checkpoint.reader import open_checkpoint
-from flatparam_state.files import CheckpointError, Source
+from flatparam_state.checkpoint.reader import is_checkpoint, open_checkpoint
+from flatparam_state.files import AnyPath, CheckpointError, Source
 from flatparam_state.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_state.formats.deepspeed.reader import is_deepspeed, open_deepspeed
 from flatparam_state.formats.hugging_face.model_files import INDEX_FILE, SINGLE_FILE, open_hugging_face
@@ -42,7 +40,7 @@ FORMATS: Final = tuple(_OPEN)
 """The formats that can be read."""
 
 
-def open_source(*paths: str | os.PathLike[str], format: str | None = None) -> Source:
+def open_source(*paths: AnyPath, format: str | None = None) -> Source:
     """Open a checkpoint of any format that is known, to be read piece by piece, without ranks and without the model.
 
     Args:
@@ -96,7 +94,7 @@ def _format_of(path: Path) -> str:
 
 
 def _format_of_directory(path: Path) -> str:
-    if (path / MANIFEST).is_file() or CheckpointDirectory(path).steps():
+    if is_checkpoint(path):
         return "flatparam"
     if is_dcp(path):
         return "dcp"

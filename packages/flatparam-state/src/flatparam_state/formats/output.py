@@ -11,9 +11,9 @@ from typing import Final, final
 
 import torch
 
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import CheckpointError, sync_file
 
-__all__ = ["SparseFile", "appearing", "check_new", "refuse_existing"]
+__all__ = ["Appended", "SparseFile", "appearing", "check_new", "refuse_existing"]
 
 _HOLE: Final = 1 << 16
 
@@ -72,7 +72,7 @@ class SparseFile:
             if kind is None:
                 self._file.truncate(self._end)
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                sync_file(self._file)
         finally:
             self._file.close()
 
@@ -93,6 +93,31 @@ class SparseFile:
             self._file.write(data)
         self._end = max(self._end, at + nbytes)
         return nbytes
+
+
+@final
+class Appended:
+    """The rest of a file behind its position, as the file that `zipfile` writes."""
+
+    def __init__(self, file: SparseFile) -> None:
+        """Begin at the position of `file`."""
+        self._file = file
+        self._start = file.tell()
+        self.write = file.write
+
+    def tell(self) -> int:
+        """The position, from where it began."""
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, counted from where it began."""
+        self._file.seek(self._start + offset)
+        return offset
+
+    def flush(self) -> None:
+        """Nothing, and so `close`: the owner of the file does it."""
+
+    close = flush
 
 
 def _is_a_hole(data: bytes | bytearray | memoryview) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import rank_file
 from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.writer import CheckpointWriter
-from flatparam_state.files import Source, TensorInfo
+from flatparam_state.files import AnyPath, Source, TensorInfo
 from flatparam_state.formats.output import refuse_existing
 from flatparam_state.formats.stored import stored_source
 
@@ -20,7 +19,7 @@ __all__ = ["write_checkpoint"]
 
 def write_checkpoint(
     source: Source,
-    directory: str | os.PathLike[str],
+    directory: AnyPath,
     *,
     world_size: int = 1,
     step: int = 0,

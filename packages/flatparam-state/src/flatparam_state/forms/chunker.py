@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import attrs
 import torch
 
-from flatparam_runtime import Collectives, FlatParamError
+from flatparam_runtime import Collectives, FlatParamError, process_group_of
 from flatparam_state.forms.tiling import Tiling
 from flatparam_state.places import Place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["OWN_CHUNKER", "Chunker", "OwnChunker", "is_dtensor"]
+__all__ = ["OWN_CHUNKER", "Chunker", "OwnChunker", "is_chunked_over", "is_dtensor", "local_shape", "mesh_of"]
 
 
 class Chunker(Protocol):
@@ -101,6 +101,44 @@ OWN_CHUNKER: Final = OwnChunker()
 def is_dtensor(value: object) -> bool:
     """Whether `value` is torch's `DTensor`; it is not imported for that."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
+
+
+def local_shape(value: Any) -> tuple[int, ...]:
+    """The shape of this rank's part of a `DTensor` over the last dimension of the mesh, that of tensor
+    parallelism."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    last = value.device_mesh.ndim - 1
+    mesh = value.device_mesh if last == 0 else value.device_mesh[value.device_mesh.mesh_dim_names[last]]
+    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, value.placements[last:])
+    return tuple(shape)
+
+
+def is_chunked_over(value: Any, group: Collectives) -> bool:
+    """Whether the ranks of `group` hold the chunks of a `DTensor`'s dimension 0, and all others copies."""
+    process_group = process_group_of(group)
+    cut = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+    if process_group is None or len(cut) != 1 or not value.placements[cut[0]].is_shard(0):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    return ranks(value.device_mesh.get_group(cut[0])) == ranks(process_group)
+
+
+def mesh_of(place: Place, *, makes_one: bool) -> DeviceMesh | None:
+    """The mesh that the unit of `place` was sharded over; None if it was not, unless one is made of its ranks.
+
+    Raises:
+        FlatParamError: if the ranks are none of torch's.
+    """
+    topology = place.unit.plan.topology
+    if topology.mesh is not None or not makes_one:
+        return topology.mesh
+    group = process_group_of(topology.shard)
+    if group is None:
+        raise FlatParamError("a DTensor needs a process group of torch.distributed; use a full state dict")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, place.handle.device.type)
 
 
 def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
-from typing_extensions import Self
 
-from flatparam_runtime import FlatParamError, process_group_of
 from flatparam_state.codec import gather
 from flatparam_state.forms.boxes import cut
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, mesh_of
 from flatparam_state.forms.wanted import Wanted
 from flatparam_state.places import Place
 
@@ -51,7 +49,7 @@ class StateForm:
     chunker: Chunker = OWN_CHUNKER
     """The functions that make chunks."""
 
-    def at(self, place: Place) -> Self:
+    def at(self, place: Place) -> StateForm:
         """This form, or the full one if nothing is sharded."""
         if place.unit.plan.topology.shard.size > 1 or self.kind is FormKind.FULL:
             return self
@@ -72,17 +70,7 @@ class StateForm:
         Raises:
             FlatParamError: if the ranks are none of torch's.
         """
-        mesh = place.unit.plan.topology.mesh
-        if mesh is not None or not self.use_dtensor:
-            return mesh
-        group = process_group_of(place.unit.plan.topology.shard)
-        if group is None:
-            raise FlatParamError(
-                "a DTensor needs a process group of torch.distributed; use a full state dict"
-            )
-        from torch.distributed.device_mesh import DeviceMesh
-
-        return DeviceMesh.from_group(group, place.handle.device.type)
+        return mesh_of(place, makes_one=self.use_dtensor)
 
     def sharded(
         self, place: Place, shard: torch.Tensor, present: Callable[[int, torch.Tensor], torch.Tensor]

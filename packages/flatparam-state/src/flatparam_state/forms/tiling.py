@@ -12,7 +12,7 @@ from typing_extensions import Self
 from flatparam_runtime import Collectives, FlatParamError, ParamSpec, Span, process_group_of
 from flatparam_state.forms.boxes import Box, boxes_of
 
-__all__ = ["Tiling", "is_sharded_tensor"]
+__all__ = ["Tiling", "gathered", "is_sharded_tensor"]
 
 
 @final
@@ -147,12 +147,12 @@ def is_sharded_tensor(value: object) -> bool:
 
 def _ranks_in(group: Collectives) -> dict[int, int]:
     """The ranks of the group, by their ranks in the world."""
-    import torch.distributed as dist
-
     process_group = process_group_of(group)
     if process_group is None:
         return {rank: rank for rank in range(group.size)}
-    return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(process_group))}
+    return {
+        rank: number for number, rank in enumerate(torch.distributed.get_process_group_ranks(process_group))
+    }
 
 
 def _placement(rank: int, device: torch.device) -> str:
@@ -160,3 +160,37 @@ def _placement(rank: int, device: torch.device) -> str:
         return f"rank:{rank}/cpu"
     module = getattr(torch, device.type)
     return f"rank:{rank}/{device.type}:{rank % module.device_count()}"
+
+
+def gathered(
+    held: Tiling,
+    shards: Mapping[tuple[int, ...], torch.Tensor],
+    dtype: torch.dtype,
+    group: Collectives,
+    device: torch.device,
+) -> torch.Tensor:
+    """The full tensor, gathered from what every rank of `group` holds of it, as `held` says; every rank calls it.
+
+    Args:
+        shards: the tensors of this rank's boxes, by their offsets.
+        device: where collectives work, and where the tensor will be.
+    """
+    width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
+    everything = torch.empty(width * group.size, dtype=dtype, device=device)
+    start = group.rank * width
+    for box in held.of_rank(group.rank):
+        everything[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
+        start += box.numel
+    if width:
+        mine = everything[group.rank * width :][:width]
+        group.all_gather(everything, mine, label="sharded state").wait()
+    # The parts are the tensor, one after the other.
+    if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):
+        return everything[: torch.Size(held.shape).numel()].view(held.shape)
+    full = everything.new_empty(held.shape)
+    for rank, boxes in held.boxes.items():
+        start = rank * width
+        for box in boxes:
+            box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
+            start += box.numel
+    return full

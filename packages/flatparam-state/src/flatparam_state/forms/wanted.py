@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 import attrs
@@ -17,12 +16,11 @@ from flatparam_runtime import (
     Span,
     Topology,
     memory_view,
-    process_group_of,
 )
 from flatparam_state.forms.boxes import cut
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_dtensor
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_chunked_over, is_dtensor, local_shape
 from flatparam_state.forms.deferred import LazyTensor, Streamed, as_tensor, is_tensor_like, shape_of
-from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
+from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
 from flatparam_state.places import Place
 
 __all__ = ["Wanted"]
@@ -105,7 +103,7 @@ class Wanted:
             return type(value).__name__
         shape = shape_of(value)
         if is_dtensor(value) and self.is_presented:
-            shape = _local_shape(value)
+            shape = local_shape(value)
         return None if shape == self.spec.shape else f"shape {shape}"
 
     def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
@@ -122,10 +120,10 @@ class Wanted:
         if isinstance(value, Streamed):
             value = value.arrive()
         elif is_dtensor(value):
-            if chunker is OWN_CHUNKER and not self.is_presented and _is_chunked_over(value, self._group):
+            if chunker is OWN_CHUNKER and not self.is_presented and is_chunked_over(value, self._group):
                 held = Tiling.of_chunks(value.shape, self._group.size)
                 local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}
-                value = _gathered(local, held, value.dtype, self._group, self.device)
+                value = gathered(held, local, value.dtype, self._group, self.device)
             else:
                 value = chunker.whole(value, self.device, is_presented=self.is_presented)
         elif is_sharded_tensor(value):
@@ -133,7 +131,7 @@ class Wanted:
             if held.agrees_with(self.tiling):
                 return self._own(value, chunker)
             shards = chunker.local_shards(value)
-            value = _gathered(shards, held, value.dtype, self._group, self.device)
+            value = gathered(held, shards, value.dtype, self._group, self.device)
         return memory_view(value, self.spec)[span]
 
     def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
@@ -145,52 +143,3 @@ class Wanted:
             if box.numel:
                 view.copy_(shards[box.offsets])
         return part
-
-
-def _local_shape(value: Any) -> tuple[int, ...]:
-    """The shape of this rank's part over the last dimension of the mesh, that of tensor parallelism."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    last = value.device_mesh.ndim - 1
-    mesh = value.device_mesh if last == 0 else value.device_mesh[value.device_mesh.mesh_dim_names[last]]
-    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, value.placements[last:])
-    return tuple(shape)
-
-
-def _is_chunked_over(value: Any, group: Collectives) -> bool:
-    """Whether the ranks of `group` hold the chunks of a `DTensor`'s dimension 0, and all others copies."""
-    process_group = process_group_of(group)
-    cut = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
-    if process_group is None or len(cut) != 1 or not value.placements[cut[0]].is_shard(0):
-        return False
-    ranks = torch.distributed.get_process_group_ranks
-    return ranks(value.device_mesh.get_group(cut[0])) == ranks(process_group)
-
-
-def _gathered(
-    shards: Mapping[tuple[int, ...], torch.Tensor],
-    held: Tiling,
-    dtype: torch.dtype,
-    group: Collectives,
-    device: torch.device,
-) -> torch.Tensor:
-    """The full tensor, gathered from what every rank holds of it: `shards`, by their offsets."""
-    width = max(sum(box.numel for box in boxes) for boxes in held.boxes.values())
-    everything = torch.empty(width * group.size, dtype=dtype, device=device)
-    start = group.rank * width
-    for box in held.of_rank(group.rank):
-        everything[start : start + box.numel].view(box.sizes).copy_(shards[box.offsets])
-        start += box.numel
-    if width:
-        mine = everything[group.rank * width :][:width]
-        group.all_gather(everything, mine, label="sharded state").wait()
-    # The parts are the tensor, one after the other.
-    if held.agrees_with(Tiling.of_chunks(held.shape, group.size)):
-        return everything[: math.prod(held.shape)].view(held.shape)
-    full = everything.new_empty(held.shape)
-    for rank, boxes in held.boxes.items():
-        start = rank * width
-        for box in boxes:
-            box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
-            start += box.numel
-    return full

@@ -15,8 +15,7 @@ from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatparam.in_place.scaling import have_torch_scalers_agree
 from flatparam.in_place.spread import unit_that_holds
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import DeviceMesh, Ranks
-from flatparam.resolving.settings import Resolved
+from flatparam.resolving import DeviceMesh, Ranks, Resolved
 from flatparam.sharding.placement import own_modules
 from flatparam.sharding.units import shard_resolved
 from flatparam.wrapper.interior import wrappers_in

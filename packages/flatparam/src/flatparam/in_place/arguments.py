@@ -11,12 +11,15 @@ from torch import nn
 from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.initialising import buffers_to_come
 from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, as_policy
-from flatparam.resolving.arguments import Arguments
-from flatparam.resolving.devices import resolve_device
-from flatparam.resolving.environment import Environment
-from flatparam.resolving.ignored import Ignored, resolve_ignored
-from flatparam.resolving.rules import resolve_rules
-from flatparam.resolving.settings import Resolved
+from flatparam.resolving import (
+    Arguments,
+    Environment,
+    Ignored,
+    Resolved,
+    resolve_device,
+    resolve_ignored,
+    resolve_rules,
+)
 from flatparam_comm import resolve_topology
 from flatparam_core import Precision
 from flatparam_runtime import Casting, Nonfinite, Topology, UnitPlan

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from flatparam.resolving.ignored import Ignored
+from flatparam.resolving import Ignored
 from flatparam.sharding.deferred_init import ValuesLater
 from flatparam.sharding.placement import own_modules
 from flatparam_core import FlatParamError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -39,7 +38,7 @@ def save_state(
     Args:
         arguments, named: see `flatparam.state.saving.collected`.
     """
-    return collected(arguments, named, collect, partial(_saving, module))
+    return collected(arguments, named, collect, lambda state, prefix: _saving(module, state, prefix))
 
 
 @contextlib.contextmanager

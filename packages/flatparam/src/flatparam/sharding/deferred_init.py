@@ -11,8 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam.resolving.ignored import Ignored
-from flatparam.resolving.settings import Resolved
+from flatparam.resolving import Ignored, Resolved
 from flatparam.sharding.placement import broadcast_from_first
 from flatparam_comm import Topology
 from flatparam_core import BoundParameter, discover

@@ -6,26 +6,22 @@ of a `DTensor` that this rank holds. That part is flattened and sharded; modules
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Iterable
 from typing import Any, Final, final
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
-from flatparam.resolving.ignored import Ignored
-from flatparam_comm import ProcessGroupCollectives, process_group_of
+from flatparam.resolving import Ignored
+from flatparam.sharding.extension_point import DTensorExtensions, FSDPExtensions
+from flatparam_comm import process_group_of
 from flatparam_core import PRESENTER, discover, owner_of
 from flatparam_runtime import unit_of
 from flatparam_state import OWN_CHUNKER, Chunker, Place
 
 __all__ = [
-    "DTensorExtensions",
-    "FSDPExtensions",
     "chunker",
     "flatten_extended",
     "needs_extensions",
@@ -33,82 +29,6 @@ __all__ = [
 ]
 
 
-class FSDPExtensions(abc.ABC):
-    """How parameters of some tensor class are flattened, and how their sharded state is made and taken apart.
-
-    FSDP1's extension point: see `set_extensions`. The first two methods have to be there.
-    """
-
-    @abc.abstractmethod
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        """The plain tensor to flatten in place of `tensor`, and what it takes to make the like of it again.
-
-        `(tensor, None)` leaves it as it is.
-        """
-
-    @abc.abstractmethod
-    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        """Make what modules see of `tensor`, a full parameter as flattened; differentiably."""
-
-    def chunk_tensor(
-        self,
-        tensor: Tensor,
-        rank: int,
-        world_size: int,
-        num_devices_per_node: int,
-        pg: Any,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        """A `ShardedTensor` over `pg` of which this rank holds `tensor.chunk(world_size, dim=0)[rank]`."""
-        found: Tensor = _OWN.chunk_over(tensor, ProcessGroupCollectives(pg))
-        return found if device is None else found.to(device)
-
-    def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: Any) -> Tensor:
-        """A `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
-        found: Tensor = _OWN.chunk_over_mesh(tensor, device_mesh, rank)
-        return found
-
-    def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """The tensor to load in place of `tensor`, a `ShardedTensor`, and its local shards."""
-        sharded: Any = tensor
-        return tensor, sharded.local_shards()
-
-    def all_gather_dtensor(self, tensor: Tensor, parent_mesh: Any) -> Tensor:
-        """The tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
-        sharded: Any = tensor
-        return _OWN.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
-
-
-class DTensorExtensions(FSDPExtensions):
-    """For `DTensor` parameters over a mesh of other ranks than those that FSDP shards over."""
-
-    @override
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        """This rank's local part.
-
-        Raises:
-            ValueError: for a `DTensor` that is a sum still to be made.
-        """
-        # Imported late: torch may have been built without distributed.
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor):
-            return tensor, None
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise ValueError(f"a parameter cannot be a partial DTensor, found one with {tensor.placements}")
-        facts = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        return tensor.to_local(), facts
-
-    @override
-    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        """The `DTensor` of which `tensor` is the local part; gradients come back to that part."""
-        from torch.distributed.tensor import DTensor
-
-        mesh, placements, shape, stride = param_extension
-        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-_OWN: Final = OWN_CHUNKER
 _PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
 _extensions: FSDPExtensions | None = None
 
@@ -134,7 +54,7 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
     for b in bound:
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
-        for extensions in (_extensions, DTensorExtensions() if dist.is_available() else None):
+        for extensions in (_extensions, DTensorExtensions() if torch.distributed.is_available() else None):
             if extensions is None:
                 continue
             plain, facts = extensions.pre_flatten_transform(b.parameter)
@@ -151,7 +71,7 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
 
 def chunker() -> Chunker:
     """The object that makes sharded tensors and takes them apart: the extensions, if there are any."""
-    return _OWN if _extensions is None else _Extended(_extensions)
+    return OWN_CHUNKER if _extensions is None else _Extended(_extensions)
 
 
 @final

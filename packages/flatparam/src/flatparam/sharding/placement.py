@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatparam.resolving.ignored import Ignored
+from flatparam.resolving import Ignored
 from flatparam_comm import Topology, broadcast_tensors
 from flatparam_core import each_module, give_data
 from flatparam_runtime import unit_of

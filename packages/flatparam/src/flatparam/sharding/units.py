@@ -8,15 +8,10 @@ from typing import Final
 
 from torch import nn
 
-from flatparam.observing import whole_program
-from flatparam.observing.debug_log import watch_for_debugging
+from flatparam.observing import debug_log, whole_program
 from flatparam.policies.choosing import wrap_chosen
-from flatparam.resolving.settings import Resolved
-from flatparam.resolving.tree import ResolvedTree
-from flatparam.sharding import placement
-from flatparam.sharding.compiling import mark_for_compiler
-from flatparam.sharding.deferred_init import initialiser, is_deferred
-from flatparam.sharding.extensions import flatten_extended, needs_extensions
+from flatparam.resolving import Resolved, ResolvedTree
+from flatparam.sharding import compiling, deferred_init, extensions, placement
 from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
 
@@ -62,10 +57,11 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
     _notice()
     modules = placement.own_modules(module, resolved.ignored)
     tensors = list(placement.own_tensors(modules, resolved.ignored))
-    if needs_extensions(tensors):
-        flatten_extended(module, resolved.ignored)
+    if extensions.needs_extensions(tensors):
+        extensions.flatten_extended(module, resolved.ignored)
         tensors = list(placement.own_tensors(modules, resolved.ignored))
-    initialise = initialiser(module, resolved) if is_deferred(tensors, resolved) else None
+    is_deferred = deferred_init.is_deferred(tensors, resolved)
+    initialise = deferred_init.initialiser(module, resolved) if is_deferred else None
     if resolved.device is not None:
         placement.move(tensors, resolved.device)
     if resolved.sync_module_states and initialise is None:
@@ -81,10 +77,10 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         shares=() if resolved.rules is None else resolved.rules.shares,
     )
     _warn_of_padding(unit)
-    watch_for_debugging(unit)
+    debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
         whole_program.record(unit, resolved.environment.trace_folder)
-    mark_for_compiler(modules)
+    compiling.mark_for_compiler(modules)
     return unit
 
 

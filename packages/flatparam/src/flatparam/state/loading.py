@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,7 +33,7 @@ def load_state(
     if getattr(interior.settings.state_dict_config, "rank0_only", False):
         state = streamed(wrapper, state)
     state = _with_inner_versions(wrapper, state)
-    with SimpleProfiler.profile(SimpleProfiler.Type.ALL), _being_strict(interior, strict):
+    with SimpleProfiler.profile(SimpleProfiler.Type.ALL), interior.being_strict(strict):
         try:
             loaded = load(state, strict=strict)
         except Exception as error:
@@ -44,17 +43,6 @@ def load_state(
             raise
     SimpleProfiler.dump_and_reset("FSDP load_state_dict() profiling:")
     return loaded
-
-
-@contextlib.contextmanager
-def _being_strict(interior: Interior, strict: bool) -> Iterator[None]:
-    """Inside, a missing or unexpected name keeps everything from being loaded if `strict`; torch tells no hook."""
-    before, interior.is_strict = interior.is_strict, strict
-    interior.has_told = False
-    try:
-        yield
-    finally:
-        interior.is_strict = before
 
 
 def _before(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,9 +13,8 @@ from torch import nn
 
 from flatparam.api import StateDictType
 from flatparam.state.own import own_buffers
-from flatparam.state.settings import form_of
+from flatparam.state.settings import check_form, form_of
 from flatparam.wrapper.interior import Interior
-from flatparam_runtime import Unit
 from flatparam_state import clean_keys, is_sharded_tensor, state_shown
 
 __all__ = ["collected", "save_state"]
@@ -67,7 +65,7 @@ def _saving(wrapper: nn.Module, interior: Interior, state: dict[str, Any], prefi
     """While torch collects `wrapper`'s state in `state`, show its form of the parameters; then clean the names."""
     unit, settings = interior.unit, interior.settings
     config = settings.state_dict_config
-    _check_form(unit, settings.state_dict_type)
+    check_form(unit, settings.state_dict_type)
     with state_shown(wrapper, form_of(settings.state_dict_type, config)) as stand_ins:
         yield
     clean_keys(state, prefix)
@@ -85,23 +83,3 @@ def _saving(wrapper: nn.Module, interior: Interior, state: dict[str, Any], prefi
             # A tensor on the meta device stands in for what an outer wrapper puts there.
             if isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and not value.is_meta:
                 state[key] = value.cpu()
-
-
-def _check_form(unit: Unit, kind: StateDictType) -> None:
-    """Make sure that the form is possible for the unit, by FSDP1's rules.
-
-    Raises:
-        RuntimeError: for a local state of what was sharded over a mesh.
-    """
-    if kind is StateDictType.FULL_STATE_DICT:
-        return
-    if unit.plan.topology.shard.size == 1:
-        warnings.warn(
-            f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
-            stacklevel=7,
-        )
-    elif kind is StateDictType.LOCAL_STATE_DICT and unit.plan.topology.mesh is not None:
-        raise RuntimeError(
-            f"unit {unit.name!r} was sharded over a DeviceMesh, which is not compatible with LOCAL_STATE_DICT; use "
-            "SHARDED_STATE_DICT, which then has DTensors"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -23,9 +24,10 @@ from flatparam.api import (
 from flatparam.compat import as_config, as_enum
 from flatparam.sharding.extensions import chunker
 from flatparam.wrapper.interior import wrappers_in
+from flatparam_runtime import Unit
 from flatparam_state import OWN_CHUNKER, FormKind, StateForm
 
-__all__ = ["default_settings", "form_of", "set_settings", "settings_of", "settings_shown"]
+__all__ = ["check_form", "default_settings", "form_of", "set_settings", "settings_of", "settings_shown"]
 
 _CONFIGS: Final = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -148,3 +150,23 @@ def settings_shown(
     finally:
         for interior, settings in zip(interiors, before, strict=True):
             interior.settings = settings
+
+
+def check_form(unit: Unit, kind: StateDictType) -> None:
+    """Make sure that the form is possible for the unit, by FSDP1's rules.
+
+    Raises:
+        RuntimeError: for a local state of what was sharded over a mesh.
+    """
+    if kind is StateDictType.FULL_STATE_DICT:
+        return
+    if unit.plan.topology.shard.size == 1:
+        warnings.warn(
+            f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
+            stacklevel=7,
+        )
+    elif kind is StateDictType.LOCAL_STATE_DICT and unit.plan.topology.mesh is not None:
+        raise RuntimeError(
+            f"unit {unit.name!r} was sharded over a DeviceMesh, which is not compatible with LOCAL_STATE_DICT; use "
+            "SHARDED_STATE_DICT, which then has DTensors"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import final
 
 import attrs
@@ -38,6 +40,16 @@ class Interior:
     """The loading that the wrapper takes part in, or took part in last if that one failed."""
     reported: tuple[TrainingState, HandleTrainingState] | None = None
     """The states that a program has the wrapper tell, instead of its own."""
+
+    @contextlib.contextmanager
+    def being_strict(self, strict: bool) -> Iterator[None]:
+        """Inside, a missing or unexpected name keeps everything from being loaded if `strict`; torch tells no hook."""
+        before, self.is_strict = self.is_strict, strict
+        self.has_told = False
+        try:
+            yield
+        finally:
+            self.is_strict = before
 
 
 def interior_of(module: nn.Module) -> Interior | None:

@@ -9,7 +9,7 @@ import attrs
 from torch import nn
 
 from flatparam.api import BackwardPrefetch
-from flatparam.resolving.settings import backward_prefetch_of, resolve_prefetch
+from flatparam.resolving import backward_prefetch_of, resolve_prefetch
 from flatparam.wrapper.interior import unit_inside
 from flatparam_runtime import Unit
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam_comm import FlatParameter, FlatParamHandle, Fragment, ParamSpec, Topology, handle_of, owner_of
 from flatparam_runtime.optimizers.matrices.whole_step import Settings
-from flatparam_runtime.unit.registry import holder_of
+from flatparam_runtime.unit import holder_of
 
 __all__ = ["Member", "drop_flat_gradients", "follow_gradients", "originals_in"]
 

@@ -1,14 +1,18 @@
-"""The elements of a saved tensor that this rank needs, in the memory order of the model."""
+"""The elements of a saved tensor that this rank needs, in the memory order of the model; some are read later."""
 
 from __future__ import annotations
 
+from typing import Any, final
+
+import attrs
 import torch
 from torch import Tensor
 
 from flatparam_runtime import ParamSpec, Span
 from flatparam_state.checkpoint.reader import CheckpointReader
+from flatparam_state.forms import LazyTensor, LazyValue
 
-__all__ = ["read_part"]
+__all__ = ["SavedTensor", "SavedValue", "read_part"]
 
 
 def read_part(
@@ -40,3 +44,35 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int,
     """The strides that order elements: those of dimensions longer than 1."""
     stride = stride or ParamSpec("", shape, torch.uint8, requires_grad=False).stride
     return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
+
+
+@final
+@attrs.frozen(eq=False)
+class SavedValue(LazyValue):
+    """A value in a manifest, perhaps with a tensor in a file."""
+
+    _reader: CheckpointReader
+    _tree: Any
+
+    def whole(self) -> Any:
+        """See `LazyValue`."""
+        return self._reader.decode(self._tree)
+
+
+@final
+class SavedTensor(LazyTensor):
+    """A tensor of a checkpoint."""
+
+    def __init__(self, reader: CheckpointReader, path: str) -> None:
+        """Read nothing yet of the tensor that is at `path` in the checkpoint."""
+        info = reader.record(path).info
+        self.shape, self.dtype = info.shape, info.dtype
+        self._reader, self._path = reader, path
+
+    def whole(self) -> Tensor:
+        """See `LazyValue`."""
+        return self._reader.load(self._path)
+
+    def part(self, spec: ParamSpec, span: Span) -> Tensor:
+        """See `LazyTensor`."""
+        return read_part(self._reader, self._path, spec.stride, span, self.dtype)

@@ -10,12 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import ParamSpec, Span
-from flatparam_state.checkpoint.load.elements import read_part
+from flatparam_state.checkpoint.load.elements import SavedTensor, SavedValue
 from flatparam_state.checkpoint.model_tensors import model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.files import CheckpointError, join_path, split_path
-from flatparam_state.forms import LazyTensor, LazyValue
 from flatparam_state.optimizer import COUNTERS, AsItIs, PerRank, load_optimizer_state
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
@@ -77,10 +75,12 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
             state.setdefault(name_now(parts[-2]), {})[parts[-1]] = value
 
     for path, record in reader.manifest.tensors.items():
-        stored = _Tensor(reader, path)
+        stored = SavedTensor(reader, path)
         note(path, AsItIs(stored) if record.whole else stored)
     for path, of_ranks in reader.manifest.per_rank.items():
-        note(path, PerRank(tuple((each.span, _Value(reader, each.value)) for each in of_ranks)).to_entry())
+        note(
+            path, PerRank(tuple((each.span, SavedValue(reader, each.value)) for each in of_ranks)).to_entry()
+        )
     for fqn, plain in tree.get("state", {}).items():
         for name, value in plain.items():
             note(join_path((*prefix, fqn, name)), reader.decode(value))
@@ -124,34 +124,3 @@ def _names_now(reader: CheckpointReader, model: nn.Module) -> Callable[[str], st
         return next((now[name] for name in known if name in now), saved)
 
     return name_now
-
-
-@final
-@attrs.frozen(eq=False)
-class _Value(LazyValue):
-    """A value in a manifest, perhaps with a tensor in a file."""
-
-    _reader: CheckpointReader
-    _tree: Any
-
-    def whole(self) -> Any:
-        """See `LazyValue`."""
-        return self._reader.decode(self._tree)
-
-
-@final
-class _Tensor(LazyTensor):
-    """A tensor of a checkpoint."""
-
-    def __init__(self, reader: CheckpointReader, path: str) -> None:
-        info = reader.record(path).info
-        self.shape, self.dtype = info.shape, info.dtype
-        self._reader, self._path = reader, path
-
-    def whole(self) -> Tensor:
-        """See `LazyValue`."""
-        return self._reader.load(self._path)
-
-    def part(self, spec: ParamSpec, span: Span) -> Tensor:
-        """See `LazyTensor`."""
-        return read_part(self._reader, self._path, spec.stride, span, self.dtype)

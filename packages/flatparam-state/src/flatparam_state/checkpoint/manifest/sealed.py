@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_state.files import ByteFile, CheckpointError, check_cost, parse_json, write_durably
+from flatparam_state.files import AnyPath, ByteFile, CheckpointError, check_cost, parse_json, write_durably
 
 __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
 
@@ -60,7 +59,7 @@ def unseal(data: bytes) -> Any:
     return content
 
 
-def read_sealed(path: str | os.PathLike[str], *, follows_links: bool = True) -> Any:
+def read_sealed(path: AnyPath, *, follows_links: bool = True) -> Any:
     """The content of a sealed file.
 
     Args:

@@ -5,9 +5,9 @@ from flatparam_state.checkpoint.save.commit import Committer
 from flatparam_state.checkpoint.save.contribution import Ticket
 from flatparam_state.checkpoint.save.optimizer_pieces import optimizers_by_name
 from flatparam_state.checkpoint.save.rank_file import RankFileWriter, header_metadata
-from flatparam_state.checkpoint.save.readiness import Subject
 from flatparam_state.checkpoint.save.report import RankReport
 from flatparam_state.checkpoint.save.session import Saver
+from flatparam_state.checkpoint.save.subject import Subject
 
 __all__ = [
     "Committer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
@@ -15,7 +14,7 @@ from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord, file_dtype
 from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import OwnedPiece
-from flatparam_state.files import Staging, TensorFileWriter, TensorInfo, bytes_view
+from flatparam_state.files import Staging, TensorFileWriter, TensorInfo, bytes_view, sync_file
 
 __all__ = ["RankFileWriter", "header_metadata", "write_rank_file"]
 
@@ -102,7 +101,7 @@ class RankFileWriter:
     def finish(self) -> FileRecord:
         """Wait until everything is on the disk."""
         self._writer.finish()
-        os.fsync(self._file.fileno())
+        sync_file(self._file)
         self._file.close()
         header = self._writer.header
         self._on_moment(Moment.FILE_SYNCED)

@@ -1,56 +1,17 @@
-"""The beginning of a save: every rank has what it writes, the optimizers agree, and there is room on the disk."""
+"""Whether a save can begin: the ranks save one step, their optimizers agree, and there is room on the disk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-import attrs
-import torch
-
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.save.contribution import Contribution
-from flatparam_state.checkpoint.save.model_pieces import add_averages, add_model
-from flatparam_state.checkpoint.save.optimizer_pieces import add_optimizer
+from flatparam_state.checkpoint.save.subject import Inventories, Subject
 from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in
 
-if TYPE_CHECKING:
-    from flatparam_state.averages import ShardedEMA
-
-__all__ = ["Inventories", "Subject", "check_optimizers", "check_space", "check_steps"]
-
-Inventories: TypeAlias = Mapping[tuple[str, ...], Inventory]
-"""The inventory of each optimizer of a rank, by the keys under which its state is in a checkpoint."""
-
-
-@final
-@attrs.frozen(eq=False)
-class Subject:
-    """The model, the optimizers and the averages that a program saves, and the rank that saves its part of them."""
-
-    model: torch.nn.Module | None
-    optimizers: Mapping[tuple[str, ...], torch.optim.Optimizer]
-    rank: int
-    averages: Mapping[tuple[str, ...], ShardedEMA] = attrs.field(factory=dict)
-
-    def contribute(self, contribution: Contribution, extra: Any, rank_extra: Any) -> Inventories:
-        """Add all that this rank saves; returns what each of its optimizers holds."""
-        inventories: dict[tuple[str, ...], Inventory] = {}
-        if self.model is not None:
-            bring_to_rest(self.model)
-            add_model(self.model, self.rank, contribution)
-            for at, optimizer in self.optimizers.items():
-                inventories[at] = add_optimizer(self.model, optimizer, at, self.rank, contribution)
-            for at, averages in self.averages.items():
-                add_averages(averages, at, self.rank, contribution)
-        if self.rank == 0:
-            contribution.add_values(("extra",), extra)
-        if rank_extra is not None:
-            contribution.add_values(("rank_extra", str(self.rank)), rank_extra)
-        return inventories
+__all__ = ["check_optimizers", "check_space", "check_steps"]
 
 
 def check_optimizers(subject: Subject, contribution: Contribution, told: Sequence[Inventories]) -> None:

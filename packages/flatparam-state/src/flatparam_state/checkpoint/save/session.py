@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -12,7 +11,8 @@ from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
-from flatparam_state.checkpoint.save.readiness import Subject, check_optimizers, check_space, check_steps
+from flatparam_state.checkpoint.save.readiness import check_optimizers, check_space, check_steps
+from flatparam_state.checkpoint.save.subject import Subject
 from flatparam_state.files import CheckpointError, Staging, free_nbytes
 
 __all__ = ["Saver"]
@@ -104,10 +104,10 @@ class Saver:
 
     def _write(self, ticket: Ticket, contribution: Contribution) -> None:
         """Write and commit, all ranks together."""
-        steps: list[tuple[str, Callable[[], object]]] = [
+        steps = (
             ("write", lambda: self._write_part(ticket, contribution)),
             ("commit", lambda: self._ranks.rank == 0 and self._committer.commit(ticket, self._ranks.size)),
-        ]
+        )
         for label, action in steps:
             attempted = attempt(action, self._ranks.rank, directory=self._root, need=contribution.disk_nbytes)
             try:

@@ -7,7 +7,6 @@ header (a JSON object, padded with spaces), and the tensors' row-major bytes wit
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam_state.files.byte_file import ByteFile
+from flatparam_state.files.byte_file import AnyPath, ByteFile
 from flatparam_state.files.errors import CheckpointError
 from flatparam_state.files.limited_json import parse_json
 from flatparam_state.files.source import TensorInfo
@@ -81,7 +80,7 @@ class SafetensorsHeader:
     file_nbytes: int
 
 
-def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
+def read_header(path: AnyPath) -> SafetensorsHeader:
     """Read and check the header of a safetensors file; the tensors' bytes are not read.
 
     Memory: in proportion to the header's own bytes; nothing is allocated because a header says so.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
@@ -11,7 +10,7 @@ import attrs
 import torch
 
 from flatparam_runtime import Span
-from flatparam_state.files import CheckpointError, TensorInfo
+from flatparam_state.files import AnyPath, CheckpointError, TensorInfo
 from flatparam_state.formats.dcp.metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
 from flatparam_state.formats.stored import (
     MODEL_KEYS,
@@ -38,7 +37,7 @@ def is_dcp(path: Path) -> bool:
     return (path / METADATA_FILE).is_file()
 
 
-def open_dcp(*paths: str | os.PathLike[str]) -> StoredSource:
+def open_dcp(*paths: AnyPath) -> StoredSource:
     """Open a directory that `torch.distributed.checkpoint.save` wrote, from `ShardedTensor`s, `DTensor`s or tensors.
 
     Chunks may be boxes of any shape. No process group is needed, no code of the files is run, and tensors are read

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -12,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from flatparam_runtime import Span
-from flatparam_state.files import CheckpointError, Source, TensorInfo
+from flatparam_state.files import AnyPath, CheckpointError, Source, TensorInfo
 from flatparam_state.formats.dcp.metadata import METADATA_FILE
 from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.pickles import Global, PickledCall, pickle_of
@@ -27,9 +26,7 @@ _VERSION: Final = "1.0.0"
 _Path = tuple[str | int, ...]
 
 
-def write_dcp(
-    source: Source, path: str | os.PathLike[str], *, world_size: int = 1, dry_run: bool = False
-) -> dict[str, int]:
+def write_dcp(source: Source, path: AnyPath, *, world_size: int = 1, dry_run: bool = False) -> dict[str, int]:
     """Write a source as `torch.distributed.checkpoint.save({"model": ..., "optimizer": ..., "extra": ...})` would.
 
     Args:

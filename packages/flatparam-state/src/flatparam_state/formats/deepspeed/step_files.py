@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,7 +47,7 @@ def step_directory(path: Path) -> Path:
     with ByteFile(latest) as file:
         tag = file.read(0, min(file.nbytes, _TAG_NBYTES)).decode("utf-8", errors="replace").strip()
     step = path / tag
-    if not tag or tag == ".." or Path(tag).name != tag or len(os.fsencode(tag)) > _NAME_NBYTES or "\0" in tag:
+    if not tag or tag == ".." or Path(tag).name != tag or len(tag.encode()) > _NAME_NBYTES or "\0" in tag:
         raise CheckpointError(
             f"{latest} should name a directory beside it, and says {tag[:80]!r}",
             path=latest,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar, cast
 
 from flatparam_runtime import Span
 from flatparam_state.files import (
+    AnyPath,
     CheckpointError,
     SafetensorsHeader,
     Source,
@@ -37,7 +37,7 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 
-def open_hugging_face(path: str | os.PathLike[str]) -> StoredSource:
+def open_hugging_face(path: AnyPath) -> StoredSource:
     """Open a safetensors file, an index of several, or a directory that has either; the tensors are the model.
 
     Raises:
@@ -65,7 +65,7 @@ def open_hugging_face(path: str | os.PathLike[str]) -> StoredSource:
 
 def write_hugging_face(
     source: Source,
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     dry_run: bool = False,

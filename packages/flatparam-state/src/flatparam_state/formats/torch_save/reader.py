@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -71,7 +70,7 @@ def open_archive(
         hint="a file that torch before 1.6 wrote must be loaded and saved again; any other is damaged or cut short",
     )
     try:
-        with broken, os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        with broken, open(open_regular(path), "rb", buffering=0) as file:
             length = file.seek(0, io.SEEK_END)
             if start + (nbytes or 0) > length:
                 raise CheckpointError(

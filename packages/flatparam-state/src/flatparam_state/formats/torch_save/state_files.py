@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_state.files import CheckpointError, Source
+from flatparam_state.files import AnyPath, CheckpointError, Source
 from flatparam_state.formats.hugging_face.shard_index import read_shards
 from flatparam_state.formats.output import SparseFile, appearing, check_new
 from flatparam_state.formats.stored import Stored, StoredSource, arranged, stored_source, tree_of
@@ -22,7 +21,7 @@ ACCELERATE_FILES: Final = ("pytorch_model_fsdp.bin", "optimizer.bin")
 PYTORCH_FILES: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
-def open_torch_file(*paths: str | os.PathLike[str]) -> StoredSource:
+def open_torch_file(*paths: AnyPath) -> StoredSource:
     """Open what `torch.save` wrote: a model's state dict, an optimizer's, or a dictionary of both.
 
     No code of the file is run: only tensors and plain values are admitted, which is less than
@@ -94,9 +93,7 @@ def _parts_of(file: Path) -> Mapping[Any, Any]:
     return {"model": root} if any(isinstance(value, Stored) for value in root.values()) else root
 
 
-def write_torch_file(
-    source: Source, path: str | os.PathLike[str], *, dry_run: bool = False
-) -> dict[str, int]:
+def write_torch_file(source: Source, path: AnyPath, *, dry_run: bool = False) -> dict[str, int]:
     """Write a source as one file that `torch.load(weights_only=True)` reads.
 
     A source that has only a model becomes its plain state dict, one that has only an optimizer that optimizer's; any

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final
 
 from flatparam_runtime import Span
 from flatparam_state.files import buffer_of
-from flatparam_state.formats.output import SparseFile
+from flatparam_state.formats.output import Appended, SparseFile
 from flatparam_state.formats.pickles import Global, Persistent, PickledCall, pickle_of
 from flatparam_state.formats.stored import Stored, row_major
 from flatparam_state.formats.torch_save.names import STORAGE_NAMES
@@ -34,7 +33,7 @@ def write_archive(file: SparseFile, root: Any) -> None:
     """
     tensors: dict[Stored, int] = {}
     data = pickle_of(_named(root, tensors))
-    window = _Appended(file)
+    window = Appended(file)
     with zipfile.ZipFile(window, "w", zipfile.ZIP_STORED) as archive:
         _put(archive, window, "data.pkl", len(data), [data])
         _put(archive, window, ".format_version", 1, [b"1"])
@@ -70,7 +69,7 @@ def _named(tree: Any, tensors: dict[Stored, int]) -> Any:
 
 
 def _put(
-    archive: zipfile.ZipFile, window: _Appended, name: str, nbytes: int, chunks: Iterable[bytes | memoryview]
+    archive: zipfile.ZipFile, window: Appended, name: str, nbytes: int, chunks: Iterable[bytes | memoryview]
 ) -> None:
     record = zipfile.ZipInfo(f"archive/{name}", _EPOCH)
     large = nbytes >= _LARGE
@@ -81,27 +80,3 @@ def _put(
     with archive.open(record, "w", force_zip64=large) as out:
         for chunk in chunks:
             out.write(chunk)
-
-
-@final
-class _Appended:
-    """The rest of a file behind its position, as the file that `zipfile` writes."""
-
-    def __init__(self, file: SparseFile) -> None:
-        self._file = file
-        self._start = file.tell()
-        self.write = file.write
-
-    def tell(self) -> int:
-        """The position, from where it began."""
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move, counted from where it began."""
-        self._file.seek(self._start + offset)
-        return offset
-
-    def flush(self) -> None:
-        """Nothing, and so `close`: the owner of the file does it."""
-
-    close = flush
