@@ -13,7 +13,7 @@ from flatparam.command.plan.setups import setups_of
 from flatparam.observing.table import columns, shown_nbytes, shown_seconds
 from flatparam.planning.costs import measure
 from flatparam.planning.errors import PlanError
-from flatparam.planning.making import plan_of
+from flatparam.planning.making import plans_of
 from flatparam.planning.plan import Plan
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import Setup
@@ -28,7 +28,7 @@ def run(chosen: argparse.Namespace) -> int:
         setups = setups_of(chosen)
         if chosen.fit is not None:
             return _fit(chosen, program, setups)
-        plans = [plan_of(program, setup, steps=chosen.steps, profile=chosen.profile) for setup in setups]
+        plans = plans_of(program, setups, steps=chosen.steps, profile=chosen.profile)
     except PlanError as error:
         raise ArgumentsError(str(error)) from error
     if chosen.json:
@@ -90,7 +90,7 @@ def _draw(chosen: argparse.Namespace, plan: Plan) -> None:
 
 
 def _fit(chosen: argparse.Namespace, program: TrainingProgram, setups: list[Setup]) -> int:
-    from flatparam.planning.fitting.search import fit
+    from flatparam.planning.fitting.choosing import fit
 
     if chosen.profile is None:
         raise ArgumentsError("--fit chooses the fastest setup: give --profile")
