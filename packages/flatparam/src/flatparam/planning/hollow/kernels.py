@@ -228,7 +228,8 @@ def taken_by_running(kernel: Kernel) -> int:
     args, kwargs = zeros_as(kernel.args), {name: zeros_as(value) for name, value in kernel.kwargs.items()}
     if kernel.operation is _ATEN.mkldnn_rnn_layer_backward.default:
         args = (*args[:-1], rnn_workspace(args))
-    with torch.no_grad(), allocations() as found:
+    needs_backward = kernel.operation is _ATEN.mkldnn_rnn_layer.default
+    with torch.set_grad_enabled(needs_backward), allocations() as found:
         result = kernel.operation(*args, **kwargs)
         kept = sum(each.untyped_storage().nbytes() for each in operands_of(result)) if written else 0
         del result
@@ -250,7 +251,10 @@ def rnn_workspace(args: tuple[Any, ...]) -> Tensor:
     Another tensor of as many bytes would crash the backward kernel, which finds offsets in it.
     """
     given, sizes = args[:7], dict(zip(_RNN_SIZES, args[13:22], strict=True))
-    workspace: Tensor = _ATEN.mkldnn_rnn_layer(*zeros_as(given), *(sizes[name] for name in _RNN_ORDER))[3]
+    with torch.enable_grad():
+        # Without, it leaves nothing.
+        result = _ATEN.mkldnn_rnn_layer(*zeros_as(given), *(sizes[name] for name in _RNN_ORDER))
+    workspace: Tensor = result[3]
     return workspace
 
 

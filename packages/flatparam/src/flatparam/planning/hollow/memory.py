@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam.planning.errors import PlanError
+from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.arena import Arena, Block
 from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
 from flatparam.planning.hollow.log import Log
@@ -61,6 +62,7 @@ class HollowMemory(TorchDispatchMode):
         self.works: list[Work] = []
         """The different kernels that would run."""
         self._start, self._stop = self._arena.start, self._arena.start + self._arena.size
+        self._alone = owners_if_alone()
         self._traits: dict[Any, Trait] = {}
         self._accounts: dict[Any, tuple[int, int]] = {}
         self._results = _results_by_default_dtype[torch.get_default_dtype()]
@@ -181,6 +183,8 @@ class HollowMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._kept_number is not None:
             self._keep_number()
+        if func is ATEN.add.Tensor and adds_in_place(args, kwargs, self._alone):
+            func = ATEN.add_.Tensor
         trait = self._traits.get(func)
         if trait is None:
             trait = self._traits[func] = Trait.of(func)

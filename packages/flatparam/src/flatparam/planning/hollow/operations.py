@@ -17,8 +17,18 @@ __all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
 ATEN: Final = torch.ops.aten
 _KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor)
 _READS: Final = (ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.is_nonzero.default)
-_ALIASES: Final = (ATEN._unsafe_view.default, ATEN.detach.default, ATEN.lift_fresh.default)
+_ALIASES: Final = (
+    ATEN._unsafe_view.default,
+    ATEN.detach.default,
+    ATEN.lift_fresh.default,
+    ATEN.unsafe_split.Tensor,
+    ATEN.unsafe_split_with_sizes.default,
+)
 """Operations that return their argument's memory, of which the schema does not always tell."""
+_TURNS_IN_PLACE: Final = tuple(
+    getattr(ATEN, name).default for name in ("as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_")
+)
+"""Operations that change the shape of their argument, and write nothing to its memory."""
 _MEAN: Final = 1
 """How torch numbers a reduction to the mean; 0 is none."""
 _REDUCED_IN_PLACE: Final = (
@@ -59,6 +69,7 @@ class Trait:
         elif (
             func in _ALIASES
             or func.is_view
+            or func in _TURNS_IN_PLACE
             or (returns and not any("Tensor" in str(r.type) for r in returns))
         ):
             kind = "view"
