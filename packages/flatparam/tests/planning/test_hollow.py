@@ -2,11 +2,15 @@
 
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.blank import Blank
 from flatparam.planning.hollow.compiler import StandIn, without_compiler
 
@@ -93,3 +97,59 @@ def test_who_needs_the_compiler_gets_it(monkeypatch: pytest.MonkeyPatch) -> None
         assert stands.is_compiling == "the compiler's"
         assert stands.was_needed
         assert COMPILER not in sys.modules
+
+
+def sums_in_backward(make_loss: Callable[[Tensor], Tensor]) -> list[bool]:
+    """For each sum of two tensors in a backward pass, whether it was said to be one that autograd writes in place."""
+    said: list[bool] = []
+    alone = owners_if_alone()
+
+    class Watches(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Otherwise another function of torch stands between.
+            return False
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                said.append(adds_in_place(args, kwargs or {}, alone))
+            return func(*args, **(kwargs or {}))
+
+    loss = make_loss(torch.ones(2, 3, requires_grad=True))
+    with Watches():
+        loss.backward()
+    return said
+
+
+def test_gradients_of_two_uses_are_added_in_place() -> None:
+    """Of three uses the second and the third gradient are written to the first."""
+    assert sums_in_backward(lambda x: (x.sin() * x.cos() * x.exp()).sum()) == [True, True]
+
+
+def test_a_gradient_that_somebody_else_has_is_not_written_to() -> None:
+    """Both operands of a sum get one gradient."""
+    assert sums_in_backward(lambda x: ((y := x * 2) + y).sum()) == [False]
+
+
+class Adds(torch.autograd.Function):
+    """A function of a user, which adds in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 1 + gradients[0] * 1
+
+
+def test_what_a_users_function_adds_is_new() -> None:
+    """Its sum is a new tensor, though nobody else has its operands."""
+    assert sums_in_backward(lambda x: Adds.apply(x).sum()) == [False]
+
+
+def test_a_sum_outside_of_a_backward_pass_is_new() -> None:
+    """Nothing is in place there."""
+    assert not adds_in_place((torch.ones(2), torch.ones(2)), {}, owners_if_alone())

@@ -24,7 +24,7 @@ def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[in
     these cannot be told apart.
 
     Args:
-        alone: see `owners_if_alone`. The caller is the function that torch's dispatcher has called.
+        alone: see `owners_if_alone`. The caller is the function that torch's dispatcher has called, directly.
     """
     if kwargs or len(args) != 2 or torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled():
         return False
@@ -65,7 +65,7 @@ def owners_if_alone() -> tuple[int, int]:
     with torch.enable_grad(), torch.device("cpu"):
         leaf = torch.ones(2, requires_grad=True)
         loss = (leaf.sin() * leaf.cos()).sum()
-        with Watches():
+        with Watches():  # type: ignore[no-untyped-call]
             loss.backward()  # type: ignore[no-untyped-call]
     return seen[0]
 

@@ -26,7 +26,8 @@ _ALIASES: Final = (
 )
 """Operations that return their argument's memory, of which the schema does not always tell."""
 _TURNS_IN_PLACE: Final = tuple(
-    getattr(ATEN, name).default for name in ("as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_")
+    getattr(ATEN, name).default
+    for name in ("as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_")
 )
 """Operations that change the shape of their argument, and write nothing to its memory."""
 _MEAN: Final = 1
@@ -37,7 +38,7 @@ _REDUCED_IN_PLACE: Final = (
     ATEN.binary_cross_entropy.default,
     ATEN.soft_margin_loss.default,
 )
-"""Operations that compute a number for each element, and reduce them to one number in the same memory, which it keeps."""
+"""Operations that compute a number for each element, and reduce them to one, which keeps the memory of all."""
 
 
 @final
@@ -166,5 +167,5 @@ def room_of(func: Any, args: tuple[Any, ...]) -> int:
         return 0
     # Weights may stand before it.
     reduction = next((each for each in args[2:] if isinstance(each, int)), _MEAN)
-    shapes = [each.shape for each in args[:2]]
-    return math.prod(torch.broadcast_shapes(*shapes)) if reduction else 0
+    shape: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    return math.prod(shape) if reduction else 0
