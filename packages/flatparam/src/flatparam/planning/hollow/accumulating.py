@@ -52,7 +52,7 @@ def owners_if_alone() -> tuple[int, int]:
     """
     seen = [(0, 0)]
 
-    class Watches(TorchDispatchMode):
+    class Watches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
