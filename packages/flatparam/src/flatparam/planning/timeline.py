@@ -158,7 +158,8 @@ class _Streams:
             self.communication += seconds
             self.exposed += seconds
             name = f"{entry.call.op} {entry.call.label}"
-            self.pieces.append(Piece(COMMUNICATION, entry.call.label, name, begin, self.compute))
+            lane, name = (COMMUNICATION, name) if entry.kind == "issued" else (WAITING, f"wait for {name}")
+            self.pieces.append(Piece(lane, entry.call.label, name, begin, self.compute))
         else:
             self.behind += seconds
 

@@ -77,7 +77,8 @@ def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
                 f"expected a config.json of transformers, with model_type, found {model!r} without one; give "
                 "MODULE:FUNCTION, a function that makes the model"
             )
-        return _of_transformers(read.get("model_type", ""), {**read, **arguments}, is_class=False)
+        kind = read.pop("model_type")
+        return _of_transformers(kind, {**read, **arguments}, is_class=False)
     if ":" in model:
         make = _function(model)
         try:
@@ -116,7 +117,12 @@ def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) ->
             )
         config = getattr(transformers, name)(**arguments)
     else:
-        config = transformers.AutoConfig.for_model(name, **arguments)
+        try:
+            config = transformers.AutoConfig.for_model(name, **arguments)
+        except ValueError as error:
+            raise ArgumentsError(
+                f"expected a model_type that transformers has, found {name!r}: {error}"
+            ) from error
 
     def make() -> nn.Module:
         try:
