@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import PlanError, plan
-from flatparam.planning import here
 from flatparam.planning.fitting.choosing import fit
+from flatparam.planning.hardware import running
 from flatparam.planning.making import plans_of
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import Setup
@@ -57,7 +57,7 @@ PLANNER = os.getpid()
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are run for a tenth of a second."""
-    monkeypatch.setattr(here, "_SECONDS", 0.1)
+    monkeypatch.setattr(running, "_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

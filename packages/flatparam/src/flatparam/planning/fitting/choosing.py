@@ -12,7 +12,8 @@ from flatparam.planning.fitting.fitted import Fitted
 from flatparam.planning.fitting.search import Search
 from flatparam.planning.hardware.named import profile_named
 from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.here import predicted_here, profile_here, setup_here, timed_here, transport_here
+from flatparam.planning.hardware.running import timed_here
+from flatparam.planning.here import predicted_here, profile_here, setup_here, transport_here
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import with_blocks
