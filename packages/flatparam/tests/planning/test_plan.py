@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatparam import Plan, PlanError, plan
 from flatparam.command import main
+from flatparam.optim import Adafactor
 from flatparam.planning.collector import with_little_to_collect
 from flatparam.planning.costs import measure
 from flatparam.planning.fitting.choosing import fit
@@ -282,3 +283,9 @@ def test_worlds_are_given_from_the_smaller_to_the_larger(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["plan", "torch.nn:ReLU", "--world", "8..3"])
     assert "expected the smaller number of ranks first" in capsys.readouterr().err
+
+
+def test_an_optimizer_of_whole_matrices_is_refused() -> None:
+    """It exchanges matrices with ranks that a plan does not have, and the error says what to plan with."""
+    with pytest.raises(PlanError, match="found Adafactor, which exchanges whole matrices"):
+        planned(optimizer=Adafactor, use_orig_params=True)

@@ -195,6 +195,14 @@ class Setup:
         if make is None:
             return None
         made: torch.optim.Optimizer = make(model.parameters())
+        # Its module is not needed by other plans.
+        from flatparam.optim.whole_optimizer import WholeOptimizer
+
+        if self.world_size > 1 and isinstance(made, WholeOptimizer):
+            raise PlanError(
+                f"optimizer: expected one that steps each rank's part alone, found {type(made).__name__}, which "
+                "exchanges whole matrices with ranks that a plan lacks; plan optimizer='none', and add its states"
+            )
         if self.device == "accelerator" and isinstance(self.optimizer, str):
             # As torch's optimizers do by themselves there.
             for group in made.param_groups:
