@@ -3,6 +3,7 @@
 The truth about memory is torch's own profiler of the CPU allocator; about collectives, the byte ledger.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans.configurations import CONFIGURATIONS
+from torch import Tensor, nn
+from torch.nn import functional
 
 from flatparam.planning.costs import measure
+from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
 
@@ -37,6 +41,73 @@ def test_each_transformer_as_the_page_shows_it(name: str) -> None:
 def test_each_transformer_on_four_ranks(name: str, use_orig_params: bool) -> None:
     """Both exposures, three steps."""
     assert errors_of(name, world_size=4, use_orig_params=use_orig_params) == {}
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers with one weight for all times, whose gradients are added up."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.inner = kind(16, 24, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(48, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return functional.mse_loss(self.head(self.inner(x)[0]), x)
+
+
+class Convolutions(nn.Module):
+    """Grouped and transposed convolutions with norms, and a loss that keeps the memory of its elements."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.down = nn.Conv1d(4, 8, 3, stride=2, padding=1)
+        self.middle = nn.Conv1d(8, 8, 3, padding=1, groups=4)
+        self.norm = nn.InstanceNorm1d(8, affine=True)
+        self.up = nn.ConvTranspose1d(8, 4, 2, stride=2)
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(torch.sigmoid(self.up(self.norm(self.middle(self.down(x))))), torch.sigmoid(x))
+
+
+class Experts(nn.Module):
+    """Four experts, the last of which is never used, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = sum(expert(x[:, number::3]).tanh() for number, expert in enumerate(self.experts[:3]))
+        return self.head(x).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Recurrent(nn.GRU),
+        lambda: Recurrent(nn.LSTM),
+        lambda: Convolutions(functional.mse_loss),
+        lambda: Convolutions(functional.smooth_l1_loss),
+        lambda: Convolutions(functional.binary_cross_entropy),
+        Experts,
+    ],
+    ids=["gru", "lstm", "mse", "smooth", "entropy", "experts"],
+)
+def test_other_models_than_transformers(make: Callable[[], nn.Module], use_orig_params: bool) -> None:
+    """Recurrent layers, convolutions, losses and experts that are never used."""
+    wrap = ("Linear",) if make is Experts else None
+    setup = Setup(world_size=3, wrap=wrap, use_orig_params=use_orig_params, accumulate=2, max_norm=1.0)
+    inputs = None if make is Experts or isinstance(make(), Recurrent) else lambda *_: torch.zeros(2, 4, 64)
+    program = TrainingProgram.of(make, inputs, batch=2, sequence=6)
+    assert rehearse(program, setup).costs.errors(measure(program, setup, setup.topology())) == {}
 
 
 STRATEGIES = {1: ("full",), 2: ("full", "grad_op", "no_shard"), 3: ("full", "grad_op", "no_shard")}

@@ -8,7 +8,7 @@ from plans.configurations import CONFIGURATIONS
 from flatparam.planning.costs import Costs, measure
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.setup import Setup
-from flatparam_comm import ProcessGroupCollectives, SingleCollectives, Topology, shared_memory
+from flatparam_comm import ProcessGroupCollectives, shared_memory
 from flatparam_comm.testing import PATIENCE, run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,15 +19,7 @@ def costs_of(world: ProcessGroupCollectives, name: str, chosen: dict[str, Any]) 
     configuration = CONFIGURATIONS[name]
     setup = Setup(wrap=configuration.units, world_size=world.size, rank=world.rank, **chosen)
     group: Any = shared_memory(world) if setup.transport == "shared_memory" else world
-    if setup.strategy == "no_shard":
-        topology = Topology(SingleCollectives(), group)
-    elif setup.shard_size == world.size:
-        topology = Topology(group)
-    else:
-        rows = [list(range(at, at + setup.shard_size)) for at in range(0, world.size, setup.shard_size)]
-        columns = [list(each) for each in zip(*rows, strict=True)]
-        made = [[group.subgroup(ranks) for ranks in some] for some in (rows, columns)]
-        topology = Topology(*(next(each for each in some if each is not None) for some in made))
+    topology = setup.topology_on(group)
     return measure(configuration.program(), setup, topology)
 
 

@@ -25,9 +25,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from flatparam.planning.fitting.search import fit
-from flatparam.planning.hardware.named import profile_named
-from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware.sample import ROUGH, Sample
 from flatparam.planning.program import Trained, TrainingProgram, train, train_step
 from flatparam.planning.rehearsal.rehearsing import rehearse
@@ -104,11 +102,12 @@ def setup_of(name: str, transport: str) -> Setup:
     return Setup(world_size=2, wrap=(MODELS[name][1],), transport=transport)
 
 
-def chosen(transport: str, profile: Profile) -> dict[str, Setup]:
+def chosen(transport: str) -> dict[str, Setup]:
     """The setups of each model: each block as a unit, and what the planner chooses with plenty of memory."""
     setups = {}
     for name in MODELS:
         plain = setup_of(name, transport)
+        profile = f"this-machine:{transport}"
         best = fit(program_of(name), plain, memory=PLENTY, profile=profile, only_units=True).best
         setups[f"{name}, each block"], setups[f"{name}, planned"] = plain, best.setup
     return setups
@@ -178,9 +177,8 @@ def rank(number: int, store: str, transport: str, setups: dict[str, Any], found:
 def measured(transport: str) -> dict[str, tuple[float, list[float]]]:
     """For each way the predicted seconds of a step, and those of its steps, on the first of two ranks."""
     torch.set_num_threads(1)
-    profile = profile_named(f"this-machine:{transport}")
     said = {}
-    for name, setup in chosen(transport, profile).items():
+    for name, setup in chosen(transport).items():
         settings = {"world_size": 2, "transport": transport, "wrap": setup.wrap}
         kept = None
         if isinstance(setup.wrap, NamedUnits):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam.planning.fitting.search import fit
+from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsal import Rehearsal
 from flatparam.planning.rehearsal.rehearsing import rehearse

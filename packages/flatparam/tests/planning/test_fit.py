@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, PlanError, ShardingStrategy, plan
+from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.fitting.fitted import Fitted
 from flatparam.planning.fitting.replay import Replay
-from flatparam.planning.fitting.search import fit
 from flatparam.planning.hardware.named import profile_named
 from flatparam.planning.making import plan_of
 from flatparam.planning.program import TrainingProgram

@@ -1,7 +1,11 @@
 """`flatparam.plan` and `flatparam plan`: what they say, and what they refuse."""
 
+import importlib.machinery
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +13,10 @@ from torch import Tensor, nn
 
 from flatparam import Plan, PlanError, plan
 from flatparam.command import main
+from flatparam.optim import Adafactor
 from flatparam.planning.collector import with_little_to_collect
 from flatparam.planning.costs import measure
-from flatparam.planning.fitting.search import fit
+from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware.named import profile_named
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import Setup
@@ -207,3 +212,80 @@ def test_many_plans_are_kept_at_once() -> None:
             with pytest.raises(PlanError):
                 plan(Chooses, batch=2, sequence=8, world_size=2)
     assert len({each.peak.nbytes for each in plans}) == 1
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """A stand-in for transformers that makes the model of this file; what it was asked for."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    class AutoConfig:
+        @staticmethod
+        def for_model(model_type: str, **values: Any) -> dict[str, Any]:
+            if model_type != "llama":
+                raise ValueError(f"Unrecognized model identifier: {model_type}")
+            asked.append((model_type, values))
+            return values
+
+    class AutoModelForCausalLM:
+        @staticmethod
+        def from_config(config: dict[str, Any]) -> nn.Module:
+            return Model(config["hidden_size"], config["num_hidden_layers"])
+
+    made = types.ModuleType("transformers")
+    made.__spec__ = importlib.machinery.ModuleSpec("transformers", None)
+    vars(made).update(AutoConfig=AutoConfig, AutoModelForCausalLM=AutoModelForCausalLM)
+    monkeypatch.setitem(sys.modules, "transformers", made)
+    return asked
+
+
+def test_a_config_json_is_planned(
+    transformers: list[tuple[str, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `model_type` chooses the configuration, its other values make it, and `--arg` changes one."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2}))
+    assert main(["plan", str(path), "--arg", "num_hidden_layers=4", "--wrap", "Block", "--world", "2"]) == 0
+    assert transformers == [("llama", {"hidden_size": 8, "num_hidden_layers": 4})]
+    assert "blocks.0 ... blocks.2 (3)" in capsys.readouterr().out
+    path.write_text(json.dumps({"model_type": "lama"}))
+    assert main(["plan", str(path)]) == 2
+    assert "expected a model_type that transformers has, found 'lama'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json"], "No such file or directory; give the path of the file"),
+        (["fractions:Fraction"], "to make a torch.nn.Module, found Fraction"),
+        (
+            ["torch.nn:Linear", "--arg", "in_features=a", "--arg", "out_features=1"],
+            "found that it raises TypeError",
+        ),
+        (["torch.nn:ReLU", "--svg", "step.svg"], "give --profile"),
+        (["torch.nn:ReLU", "--fit", "1GB"], "give --profile"),
+        (["torch.nn:ReLU", "--fit", "1GB", "--profile", "h100", "--compare", "full,grad_op"], "no --compare"),
+        (["torch.nn:ReLU", "--profile", "h100", "--svg", "nowhere/step.svg"], "make the folder first"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line says what was expected, without a traceback, and the exit code is 2."""
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_worlds_are_given_from_the_smaller_to_the_larger(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another order is refused."""
+    with pytest.raises(SystemExit):
+        main(["plan", "torch.nn:ReLU", "--world", "8..3"])
+    assert "expected the smaller number of ranks first" in capsys.readouterr().err
+
+
+def test_an_optimizer_of_whole_matrices_is_refused() -> None:
+    """It exchanges matrices with ranks that a plan does not have, and the error says what to plan with."""
+    with pytest.raises(PlanError, match="found Adafactor, which exchanges whole matrices"):
+        planned(optimizer=Adafactor, use_orig_params=True)

@@ -85,6 +85,10 @@ def worlds(text: str) -> list[int]:
     if not separator:
         return [positive(each) for each in text.split(",")]
     sizes = [positive(first)]
+    if positive(last) < sizes[0]:
+        raise argparse.ArgumentTypeError(
+            f"expected the smaller number of ranks first, as in 8..64, found {text!r}"
+        )
     while sizes[-1] * 2 <= positive(last):
         sizes.append(sizes[-1] * 2)
     return sizes

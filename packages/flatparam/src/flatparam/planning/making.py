@@ -20,7 +20,7 @@ from flatparam_comm import sent_nbytes
 if TYPE_CHECKING:
     from flatparam.planning.timeline import Prediction
 
-__all__ = ["plan", "plan_from", "plan_of"]
+__all__ = ["plan", "plan_from", "plan_of", "plans_of"]
 
 _NAMES = {
     "forward": "activations",
@@ -57,7 +57,8 @@ def plan(
         sequence: the tokens of a row.
         loss: makes a scalar of what the model returns; by default its loss, or the sum of its first tensor.
         steps: the number of steps; the first is special, since it makes the optimizer's states.
-        profile: a hardware profile, or the name of one, to predict the time of a step.
+        profile: a hardware profile, or the name of one, to predict the time of a step; "this-machine" or
+            "this-machine:gloo" starts the ranks here for some seconds and measures their steps.
         settings: see `Setup`: `world_size`, `ranks_per_host`, `strategy`, `wrap`, `param_dtype`, `reduce_dtype`,
             `optimizer`, `cpu_offload`, `checkpointing`, `use_orig_params`, `accumulate`, `max_norm`, ...
 
@@ -70,10 +71,26 @@ def plan(
 
 def plan_of(program: TrainingProgram, setup: Setup, *, steps: int = 2, profile: Any = None) -> Plan:
     """The plan of `program` under `setup`; see `plan`."""
-    return plan_from(rehearse(program, setup, steps=steps), profile=profile)
+    return plans_of(program, [setup], steps=steps, profile=profile)[0]
 
 
-def plan_from(found: Rehearsal, *, profile: Any = None, prediction: Prediction | None = None) -> Plan:
+def plans_of(
+    program: TrainingProgram, setups: Sequence[Setup], *, steps: int = 2, profile: Any = None
+) -> list[Plan]:
+    """The plans of `program` under several setups; see `plan`. What is measured on this machine is run in turn."""
+    if profile is not None:
+        # What predicts the time is not needed without a profile.
+        from flatparam.planning.here import predicted_here, setup_here, transport_here
+
+        transport = transport_here(profile)
+        if transport is not None:
+            rehearsed = [rehearse(program, setup_here(each, transport), steps=steps) for each in setups]
+            predictions = predicted_here(program, rehearsed)
+            return [plan_from(*each) for each in zip(rehearsed, predictions, strict=True)]
+    return [plan_from(rehearse(program, each, steps=steps), profile=profile) for each in setups]
+
+
+def plan_from(found: Rehearsal, prediction: Prediction | None = None, *, profile: Any = None) -> Plan:
     """The plan of what was rehearsed, with its time under a profile, or as it is predicted already."""
     start, stop = _bounds(found, found.steps - 1)
     flops = _flops_by_unit(found, start, stop)
@@ -87,7 +104,6 @@ def plan_from(found: Rehearsal, *, profile: Any = None, prediction: Prediction |
         for each in found.units
     )
     if profile is not None:
-        # The module of profiles is not needed without one.
         from flatparam.planning.timeline import predict
 
         prediction = predict(found, profile)

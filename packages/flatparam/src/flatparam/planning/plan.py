@@ -119,8 +119,10 @@ class Plan:
         setup = self.setup
         hosts = -(-setup.world_size // setup.ranks_per_host)
         kind = self.units[0].facts.kind if self.units else "model"
+        units = len(self.units)
         return (
-            f"{kind}: {self.numel:,} parameters in {len(self.units)} units, {setup.strategy}, on {setup.world_size} "
+            f"{kind}: {self.numel:,} parameters in {units} unit{'s' * (units != 1)}, {setup.strategy}, on "
+            f"{setup.world_size} "
             f"rank{'s' * (setup.world_size > 1)} of {hosts} host{'s' * (hosts > 1)}"
         )
 

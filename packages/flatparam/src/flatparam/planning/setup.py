@@ -136,6 +136,23 @@ class Setup:
             on_call=on_call,
         )
 
+    def topology_on(self, group: Collectives) -> Topology:
+        """The groups of a real rank whose world is `group`. A collective for the hybrid strategies.
+
+        Args:
+            group: has `world_size` ranks.
+        """
+        size = self.shard_size
+        if size == group.size:
+            return Topology(group)
+        if size == 1:
+            return Topology(SingleCollectives(), group)
+        rows = [list(range(at, at + size)) for at in range(0, group.size, size)]
+        columns = [list(each) for each in zip(*rows, strict=True)]
+        made = [[group.subgroup(ranks) for ranks in some] for some in (rows, columns)]
+        shard, replicate = (next(each for each in some if each is not None) for some in made)
+        return Topology(shard, replicate)
+
     def arguments(self, topology: Topology, model: nn.Module) -> dict[str, Any]:
         """The wrapper's arguments."""
         groups: Any = topology.shard
@@ -178,6 +195,14 @@ class Setup:
         if make is None:
             return None
         made: torch.optim.Optimizer = make(model.parameters())
+        # Its module is not needed by other plans.
+        from flatparam.optim.whole_optimizer import WholeOptimizer
+
+        if self.world_size > 1 and isinstance(made, WholeOptimizer):
+            raise PlanError(
+                f"optimizer: expected one that steps each rank's part alone, found {type(made).__name__}, which "
+                "exchanges whole matrices with ranks that a plan lacks; plan optimizer='none', and add its states"
+            )
         if self.device == "accelerator" and isinstance(self.optimizer, str):
             # As torch's optimizers do by themselves there.
             for group in made.param_groups:

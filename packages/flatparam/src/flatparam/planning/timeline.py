@@ -23,6 +23,11 @@ __all__ = ["Prediction", "predict", "seconds_of_calls"]
 COMPUTING: Final = "computing"
 COMMUNICATION: Final = "communication"
 WAITING: Final = "waiting"
+_ERROR: Final = (
+    "ten of twelve such predictions were within 10 % of the median, "
+    "the others 11 % below and 20 % above (docs/plans.md)"
+)
+"""What `nox -s plan -- times` has found."""
 
 
 @final
@@ -44,8 +49,13 @@ class Prediction:
     flops: int
     pieces: tuple[Piece, ...] = attrs.field(repr=False)
     curve: Curve = attrs.field(repr=False)
-    is_measured: bool = False
-    """Whether it is laid out from times of steps with few blocks, and not from the profile's numbers."""
+    timings: Timings | None = attrs.field(default=None, repr=False)
+    """The times of steps with few blocks that it is laid out from, if it is not from the profile's numbers."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is laid out from times of steps with few blocks, and not from the profile's numbers."""
+        return self.timings is not None
 
     @property
     def bound_by(self) -> str:
@@ -67,23 +77,35 @@ class Prediction:
         return [
             *columns(rows),
             f"bound by {self.bound_by}; {rate / 1e12:.3g} TFLOP/s on each rank",
-            f"an estimate from the profile's numbers ({self.profile.source}); {self._error}",
+            self.certainty,
         ]
+
+    @property
+    def certainty(self) -> str:
+        """What the prediction is made of, and what is known of its error, as one line."""
+        return f"{self._source}; {self._error}"
+
+    @property
+    def _source(self) -> str:
+        """What the prediction is made of."""
+        if self.timings is None:
+            return f"an estimate from the profile's numbers ({self.profile.source})"
+        low, high = (f"{100 * part:+.0f} %" for part in self.timings.middle_half)
+        return (
+            f"from {self.timings.count} {self.profile.source}, the middle half of which took {low} to {high}"
+        )
 
     @property
     def _error(self) -> str:
         """What is known of the prediction's error."""
-        if self.is_measured:
-            return "five of six such predictions were within 10 % of the median, one was 15 % above (docs/plans.md)"
-        if self.profile.device == "cpu":
-            return "measured steps took a third of it to three times as long (docs/plans.md)"
-        return "its error has not been measured"
+        return _ERROR if self.is_measured else "its error has not been measured"
 
     def facts(self) -> dict[str, Any]:
         """The prediction as plain values."""
         names = ("seconds", "parts", "computing", "communication", "exposed", "host", "flops", "bound_by")
         found = {name: getattr(self, name) for name in names}
-        return {**found, "profile": self.profile.name, "source": self.profile.source}
+        found |= {"profile": self.profile.name, "source": self._source, "error": self._error}
+        return found
 
     def picture(self, form: str) -> str:
         """The step as a picture ("svg") or as a trace for Perfetto ("json")."""
@@ -136,7 +158,8 @@ class _Streams:
             self.communication += seconds
             self.exposed += seconds
             name = f"{entry.call.op} {entry.call.label}"
-            self.pieces.append(Piece(COMMUNICATION, entry.call.label, name, begin, self.compute))
+            lane, name = (COMMUNICATION, name) if entry.kind == "issued" else (WAITING, f"wait for {name}")
+            self.pieces.append(Piece(lane, entry.call.label, name, begin, self.compute))
         else:
             self.behind += seconds
 
@@ -221,7 +244,7 @@ def predict(found: Rehearsal, profile: str | Path | Profile, timings: Timings | 
         flops,
         tuple(streams.pieces),
         Curve("memory", tuple(heights), found.costs.steps[-1].peak if found.costs.steps else peak),
-        timings is not None,
+        timings,
     )
 
 

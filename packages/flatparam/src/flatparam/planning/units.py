@@ -15,10 +15,11 @@ from flatparam.planning.hollow.blank import Blank
 from flatparam.planning.hollow.compiler import without_compiler
 from flatparam.planning.hollow.memory import HollowMemory
 from flatparam.planning.program import TrainingProgram
+from flatparam.planning.setup import Setup
 from flatparam.policies.policy import _Policy
 from flatparam_core import clean_fqn
 
-__all__ = ["NamedUnits", "Outline", "outline_of"]
+__all__ = ["NamedUnits", "Outline", "outline_of", "with_blocks"]
 
 _LISTS: Final = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward pass."""
@@ -98,6 +99,13 @@ def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
         return found, template
     finally:
         memory.close()
+
+
+def with_blocks(program: TrainingProgram, setup: Setup) -> Setup:
+    """The setup with each block as a unit, unless it says how to wrap."""
+    if setup.wrap is not None:
+        return setup
+    return attrs.evolve(setup, wrap=NamedUnits(dict.fromkeys(outline_of(program)[0].blocks, True)))
 
 
 def _outline(model: nn.Module) -> Outline:

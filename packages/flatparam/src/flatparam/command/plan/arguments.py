@@ -19,10 +19,12 @@ examples:
   flatparam plan config.json --wrap LlamaDecoderLayer --world 8..4096
   flatparam plan models:make --wrap Block --compare full,grad_op,hybrid:8 --profile h100
   flatparam plan models:make --world 64 --fit 80GB --profile h100
+  flatparam plan models:make --wrap Block --world 2 --profile this-machine
   flatparam plan models:make --wrap Block --world 8 --check
 
-Nothing is allocated, computed or sent. The wrapper, the runtime and the optimizer run a few steps on tensors without
-memory, as one rank of a world in which no other exists: bytes and numbers of collectives are exact.
+Nothing is allocated, computed or sent, except by --profile this-machine. The wrapper, the runtime and the optimizer run
+a few steps on tensors without memory, as one rank of a world in which no other exists: bytes and numbers of collectives
+are exact.
 
 """
 
@@ -130,7 +132,8 @@ def _add_output(added: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--profile",
         metavar="NAME",
-        help="predict the time: h100, h200, a100, mi300x, this-machine (measured now), or a TOML file",
+        help="predict the time: h100, h200, a100, mi300x, or a TOML file; this-machine or this-machine:gloo starts the "
+        "ranks here and measures their steps, in about 15 seconds",
     )
     output.add_argument(
         "--fit",

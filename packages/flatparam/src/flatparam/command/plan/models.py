@@ -26,7 +26,9 @@ __all__ = ["program_of"]
 def program_of(chosen: argparse.Namespace) -> TrainingProgram:
     """The program that the arguments name."""
     sys.path.insert(0, os.getcwd())
-    build = functools.partial(_on(chosen.on_cpu), _maker(chosen.model, dict(chosen.arg)))
+    build = functools.partial(
+        _on(chosen.on_cpu), _telling(chosen.model, _maker(chosen.model, dict(chosen.arg)))
+    )
     inputs = None if chosen.inputs is None else _function(chosen.inputs)
     return TrainingProgram.of(build, inputs, batch=chosen.batch, sequence=chosen.sequence)
 
@@ -39,11 +41,33 @@ def _on(cpu: bool) -> Callable[[Callable[[], nn.Module]], nn.Module]:
     return make
 
 
+def _telling(model: str, function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The function, whose errors say which model could not be made."""
+
+    def make() -> nn.Module:
+        try:
+            made = function()
+        except Exception as error:
+            raise ArgumentsError(
+                f"expected {model} to make a model of these arguments, found that it raises {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        if not isinstance(made, nn.Module):
+            raise ArgumentsError(f"expected {model} to make a torch.nn.Module, found {type(made).__name__}")
+        return made
+
+    return make
+
+
 def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     """The function that makes the model."""
     if model.endswith(".json"):
         try:
             read = json.loads(Path(model).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ArgumentsError(
+                f"expected a config.json that can be read, found {model!r}: {error.strerror}; give the path of the file"
+            ) from error
         except ValueError as error:
             raise ArgumentsError(
                 f"expected a config.json, found {model!r}, which is not JSON: {error}"
@@ -53,7 +77,8 @@ def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
                 f"expected a config.json of transformers, with model_type, found {model!r} without one; give "
                 "MODULE:FUNCTION, a function that makes the model"
             )
-        return _of_transformers(read.get("model_type", ""), {**read, **arguments}, is_class=False)
+        kind = read.pop("model_type")
+        return _of_transformers(kind, {**read, **arguments}, is_class=False)
     if ":" in model:
         make = _function(model)
         try:
@@ -92,7 +117,12 @@ def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) ->
             )
         config = getattr(transformers, name)(**arguments)
     else:
-        config = transformers.AutoConfig.for_model(name, **arguments)
+        try:
+            config = transformers.AutoConfig.for_model(name, **arguments)
+        except ValueError as error:
+            raise ArgumentsError(
+                f"expected a model_type that transformers has, found {name!r}: {error}"
+            ) from error
 
     def make() -> nn.Module:
         try:

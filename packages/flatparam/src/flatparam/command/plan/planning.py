@@ -13,7 +13,7 @@ from flatparam.command.plan.setups import setups_of
 from flatparam.observing.table import columns, shown_nbytes, shown_seconds
 from flatparam.planning.costs import measure
 from flatparam.planning.errors import PlanError
-from flatparam.planning.making import plan_of
+from flatparam.planning.making import plans_of
 from flatparam.planning.plan import Plan
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import Setup
@@ -23,12 +23,13 @@ __all__ = ["run"]
 
 def run(chosen: argparse.Namespace) -> int:
     """Plan what the arguments say; returns 1 if `--check` has found a difference."""
+    _check_output(chosen)
     try:
         program = program_of(chosen)
         setups = setups_of(chosen)
         if chosen.fit is not None:
             return _fit(chosen, program, setups)
-        plans = [plan_of(program, setup, steps=chosen.steps, profile=chosen.profile) for setup in setups]
+        plans = plans_of(program, setups, steps=chosen.steps, profile=chosen.profile)
     except PlanError as error:
         raise ArgumentsError(str(error)) from error
     if chosen.json:
@@ -40,6 +41,23 @@ def run(chosen: argparse.Namespace) -> int:
         _write("\n".join(_side_by_side(plans)))
     _draw(chosen, plans[0])
     return _check(chosen, program, plans[0]) if chosen.check else 0
+
+
+def _check_output(chosen: argparse.Namespace) -> None:
+    """Refuse at once what would fail once everything is planned."""
+    if chosen.profile is None and chosen.fit is not None:
+        raise ArgumentsError("--fit chooses the fastest setup: give --profile")
+    if chosen.profile is None and (chosen.svg or chosen.trace):
+        raise ArgumentsError("a picture of a step needs its time: give --profile")
+    if chosen.fit is not None and (chosen.compare or len(chosen.world) > 1):
+        raise ArgumentsError(
+            "--fit compares strategies itself, for one world size: give one --world, and no --compare"
+        )
+    for path in (chosen.svg, chosen.trace):
+        if path is not None and not path.parent.is_dir():
+            raise ArgumentsError(
+                f"expected a file in a folder that exists, found {str(path)!r}; make the folder first"
+            )
 
 
 def _write(text: str) -> None:
@@ -84,16 +102,14 @@ def _check(chosen: argparse.Namespace, program: TrainingProgram, plan: Plan) -> 
 def _draw(chosen: argparse.Namespace, plan: Plan) -> None:
     for path, form in ((chosen.svg, "svg"), (chosen.trace, "json")):
         if path is not None:
-            if plan.prediction is None:
-                raise ArgumentsError("a picture of a step needs its time: give --profile")
+            assert plan.prediction is not None, "there is a profile"
             path.write_text(plan.prediction.picture(form), encoding="utf-8")
 
 
 def _fit(chosen: argparse.Namespace, program: TrainingProgram, setups: list[Setup]) -> int:
-    from flatparam.planning.fitting.search import fit
+    from flatparam.planning.fitting.choosing import fit
 
-    if chosen.profile is None:
-        raise ArgumentsError("--fit chooses the fastest setup: give --profile")
     fitted = fit(program, setups[0], memory=chosen.fit, profile=chosen.profile)
     _write(json.dumps(fitted.facts(), indent=1) if chosen.json else fitted.table())
+    _draw(chosen, fitted.best)
     return 0

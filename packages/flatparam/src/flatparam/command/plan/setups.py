@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flatparam.command.opening import ArgumentsError
-from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.here import device_of
 from flatparam.planning.setup import Setup
 
 __all__ = ["setups_of"]
@@ -19,7 +19,7 @@ def setups_of(chosen: argparse.Namespace) -> list[Setup]:
     strategies = chosen.compare.split(",") if chosen.compare else [chosen.strategy]
     if len(strategies) > 1 and len(chosen.world) > 1:
         raise ArgumentsError("give either several world sizes or several strategies to compare")
-    device = chosen.device or ("cpu" if chosen.profile is None else profile_named(chosen.profile).device)
+    device = chosen.device or ("cpu" if chosen.profile is None else device_of(chosen.profile))
     wrap: Any = tuple(chosen.wrap) if chosen.wrap else chosen.wrap_numel
     return [
         Setup(

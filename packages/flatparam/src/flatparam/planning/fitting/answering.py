@@ -12,9 +12,9 @@ import attrs
 from torch import Tensor, nn
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.fitting.search import fit
-from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware.profile import Profile
+from flatparam.planning.here import device_of
 from flatparam.planning.program import TrainingProgram
 from flatparam.planning.setup import STRATEGIES, Setup
 from flatparam.resolving.environment import Environment
@@ -74,7 +74,7 @@ def _setup(asked: Asked, topology: Topology, kwargs: dict[str, Any]) -> Setup:
         use_orig_params=bool(kwargs["use_orig_params"]),
         forward_prefetch=int(kwargs["forward_prefetch"]),
         backward_prefetch=_PREFETCHES[getattr(backward, "name", None)],
-        device=profile_named(asked.profile).device,
+        device=device_of(asked.profile),
         **settings,
         **asked.settings,
     )

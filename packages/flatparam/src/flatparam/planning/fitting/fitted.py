@@ -40,6 +40,8 @@ class Fitted:
         for plan in self.plans:
             sent = shown_nbytes(plan.costs.steps[-1].sent_nbytes)
             verdict = "chosen" if plan is self.best else "fits" if self.fits(plan) else "does not fit"
+            if plan.prediction is not None and plan.prediction.is_measured:
+                verdict += ", measured"
             rows.append(
                 [
                     way_of(plan.setup),
@@ -49,9 +51,14 @@ class Fitted:
                     verdict,
                 ]
             )
-        return "\n".join(
-            [f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows), "", *self.choices]
-        )
+        lines = [f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows)]
+        if any("measured" in row[-1] for row in rows):
+            lines += [
+                "measured: from steps that were run here, in turn; the others from numbers that fit such steps"
+            ]
+        if self.best.prediction is not None:
+            lines += [self.best.prediction.certainty]
+        return "\n".join([*lines, "", *self.choices])
 
     def facts(self) -> dict[str, Any]:
         """The ways as plain values."""

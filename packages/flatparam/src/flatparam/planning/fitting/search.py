@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import attrs
 
 from flatparam.planning.collector import with_little_to_collect
-from flatparam.planning.errors import PlanError
-from flatparam.planning.fitting.explaining import choices_of, way_of
-from flatparam.planning.fitting.fitted import Fitted, seconds_of
+from flatparam.planning.fitting.fitted import seconds_of
 from flatparam.planning.fitting.replay import Keeping, Replay
-from flatparam.planning.hardware.named import profile_named
 from flatparam.planning.hardware.profile import Profile
 from flatparam.planning.making import plan_from
 from flatparam.planning.plan import Plan
@@ -26,7 +22,7 @@ from flatparam.planning.repeated.repeats import Template
 from flatparam.planning.setup import Setup
 from flatparam.planning.units import NamedUnits, Outline, outline_of
 
-__all__ = ["fit"]
+__all__ = ["Search"]
 
 _LOGGER = logging.getLogger(__name__)
 _FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
@@ -38,50 +34,10 @@ _NOTICED: Final = 0.1
 """The part of a step that communication must take for it to be worth a try to recompute activations for."""
 
 
-def fit(
-    program: TrainingProgram,
-    setup: Setup,
-    *,
-    memory: int,
-    profile: str | Path | Profile,
-    only_units: bool = False,
-) -> Fitted:
-    """Choose the units of `program` and what they do, for the least predicted time with a peak of at most `memory`.
-
-    Chosen are the modules that are units, whether each frees its parameters after the forward pass, how far ahead units
-    are gathered, the blocks whose activations are recomputed, and the strategy. The search lays rehearsed steps out
-    anew, and what it chooses is rehearsed. Each block as a unit with FULL_SHARD is always among the ways, so the choice
-    is never predicted to be slower than that, if that fits.
-
-    Args:
-        setup: what is not varied. If it says how to wrap, those units are the blocks.
-        memory: the most bytes that a rank may have in use at once.
-        profile: the hardware, for the time of a step.
-        only_units: leave the strategy and the activations as they are.
-
-    Raises:
-        PlanError: if no way fits; the message says how much the smallest takes.
-    """
-    search = _Search(program, setup, memory, profile_named(profile), only_units)
-    with with_little_to_collect() as search.has_planned:
-        search.run()
-    order = sorted(search.plans, key=search.rank)
-    best = order[0]
-    if best.peak.nbytes > memory:
-        raise PlanError(
-            f"expected a way to train with a peak of at most {memory:,} bytes on each rank, found that the smallest, "
-            f"{way_of(best.setup)}, takes {best.peak.nbytes:,}; take more ranks, a smaller batch, smaller units, "
-            f"{'recomputed activations, ' if only_units else ''}or offload the shards"
-        )
-    plain = search.plans[0]
-    return Fitted(
-        memory, tuple(order), plain, choices_of(best, search.before.get(id(best), best), plain, memory)
-    )
-
-
+@final
 @attrs.define(eq=False)
-class _Search:
-    """What was rehearsed so far."""
+class Search:
+    """A search, and what was rehearsed so far."""
 
     program: TrainingProgram
     setup: Setup
@@ -90,7 +46,7 @@ class _Search:
     only_units: bool
     template: Template | None = None
     """The model on the meta device, if that is where the program makes it."""
-    has_planned: Callable[[], None] = attrs.field(default=lambda: None)
+    _has_planned: Callable[[], None] = attrs.field(default=lambda: None, init=False)
     """Is called after each plan, which stays."""
     plans: list[Plan] = attrs.field(factory=list)
     """Every plan, in the order in which they were made: the first has each block as a unit with FULL_SHARD."""
@@ -109,6 +65,10 @@ class _Search:
 
     def run(self) -> None:
         """Rehearse what is worth it."""
+        with with_little_to_collect() as self._has_planned:
+            self._run()
+
+    def _run(self) -> None:
         outline, model = outline_of(self.program)
         self.template = None if model is None else Template(model)
         self._search(outline)
@@ -253,7 +213,7 @@ class _Search:
         if found is None:
             found = rehearse(self.program, setup)
         plan = plan_from(found, profile=self.profile)
-        self.has_planned()
+        self._has_planned()
         return plan
 
 

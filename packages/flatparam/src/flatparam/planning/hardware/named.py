@@ -1,4 +1,4 @@
-"""Hardware profiles by name: those that ship with the package, files, and this machine, measured now."""
+"""Hardware profiles by name: those that ship with the package, and files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.hardware.measuring import this_machine
 from flatparam.planning.hardware.profile import Profile
 
 if sys.version_info >= (3, 11):
@@ -21,20 +20,18 @@ _SHIPPED: Final = Path(__file__).parent / "profiles"
 
 
 def profile_named(name: str | Path | Profile) -> Profile:
-    """The profile of this name that ships with the package, the one in a TOML file, or this machine's, measured now.
-
-    "this-machine" is that of two ranks over shared memory, and "this-machine:gloo" over gloo.
+    """The profile of this name that ships with the package, or the one in a TOML file.
 
     Raises:
         PlanError: if there is none, or it does not fit.
     """
     if isinstance(name, Profile):
         return name
-    machine, _, transport = str(name).partition(":")
-    if machine == "this-machine" and transport in ("", "gloo", "shared_memory"):
-        return this_machine(transport or "shared_memory")
     path = _SHIPPED / f"{name}.toml" if str(name).isalnum() else Path(name)
     if not path.is_file():
         names = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.toml")))
-        raise PlanError(f"expected a hardware profile ({names}) or a TOML file, found {str(name)!r}")
+        raise PlanError(
+            f"expected a hardware profile ({names}), this-machine, this-machine:gloo, or a TOML file, found "
+            f"{str(name)!r}"
+        )
     return Profile.of(tomllib.loads(path.read_text(encoding="utf-8")))

@@ -98,8 +98,11 @@ class Stretches:
             {key: statistics.median(each) for key, each in calls.items()},
         )
         # What disturbs a step now and then is in the median of none of its parts.
-        whole = statistics.median(marks[-1].end - marks[0].begin for marks in steps)
-        return found.times(whole / sum(self.laid(found)))
+        wholes = [marks[-1].end - marks[0].begin for marks in steps]
+        whole = statistics.median(wholes)
+        low, _, high = statistics.quantiles(wholes, n=4) if len(wholes) > 1 else wholes * 3
+        scaled = found.times(whole / sum(self.laid(found)))
+        return attrs.evolve(scaled, count=len(steps), middle_half=(low / whole - 1, high / whole - 1))
 
     def laid(self, timings: Timings) -> list[float]:
         """The seconds of each entry of the step; those between marks without kernels count to the mark."""
@@ -122,12 +125,17 @@ class Timings:
 
     spans: Mapping[Any, tuple[float, float]]
     calls: Mapping[Any, float]
+    count: int = 1
+    """The number of steps."""
+    middle_half: tuple[float, float] = (0.0, 0.0)
+    """The first and the third quartile of the steps, as parts of the median by which they differ from it."""
 
     def times(self, factor: float) -> Timings:
         """Each time, so many times as long."""
-        return Timings(
-            {key: (seconds * factor, estimate) for key, (seconds, estimate) in self.spans.items()},
-            {key: seconds * factor for key, seconds in self.calls.items()},
+        return attrs.evolve(
+            self,
+            spans={key: (seconds * factor, estimate) for key, (seconds, estimate) in self.spans.items()},
+            calls={key: seconds * factor for key, seconds in self.calls.items()},
         )
 
     def of_stretch(self, key: Any, estimate: float) -> float:

@@ -107,6 +107,30 @@ _CLEAN: Final = frozenset(
 )
 """Operations whose kernels take nothing."""
 
+_RNN_SIZES: Final = (
+    "reverse",
+    "mode",
+    "hidden_size",
+    "num_layers",
+    "has_biases",
+    "train",
+    "bidirectional",
+    "batch_sizes",
+    "batch_first",
+)
+"""The arguments of a recurrent layer's backward kernel after its tensors, and in which order the forward has them."""
+_RNN_ORDER: Final = (
+    "reverse",
+    "batch_sizes",
+    "mode",
+    "hidden_size",
+    "num_layers",
+    "has_biases",
+    "bidirectional",
+    "batch_first",
+    "train",
+)
+
 
 @final
 @attrs.frozen(eq=False)
@@ -201,20 +225,37 @@ class Temporaries:
 def taken_by_running(kernel: Kernel) -> int:
     """The bytes that the kernel takes beside its results, found by running it on zeros."""
     written = [each for each in kernel.operation._schema.returns if each.alias_info is None]
-
-    def real(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(real, value))
-        return value
-
-    args, kwargs = real(kernel.args), {name: real(value) for name, value in kernel.kwargs.items()}
-    with torch.no_grad(), allocations() as found:
+    args, kwargs = zeros_as(kernel.args), {name: zeros_as(value) for name, value in kernel.kwargs.items()}
+    if kernel.operation is _ATEN.mkldnn_rnn_layer_backward.default:
+        args = (*args[:-1], rnn_workspace(args))
+    needs_backward = kernel.operation is _ATEN.mkldnn_rnn_layer.default
+    with torch.set_grad_enabled(needs_backward), allocations() as found:
         result = kernel.operation(*args, **kwargs)
         kept = sum(each.untyped_storage().nbytes() for each in operands_of(result)) if written else 0
         del result
     return max(0, found.peak - kept)
+
+
+def zeros_as(value: Any) -> Any:
+    """Arguments as these, with tensors of zeros that have memory."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(zeros_as, value))
+    return value
+
+
+def rnn_workspace(args: tuple[Any, ...]) -> Tensor:
+    """What a recurrent layer's forward kernel leaves for the backward kernel, whose arguments these are.
+
+    Another tensor of as many bytes would crash the backward kernel, which finds offsets in it.
+    """
+    given, sizes = args[:7], dict(zip(_RNN_SIZES, args[13:22], strict=True))
+    with torch.enable_grad():
+        # Without, it leaves nothing.
+        result = _ATEN.mkldnn_rnn_layer(*zeros_as(given), *(sizes[name] for name in _RNN_ORDER))
+    workspace: Tensor = result[3]
+    return workspace
 
 
 def _by_rule(kernel: Kernel) -> int | None:

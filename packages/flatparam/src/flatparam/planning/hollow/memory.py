@@ -14,10 +14,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam.planning.errors import PlanError
+from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.arena import Arena, Block
 from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
 from flatparam.planning.hollow.log import Log
-from flatparam.planning.hollow.operations import ATEN, Trait, appearance, on_meta, value_of
+from flatparam.planning.hollow.operations import (
+    ATEN,
+    Trait,
+    appearance,
+    on_meta,
+    room_of,
+    value_of,
+)
 
 __all__ = ["HollowMemory"]
 
@@ -54,6 +62,7 @@ class HollowMemory(TorchDispatchMode):
         self.works: list[Work] = []
         """The different kernels that would run."""
         self._start, self._stop = self._arena.start, self._arena.start + self._arena.size
+        self._alone = owners_if_alone()
         self._traits: dict[Any, Trait] = {}
         self._accounts: dict[Any, tuple[int, int]] = {}
         self._results = _results_by_default_dtype[torch.get_default_dtype()]
@@ -150,11 +159,11 @@ class HollowMemory(TorchDispatchMode):
         storage: Any = torch.frombuffer(self._arena.take(nbytes), dtype=torch.uint8).untyped_storage()
         return storage
 
-    def _make(self, like: Tensor) -> Tensor:
-        """A hollow tensor as the one on the meta device is."""
+    def _make(self, like: Tensor, room: int = 0) -> Tensor:
+        """A hollow tensor as the one on the meta device is, with room for so many elements at least."""
         size, stride = like.shape, like.stride()
-        extent = 0
-        if like.numel():
+        extent = room
+        if like.numel() and not room:
             extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if not extent:
             return torch.empty_strided(size, stride, dtype=like.dtype)
@@ -174,6 +183,8 @@ class HollowMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._kept_number is not None:
             self._keep_number()
+        if func is ATEN.add.Tensor and adds_in_place(args, kwargs, self._alone):
+            func = ATEN.add_.Tensor
         trait = self._traits.get(func)
         if trait is None:
             trait = self._traits[func] = Trait.of(func)
@@ -251,7 +262,8 @@ class HollowMemory(TorchDispatchMode):
             if trait.keeps_number:
                 self._note_number(args, result)
             return result
-        made = [self._make(each) if isinstance(each, Tensor) else each for each in shapes]
+        room = room_of(trait.operation, args)
+        made = [self._make(each, room) if isinstance(each, Tensor) else each for each in shapes]
         self._account(trait, key, args, kwargs, made)
         if trait.returns_list:
             return made

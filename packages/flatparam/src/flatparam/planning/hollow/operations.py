@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, final
 
 import attrs
@@ -9,15 +10,35 @@ import torch
 from torch import Tensor
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.hollow.kernels import operands_of
+from flatparam.planning.hollow.kernels import AFFORDABLE_NBYTES, operands_of, zeros_as
 
-__all__ = ["ATEN", "Trait", "appearance", "on_meta", "value_of"]
+__all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
 
 ATEN: Final = torch.ops.aten
 _KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor)
 _READS: Final = (ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.is_nonzero.default)
-_ALIASES: Final = (ATEN._unsafe_view.default, ATEN.detach.default, ATEN.lift_fresh.default)
+_ALIASES: Final = (
+    ATEN._unsafe_view.default,
+    ATEN.detach.default,
+    ATEN.lift_fresh.default,
+    ATEN.unsafe_split.Tensor,
+    ATEN.unsafe_split_with_sizes.default,
+)
 """Operations that return their argument's memory, of which the schema does not always tell."""
+_TURNS_IN_PLACE: Final = tuple(
+    getattr(ATEN, name).default
+    for name in ("as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_")
+)
+"""Operations that change the shape of their argument, and write nothing to its memory."""
+_MEAN: Final = 1
+"""How torch numbers a reduction to the mean; 0 is none."""
+_REDUCED_IN_PLACE: Final = (
+    ATEN.mse_loss.default,
+    ATEN.smooth_l1_loss.default,
+    ATEN.binary_cross_entropy.default,
+    ATEN.soft_margin_loss.default,
+)
+"""Operations that compute a number for each element, and reduce them to one, which keeps the memory of all."""
 
 
 @final
@@ -49,6 +70,7 @@ class Trait:
         elif (
             func in _ALIASES
             or func.is_view
+            or func in _TURNS_IN_PLACE
             or (returns and not any("Tensor" in str(r.type) for r in returns))
         ):
             kind = "view"
@@ -130,4 +152,20 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     ):
         # The CPU's kernel keeps mean and deviation in the dtype of its input, unless the weights have another.
         results[1:] = [each.to(args[0].dtype) for each in results[1:]]
+    if (
+        func is ATEN.mkldnn_rnn_layer.default
+        and sum(each.nbytes for each in (*operands_of(args), *results)) <= AFFORDABLE_NBYTES
+    ):
+        # What it leaves for the backward kernel has no size on the meta device.
+        results[3] = func(*zeros_as(args), **kwargs)[3].to("meta")
     return results
+
+
+def room_of(func: Any, args: tuple[Any, ...]) -> int:
+    """The elements of memory that the CPU's kernel takes for its result, if they are more than the result has."""
+    if func not in _REDUCED_IN_PLACE:
+        return 0
+    # Weights may stand before it.
+    reduction = next((each for each in args[2:] if isinstance(each, int)), _MEAN)
+    shape: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    return math.prod(shape) if reduction else 0
