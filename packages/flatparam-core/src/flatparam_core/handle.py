@@ -29,13 +29,13 @@ from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import clear_owner, mark_owner, marked_owner
+from flatparam_core.exposure.owners import MARKS, clear_owner, mark_owner, marked_owner
 from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.unflattened import Unflattened
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
-from flatparam_core.storage.full_form import FullForm, FullForms
+from flatparam_core.storage.full_form import FullForm, FullForms, kind_of
 from flatparam_core.storage.gradients import GradientLedger
 from flatparam_core.storage.precision import Precision
 from flatparam_core.storage.residency import RESIDENCY, Residency
@@ -98,6 +98,7 @@ class FlatParamHandle:
             device: the device of the full parameters.
         """
         attributes = tuple(dict(vars(b.parameter)) for b in bound)
+        kinds = tuple(kind_of(b.parameter) for b in bound)
         trainable = any(b.parameter.requires_grad for b in bound)
         flat_param = FlatParameter(shard, layout, rank, trainable)
         exposure: Exposure
@@ -105,7 +106,7 @@ class FlatParamHandle:
             exposure = OriginalExposure.attach(flat_param, bound)
         else:
             exposure = FlatExposure.attach(owner, attribute, flat_param, bound)
-        forms = FullForms(layout, precision, device, attributes)
+        forms = FullForms(layout, precision, device, attributes, kinds=kinds)
         handle = cls(Shard.of(flat_param), exposure, forms)
         for index, b in enumerate(bound):
             mark_owner(b.parameter, handle, index)
@@ -121,14 +122,15 @@ class FlatParamHandle:
             self.is_offloaded,
             self.device,
             self.forms.attributes,
+            self.forms.kinds,
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Restore a copy; call `revive` once the copies of its modules are whole."""
-        flat_param, exposure, precision, is_offloaded, device, attributes = state
+        flat_param, exposure, precision, is_offloaded, device, attributes, kinds = state
         # A file may have been loaded onto a different device.
         home = device if is_offloaded else flat_param.device
-        forms = FullForms(flat_param.flat_layout, precision, home, attributes)
+        forms = FullForms(flat_param.flat_layout, precision, home, attributes, kinds=kinds)
         type(self).__init__(self, Shard.of(flat_param), exposure, forms)
 
     def revive(self) -> bool:
@@ -346,7 +348,7 @@ class FlatParamHandle:
             self.trained = wanted
         form = self.forms.current
         if not form.leaves:
-            form.make_leaves(self.forms.attributes, wanted)
+            form.make_leaves(self.forms.attributes, wanted, self.forms.kinds)
             for index, leaf in enumerate(form.leaves):
                 mark_owner(leaf, self, index)
         if list(map(_REQUIRES_GRAD, form.leaves)) != wanted:
@@ -395,6 +397,9 @@ class FlatParamHandle:
     def write_back(self) -> None:
         """Write this rank's part of the full parameters to the shard, if it has changed.
 
+        A parameter that somebody has put in the place of a full one has the same effect as new values of that one, if
+        it has the same shape, dtype and device: its values and its attributes are taken over.
+
         Raises:
             IllegalStepError: if the full parameters are not complete in memory, in their own dtype.
         """
@@ -403,7 +408,25 @@ class FlatParamHandle:
                 f"{self!r}: there are no full parameters to write back; finish an unshard in full precision first"
             )
         self.form.reclaim(keep=True)
+        self._take_replacements()
         self._shard.write(self.buffer.shard(self.rank))
+
+    def _take_replacements(self) -> None:
+        found = self.exposure.replacements()
+        if not found:
+            return
+        for index, new in found.items():
+            if self.has_presenter(index):
+                continue
+            leaf = self.leaves[index]
+            leaf.detach().copy_(new.detach())
+            # Such as the scales of a quantised weight. The marks say where a parameter belongs.
+            noted = {name: value for name, value in vars(new).items() if name not in MARKS}
+            holders = [form.leaves[index] for form in self.forms.known if form.leaves]
+            holders += [each for at, each in self.exposure.originals().items() if at == index]
+            for each in (self.forms.attributes[index], *map(vars, holders)):
+                each.update(noted)
+            self.exposure.put_back([index])
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` too, in the modules of another unit that shares it."""
