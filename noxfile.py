@@ -408,7 +408,7 @@ def clients(session: nox.Session) -> None:
 
     Of trainers that would need ray or a GPU, the wheels are downloaded, and only their functions for FSDP1 are run.
     """
-    fill(session, "accelerate", "bitsandbytes", "transformers", "peft", "trl", "lightning")
+    fill(session, "accelerate", "bitsandbytes", "transformers", "peft", "torchao", "trl", "lightning")
     wheels = str(ROOT / "build" / "client-wheels")
     download = (
         "pip",
@@ -426,6 +426,9 @@ def clients(session: nox.Session) -> None:
     quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet["FLATPARAM_CLIENT_WHEELS"] = wheels
     session.run(*PYTEST, "integration_tests/clients", *session.posargs, env=quiet)
+    if not session.posargs:
+        # The table of docs/guides/client-peft.md.
+        session.run("python", "-m", "integration_tests.clients.page", env=quiet)
 
 
 # Filling an environment of its own

@@ -23,10 +23,11 @@ STEPS: Final = 4
 VOCABULARY: Final = 64
 
 
-def whole(**adapter: Any) -> nn.Module:
-    """NF4 with the default storage, uint8, in all linear layers but the head, and an adapter on some of them.
+def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
+    """NF4 in all linear layers but the head, and an adapter on some of them.
 
     Args:
+        storage: the dtype under which the bytes go; bitsandbytes has uint8 if nobody says otherwise.
         adapter: settings of LoRA, such as `use_dora=True`.
     """
     torch.manual_seed(0)
@@ -40,11 +41,22 @@ def whole(**adapter: Any) -> nn.Module:
         max_position_embeddings=64,
     )
     model = LlamaForCausalLM(config)
-    for parent, name, layer in list(_linear(model.model)):
+    for parent, name, layer in list(linear_layers(model.model)):
         quantised = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+            layer.in_features,
+            layer.out_features,
+            bias=False,
+            compute_dtype=torch.float32,
+            quant_type="nf4",
+            quant_storage=storage,
         )
-        quantised.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        quantised.weight = bnb.nn.Params4bit(
+            layer.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            quant_storage=storage,
+            module=quantised,
+        )
         setattr(parent, name, quantised)
     # This quantises.
     model.to("cpu")
@@ -53,7 +65,7 @@ def whole(**adapter: Any) -> nn.Module:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
 
 
-def _linear(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     for parent in module.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
@@ -94,6 +106,11 @@ def torchs(model: nn.Module, **options: Any) -> nn.Module:
 
     device = torch.device("cpu")
     return FSDP1(model, auto_wrap_policy=Policy({LlamaDecoderLayer}), device_id=device, **options)
+
+
+def torchs_with_originals(model: nn.Module) -> nn.Module:
+    """FSDP1, which shards frozen parameters beside trained ones only so."""
+    return torchs(model, use_orig_params=True)
 
 
 def torchs_in_place(model: nn.Module) -> nn.Module:

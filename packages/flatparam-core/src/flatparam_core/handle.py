@@ -34,6 +34,7 @@ from flatparam_core.exposure.protocol import Exposure
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.unflattened import Unflattened
+from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.storage.full_form import FullForm, FullForms, kind_of
 from flatparam_core.storage.gradients import GradientLedger
@@ -365,6 +366,11 @@ class FlatParamHandle:
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """The tensor that the module shows for the full parameter `index`: `full`, or what its `PRESENTER` returns."""
         return self.forms.present(index, full)
+
+    def flattened(self, index: int, shown: object) -> object:
+        """What was flattened, of a tensor like the one that `present` makes; anything else is returned as it is."""
+        back = getattr(self.forms.attributes[index].get(PRESENTER), "flattened", None)
+        return shown if back is None else back(shown)
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, even while it is being filled."""

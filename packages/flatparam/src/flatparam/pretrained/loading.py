@@ -103,8 +103,9 @@ def load_pretrained(
         The sharded model; with `output_loading_info` also a `PretrainedReport`.
 
     Raises:
-        CheckpointError: on every rank, if the files are damaged or do not fit on one, naming rank and tensors.
-        ValueError: for arguments that do not fit each other, or buffers that nothing gives values.
+        CheckpointError: on every rank, if the files are damaged or do not fit on one, or nothing gives values to
+            buffers, naming rank and tensors.
+        ValueError: for arguments that do not fit each other.
     """
     _check_arguments(model, dtype, arguments)
     made = model if isinstance(model, nn.Module) else hollow(model)
