@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -144,6 +145,8 @@ def kept_nbytes(model: nn.Module) -> int:
         held += [each for each in module._parameters.values() if each is not None]
     for parameter in held:
         if parameter.dtype == torch.uint8:
-            storage = parameter.untyped_storage()
+            # A DTensor's own storage is none.
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            storage = local.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
