@@ -28,6 +28,10 @@ from flatparam_state.places import Place
 __all__ = ["Wanted"]
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 @final
 @attrs.frozen(eq=False)
 class Wanted:
@@ -43,7 +47,7 @@ class Wanted:
     """The device on which collectives work."""
     is_presented: bool = False
     """Whether modules see a `DTensor` of which the tensor is this rank's part."""
-    flattened: Callable[[Any], Any] = lambda value: value
+    flattened: Callable[[Any], Any] = _as_it_is
     """Turns a value like what modules see, such as a quantised weight, into what is sharded of it."""
 
     @classmethod
