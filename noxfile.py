@@ -202,6 +202,16 @@ def publish(session: nox.Session) -> None:
 
 
 @nox.session
+def pretrained(session: nox.Session) -> None:
+    """What it costs to begin with weights in files, beside the usual ways: the table of docs/guides/pretrained.md anew.
+
+    `-- --numel 1000000 --ranks 4` measures and prints something else.
+    """
+    install_all_layers(session)
+    python(session, "tools/pretrained_costs.py", *(session.posargs or ["--page"]))
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)
