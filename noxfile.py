@@ -202,6 +202,16 @@ def publish(session: nox.Session) -> None:
 
 
 @nox.session
+def pretrained(session: nox.Session) -> None:
+    """What it costs to begin with weights in files, beside the usual ways: the table of docs/guides/pretrained.md anew.
+
+    `-- --numel 1000000 --ranks 4` measures and prints something else.
+    """
+    install_all_layers(session)
+    python(session, "tools/pretrained_costs.py", *(session.posargs or ["--page"]))
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)
@@ -408,7 +418,7 @@ def clients(session: nox.Session) -> None:
 
     Of trainers that would need ray or a GPU, the wheels are downloaded, and only their functions for FSDP1 are run.
     """
-    fill(session, "accelerate", "bitsandbytes", "transformers", "peft", "trl", "lightning")
+    fill(session, "accelerate", "bitsandbytes", "transformers", "peft", "torchao", "trl", "lightning")
     wheels = str(ROOT / "build" / "client-wheels")
     download = (
         "pip",
@@ -426,6 +436,9 @@ def clients(session: nox.Session) -> None:
     quiet = {**ISOLATED, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet["FLATPARAM_CLIENT_WHEELS"] = wheels
     session.run(*PYTEST, "integration_tests/clients", *session.posargs, env=quiet)
+    if not session.posargs:
+        # The table of docs/guides/client-peft.md.
+        session.run("python", "-m", "integration_tests.clients.page", env=quiet)
 
 
 # Filling an environment of its own

@@ -40,6 +40,16 @@ def test_tests_that_pages_name_are_there() -> None:
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
     }
     defined |= {path.name for path in files}
-    for page in [*PAGES, DOCS / "guides" / "clients.md"]:
+    for page in [*PAGES, DOCS / "guides" / "clients.md", DOCS / "guides" / "fine-tuning.md"]:
         named = set(re.findall(r"`(test_\w+(?:\.py)?)`", page.read_text(encoding="utf-8")))
         assert named - defined == set(), page.name
+
+
+def test_the_guide_to_fine_tuning_shows_a_tested_program() -> None:
+    """Its program is a file of the programs, as it is, and a test in the session `clients` runs it."""
+    page = (DOCS / "guides" / "fine-tuning.md").read_text(encoding="utf-8")
+    (block,) = [block for block in blocks_of(page) if block.language == "python"]
+    assert "programs/fine_tuning.py" in (block.not_run or "")
+    program = (CLIENTS / "programs" / "fine_tuning.py").read_text(encoding="utf-8")
+    assert "\n".join(block.lines) + "\n" == program
+    assert 'PROGRAMS / "fine_tuning.py"' in (CLIENTS / "test_fine_tuning.py").read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 
     python tools/pretrained_costs.py --numel 64000000 --ranks 2
 
+With `--page` the table goes into docs/guides/pretrained.md (`nox -s pretrained`).
+
 Each way runs in processes of its own, one after the other, with one safetensors file in the page cache. Printed for
 each: the bytes that all ranks together read by calls (a mapped file is not read by calls), the highest peak of a rank's
 memory above what it had before, and the time until the slowest rank was done; of `--rounds` rounds, the fastest.
@@ -28,6 +30,15 @@ from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 
 WIDTH: Final = 1024
+PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "guides" / "pretrained.md"
+BEGIN: Final = "<!-- begin table of loading -->"
+END: Final = "<!-- end table of loading -->"
+NAMES: Final = {
+    "load_pretrained": "`load_pretrained`",
+    "rank 0 reads and broadcasts": "the first rank reads and broadcasts",
+    "every rank reads all": "every rank reads all",
+}
+"""What the page calls each way."""
 
 
 def make(layers: int) -> nn.Module:
@@ -119,6 +130,7 @@ def main() -> None:
     arguments.add_argument("--numel", type=int, default=64_000_000)
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--page", action="store_true", help="write the table into the guide")
     chosen = arguments.parse_args()
     layers = max(1, chosen.numel // (WIDTH * WIDTH + WIDTH))
     with tempfile.TemporaryDirectory() as folder:
@@ -128,14 +140,33 @@ def main() -> None:
         print(f"{nbytes / 1e6:.0f} MB in one file, {chosen.ranks} ranks, fastest of {chosen.rounds}")
         print(f"{'':28} {'read by calls':>14} {'peak of a rank':>15} {'seconds':>8}")
         totals: set[float] = set()
+        rows = []
         for way in WAYS:
             rounds = [run_processes(chosen.ranks, measured, way, path, layers) for _ in range(chosen.rounds)]
             best = min(rounds, key=lambda costs: max(cost.seconds for cost in costs))
             read = sum(cost.read for cost in best) / nbytes
             peak = max(cost.peak for cost in best) / 1e6
-            print(f"{way:28} {read:12.2f} x {peak:12.0f} MB {max(c.seconds for c in best):8.2f}", flush=True)
+            seconds = max(cost.seconds for cost in best)
+            print(f"{way:28} {read:12.2f} x {peak:12.0f} MB {seconds:8.2f}", flush=True)
+            rows.append(f"| {NAMES[way]} | {peak:.0f} MB | {seconds:.2f} |")
             totals.add(round(sum(cost.total for cost in best), 6))
         assert len(totals) == 1, "all ways load the same"
+    if chosen.page:
+        write_page(chosen.ranks, nbytes, chosen.rounds, rows)
+
+
+def write_page(ranks: int, nbytes: int, rounds: int, rows: list[str]) -> None:
+    """Put the table into the guide, in the place of the one that is there."""
+    said = (
+        f"A file of {nbytes / 1e6:.0f} MB in the page cache, {ranks} ranks on one host; a rank's part of the model is "
+        f"{nbytes / ranks / 1e6:.0f} MB; the fastest of {rounds} rounds:"
+    )
+    table = "\n".join(
+        [said, "", "| | peak of a rank, above before | seconds |", "| --- | --- | --- |", *rows]
+    )
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -23,10 +24,11 @@ STEPS: Final = 4
 VOCABULARY: Final = 64
 
 
-def whole(**adapter: Any) -> nn.Module:
-    """NF4 with the default storage, uint8, in all linear layers but the head, and an adapter on some of them.
+def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
+    """NF4 in all linear layers but the head, and an adapter on some of them.
 
     Args:
+        storage: the dtype under which the bytes go; bitsandbytes has uint8 if nobody says otherwise.
         adapter: settings of LoRA, such as `use_dora=True`.
     """
     torch.manual_seed(0)
@@ -40,11 +42,22 @@ def whole(**adapter: Any) -> nn.Module:
         max_position_embeddings=64,
     )
     model = LlamaForCausalLM(config)
-    for parent, name, layer in list(_linear(model.model)):
+    for parent, name, layer in list(linear_layers(model.model)):
         quantised = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+            layer.in_features,
+            layer.out_features,
+            bias=False,
+            compute_dtype=torch.float32,
+            quant_type="nf4",
+            quant_storage=storage,
         )
-        quantised.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        quantised.weight = bnb.nn.Params4bit(
+            layer.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            quant_storage=storage,
+            module=quantised,
+        )
         setattr(parent, name, quantised)
     # This quantises.
     model.to("cpu")
@@ -53,7 +66,7 @@ def whole(**adapter: Any) -> nn.Module:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
 
 
-def _linear(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     for parent in module.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
@@ -96,6 +109,11 @@ def torchs(model: nn.Module, **options: Any) -> nn.Module:
     return FSDP1(model, auto_wrap_policy=Policy({LlamaDecoderLayer}), device_id=device, **options)
 
 
+def torchs_with_originals(model: nn.Module) -> nn.Module:
+    """FSDP1, which shards frozen parameters beside trained ones only so."""
+    return torchs(model, use_orig_params=True)
+
+
 def torchs_in_place(model: nn.Module) -> nn.Module:
     """FSDP2."""
     from torch.distributed.fsdp import fully_shard as fsdp2
@@ -127,6 +145,8 @@ def kept_nbytes(model: nn.Module) -> int:
         held += [each for each in module._parameters.values() if each is not None]
     for parameter in held:
         if parameter.dtype == torch.uint8:
-            storage = parameter.untyped_storage()
+            # A DTensor's own storage is none.
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            storage = local.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

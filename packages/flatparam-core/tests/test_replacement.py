@@ -1,5 +1,6 @@
 """A parameter that the user replaced after its module was sharded: taken over if it fits, refused if it does not."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -319,3 +320,87 @@ def test_all_are_taken_over_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(handle.taken_over) == 10
     assert len(cuts) == 1
     assert torch.equal(handle.flat_param.detach()[:4], torch.full((4,), 3.0))
+
+
+class Quantised(nn.Parameter):
+    """A class of a library, which tells its parameters by it."""
+
+
+def quantised(values: torch.Tensor, scale: float) -> Quantised:
+    parameter = torch.Tensor._make_subclass(Quantised, values, False)
+    parameter.scale = scale  # type: ignore[attr-defined]
+    return parameter  # type: ignore[return-value]  # torch says that it is a tensor
+
+
+def with_a_quantised_weight() -> nn.Linear:
+    module = nn.Linear(2, 3, bias=False)
+    module.weight = quantised(torch.arange(6, dtype=torch.uint8).view(3, 2), 0.5)
+    return module
+
+
+def test_full_parameters_have_the_class_of_the_originals(use_orig_params: bool) -> None:
+    """What a module shows while it is unsharded has the class and the attributes that its parameter had."""
+    module = with_a_quantised_weight()
+    handle = flatten_alone(module, use_orig_params=use_orig_params)
+    copied = copy.deepcopy((module, handle))
+    for again in (handle, copied[1]):
+        again.revive()
+        gather([again])
+        (leaf,) = again.leaves
+        assert type(leaf) is Quantised
+        assert leaf.scale == 0.5
+        assert not leaf.requires_grad
+        again.reshard()
+
+
+def test_a_frozen_stand_in_in_the_same_memory(use_orig_params: bool) -> None:
+    """A frozen parameter may be replaced by a frozen one in its memory, and by no other; a trained one by none."""
+    frozen, trained = (
+        nn.Linear(2, 2, bias=False).requires_grad_(requires_grad=False),
+        nn.Linear(2, 2, bias=False),
+    )
+    handles = [flatten_alone(each, use_orig_params=use_orig_params) for each in (frozen, trained)]
+    gather(handles[:1])
+    frozen.weight = nn.Parameter(frozen.weight.detach(), requires_grad=False)
+    handles[0].reshard()
+    gather(handles[:1])
+    gather(handles[1:])
+    assert frozen.weight is handles[0].leaves[0]
+    values = frozen.weight.detach()
+    refused = [
+        (frozen, values, True),
+        (frozen, values.clone(), False),
+        (frozen, values.t(), False),
+        (trained, trained.weight.detach(), True),
+        (trained, trained.weight.detach(), False),
+    ]
+    for module, data, requires_grad in refused:
+        before, handle = module.weight, handles[module is trained]
+        module.weight = nn.Parameter(data, requires_grad=requires_grad)
+        with pytest.raises(FlatParamError, match="'weight' was replaced"):
+            handle.reshard()
+        module.weight = before
+    for handle in handles:
+        handle.reshard()
+
+
+def test_what_is_in_the_place_of_a_full_parameter_is_written_back(use_orig_params: bool) -> None:
+    """A parameter that fits gives its values to the shard and its attributes to what is shown from then on."""
+    module = with_a_quantised_weight()
+    handle = flatten_alone(module, use_orig_params=use_orig_params)
+    for number in (2, 3):
+        gather([handle], full_precision=True)
+        values = torch.full((3, 2), number, dtype=torch.uint8)
+        module.weight = quantised(values, 1.0 / number)
+        handle.write_back()
+        assert module.weight is handle.leaves[0]
+        handle.reshard()
+        check_invariants(handle)
+        assert handle.flat_param.detach()[:6].tolist() == [number] * 6
+    gather([handle])
+    assert module.weight.scale == 1 / 3
+    assert torch.equal(module.weight, values)
+    module.weight = quantised(values.float(), 1.0)
+    with pytest.raises(FlatParamError, match="'weight' was replaced"):
+        handle.write_back()
+        handle.reshard()

@@ -372,6 +372,25 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     on_ranks(2, rank)
 
 
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """What is no path, no dtype, or a function that returns no module is named in a TypeError, before any file is read."""
+    path = tmp_path / "nothing"
+
+    def rank(world: Collectives) -> None:
+        with pytest.raises(TypeError, match="expected a module, or a function that makes one, found 3"):
+            load_pretrained(3, path)
+        with pytest.raises(TypeError, match="expected the path of a file or a folder, found None"):
+            load_pretrained(mlp, None)
+        with pytest.raises(TypeError, match=r"expected a dtype, such as torch\.bfloat16, found 'bfloat16'"):
+            load_pretrained(mlp, path, dtype="bfloat16")
+        with pytest.raises(
+            TypeError, match="expected a function that returns a module, and it returned None"
+        ):
+            load_pretrained(lambda: None, path)
+
+    on_ranks(2, rank)
+
+
 def test_a_model_that_is_sharded(tmp_path: Path) -> None:
     """Modules of `fully_shard`, and wrapped ones with ignored parameters, get new values in their place."""
     expected = disturbed(mlp)

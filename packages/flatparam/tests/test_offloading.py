@@ -302,6 +302,8 @@ def test_refusals(tmp_path: Path) -> None:
             offload(model, folder=missing, optimizer=optimizer)
         with pytest.raises(ValueError, match="found a Linear without a unit"):
             offload(nn.Linear(2, 2))
+        with pytest.raises(TypeError, match="expected an optimizer whose state is to move, found 'adamw'"):
+            offload(model, optimizer="adamw")
         assert [tensor.data_ptr() for tensor in everything(model, optimizer)] == before
         with model.no_sync():
             accumulate(model, world.rank)

@@ -489,6 +489,8 @@ def test_misuse_is_refused() -> None:
         ema = averaged(model)
         with pytest.raises(ValueError, match="a decay from 0 to 1, found 1.5"):
             ema.decay = 1.5
+        with pytest.raises(ValueError, match="a decay from 0 to 1, found '0.9'"):
+            ema.decay = "0.9"
         with pytest.raises(ValueError, match=r"at least 16 bits, found torch\.int64"):
             ShardedEMA(model, DECAY, torch.int64)
         with pytest.raises(ValueError, match="found a different Sequential"), ema.applied(model.module):

@@ -26,6 +26,7 @@ from torch import nn
 
 from flatparam_core.errors import FlatParamError, IllegalStepError
 from flatparam_core.exposure import (
+    MARKS,
     BoundParameter,
     Exposure,
     FlatExposure,
@@ -37,6 +38,7 @@ from flatparam_core.exposure import (
 )
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Unflattened
+from flatparam_core.names import PRESENTER
 from flatparam_core.storage import (
     RESIDENCY,
     BufferPool,
@@ -48,6 +50,7 @@ from flatparam_core.storage import (
     Residency,
     Shard,
     give_data,
+    kind_of,
 )
 
 __all__ = ["FlatParamHandle", "handle_of", "owner_of"]
@@ -106,6 +109,7 @@ class FlatParamHandle:
             device: the device of the full parameters.
         """
         attributes = tuple(dict(vars(b.parameter)) for b in bound)
+        kinds = tuple(kind_of(b.parameter) for b in bound)
         trainable = any(b.parameter.requires_grad for b in bound)
         flat_param = FlatParameter(shard, layout, rank, trainable)
         exposure: Exposure
@@ -113,7 +117,7 @@ class FlatParamHandle:
             exposure = OriginalExposure.attach(flat_param, bound)
         else:
             exposure = FlatExposure.attach(owner, attribute, flat_param, bound)
-        forms = FullForms(layout, precision, device, attributes)
+        forms = FullForms(layout, precision, device, attributes, kinds=kinds)
         handle = cls(Shard.of(flat_param), exposure, forms)
         for index, b in enumerate(bound):
             mark_owner(b.parameter, handle, index)
@@ -129,14 +133,15 @@ class FlatParamHandle:
             self.is_offloaded,
             self.device,
             self.forms.attributes,
+            self.forms.kinds,
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Restore a copy; call `revive` once the copies of its modules are whole."""
-        flat_param, exposure, precision, is_offloaded, device, attributes = state
+        flat_param, exposure, precision, is_offloaded, device, attributes, kinds = state
         # A file may have been loaded onto a different device.
         home = device if is_offloaded else flat_param.device
-        forms = FullForms(flat_param.flat_layout, precision, home, attributes)
+        forms = FullForms(flat_param.flat_layout, precision, home, attributes, kinds=kinds)
         type(self).__init__(self, Shard.of(flat_param), exposure, forms)
 
     def revive(self) -> bool:
@@ -354,7 +359,7 @@ class FlatParamHandle:
             self.trained = wanted
         form = self.forms.current
         if not form.leaves:
-            form.make_leaves(self.forms.attributes, wanted)
+            form.make_leaves(self.forms.attributes, wanted, self.forms.kinds)
             for index, leaf in enumerate(form.leaves):
                 mark_owner(leaf, self, index)
         if list(map(_REQUIRES_GRAD, form.leaves)) != wanted:
@@ -371,6 +376,11 @@ class FlatParamHandle:
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """The tensor that the module shows for the full parameter `index`: `full`, or what its `PRESENTER` returns."""
         return self.forms.present(index, full)
+
+    def flattened(self, index: int, shown: object) -> object:
+        """What was flattened, of a tensor like the one that `present` makes; anything else is returned as it is."""
+        back = getattr(self.forms.attributes[index].get(PRESENTER), "flattened", None)
+        return shown if back is None else back(shown)
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, even while it is being filled."""
@@ -403,6 +413,9 @@ class FlatParamHandle:
     def write_back(self) -> None:
         """Write this rank's part of the full parameters to the shard, if it has changed.
 
+        A parameter that somebody has put in the place of a full one has the same effect as new values of that one, if
+        it has the same shape, dtype and device: its values and its attributes are taken over.
+
         Raises:
             IllegalStepError: if the full parameters are not complete in memory, in their own dtype.
         """
@@ -411,7 +424,25 @@ class FlatParamHandle:
                 f"{self!r}: there are no full parameters to write back; finish an unshard in full precision first"
             )
         self.form.reclaim(keep=True)
+        self._take_replacements()
         self._shard.write(self.buffer.shard(self.rank))
+
+    def _take_replacements(self) -> None:
+        found = self.exposure.replacements()
+        if not found:
+            return
+        for index, new in found.items():
+            if self.has_presenter(index):
+                continue
+            leaf = self.leaves[index]
+            leaf.detach().copy_(new.detach())
+            # Such as the scales of a quantised weight. The marks say where a parameter belongs.
+            noted = {name: value for name, value in vars(new).items() if name not in MARKS}
+            holders = [form.leaves[index] for form in self.forms.known if form.leaves]
+            holders += [each for at, each in self.exposure.originals().items() if at == index]
+            for each in (self.forms.attributes[index], *map(vars, holders)):
+                each.update(noted)
+            self.exposure.put_back([index])
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` too, in the modules of another unit that shares it."""

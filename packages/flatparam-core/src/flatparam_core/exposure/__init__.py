@@ -3,13 +3,14 @@
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover, each_module
 from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import clear_owner, mark_owner, marked_owner
+from flatparam_core.exposure.owners import MARKS, clear_owner, mark_owner, marked_owner
 from flatparam_core.exposure.protocol import Exposure
 
 __all__ = [
     "BoundParameter",
     "Exposure",
     "FlatExposure",
+    "MARKS",
     "OriginalExposure",
     "ParamInfo",
     "clear_owner",

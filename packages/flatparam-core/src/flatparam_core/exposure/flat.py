@@ -179,9 +179,13 @@ class FlatExposure:
         for (module, name), view in zip(places, self._sites.at_attributes(self._views), strict=True):
             module.__dict__[name] = view
 
-    def put_back(self) -> None:
+    def put_back(self, indices: Sequence[int] | None = None) -> None:
         """See `Exposure.put_back`."""
-        self._sites.put_back()
+        self._sites.put_back(indices)
+
+    def replacements(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.replacements`."""
+        return self._sites.replacements()
 
     @property
     def lists_shard(self) -> bool:

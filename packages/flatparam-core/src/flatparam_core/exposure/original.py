@@ -167,9 +167,13 @@ class OriginalExposure:
         """See `Exposure.show_shard`."""
         self._sites.put(self._originals)
 
-    def put_back(self) -> None:
+    def put_back(self, indices: Sequence[int] | None = None) -> None:
         """See `Exposure.put_back`."""
-        self._sites.put_back()
+        self._sites.put_back(indices)
+
+    def replacements(self) -> Mapping[int, nn.Parameter]:
+        """See `Exposure.replacements`."""
+        return self._sites.replacements()
 
     @property
     def lists_shard(self) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import final
+from typing import Final, final
 
 import attrs
 from torch import nn
 
-__all__ = ["clear_owner", "mark_owner", "marked_owner"]
+__all__ = ["MARKS", "clear_owner", "mark_owner", "marked_owner"]
+
+MARKS: Final = ("_fsdp_flattened", "_flatparam_owner")
+"""The attributes of a parameter that `mark_owner` sets."""
 
 
 @final

@@ -88,8 +88,16 @@ class Exposure(Protocol):
         """Put the sharded form back under the parameters' names."""
         ...
 
-    def put_back(self) -> None:
-        """Have the module show again what `show` was given last, where somebody has replaced a parameter since."""
+    def put_back(self, indices: Sequence[int] | None = None) -> None:
+        """Have the module show again what `show` was given last, where somebody has replaced a parameter since.
+
+        Args:
+            indices: the parameters to look at; by default all.
+        """
+        ...
+
+    def replacements(self) -> Mapping[int, nn.Parameter]:
+        """By index, the parameters that fit, and that somebody has put in the places of those that `show` was given."""
         ...
 
     @property

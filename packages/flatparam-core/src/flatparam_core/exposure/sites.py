@@ -103,14 +103,15 @@ class Sites:
             For each attribute, its module and its name.
 
         Raises:
-            FlatParamError: if somebody has put a different parameter there since; the message names it.
+            FlatParamError: if somebody has put a different parameter there since, other than a frozen one in the same
+                memory; the message names it.
         """
         row = self._row or self._attributes()
         modules = self._modules(row)
         registries = [module._parameters for module in modules]
-        found = map(dict.get, registries, row.names)
+        found, shown = list(map(dict.get, registries, row.names)), row.spread(self.shown)
         # The check comes before any change.
-        if not all(map(operator.is_, found, row.spread(self.shown))):
+        if not all(map(operator.is_, found, shown)) and not all(map(_is_harmless, found, shown)):
             raise self._first_replaced()
         for registry, name, value in zip(registries, row.names, row.spread(values), strict=True):
             registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
@@ -119,17 +120,41 @@ class Sites:
         self.shown = list(values)
         return zip(modules, row.names, strict=True)
 
-    def put_back(self) -> None:
-        """Register again what was registered last, where somebody has put something else since."""
-        for infos, value in zip(self.infos, self.shown, strict=True):
-            for info in infos:
+    def put_back(self, indices: Sequence[int] | None = None) -> None:
+        """Register again what was registered last, where somebody has put something else since.
+
+        Args:
+            indices: the parameters to look at; by default all.
+        """
+        for index in range(len(self.infos)) if indices is None else indices:
+            value = self.shown[index]
+            for info in self.infos[index]:
                 if info.module._parameters.get(info.param_name) is not value:
                     _register(info, value)
+
+    def replacements(self) -> dict[int, nn.Parameter]:
+        """By index, what somebody has put where a parameter was put last, under all its names.
+
+        Only what has the same shape and dtype, and is on the same device, is among them.
+        """
+        found: dict[int, nn.Parameter] = {}
+        for index, (infos, shown) in enumerate(zip(self.infos, self.shown, strict=True)):
+            modules = [info.reference() for info in infos]
+            there = [
+                None if module is None else module._parameters.get(info.param_name)
+                for module, info in zip(modules, infos, strict=True)
+            ]
+            new = there[0]
+            if new is None or shown is None or new is shown or any(each is not new for each in there):
+                continue
+            if (new.shape, new.dtype, new.device) == (shown.shape, shown.dtype, shown.device):
+                found[index] = new
+        return found
 
     def _first_replaced(self) -> FlatParamError:
         flat = [info for infos in self.infos for info in infos]
         both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)
-        return replaced(next(info for info, found, before in both if found is not before))
+        return replaced(next(info for info, found, before in both if not _is_harmless(found, before)))
 
     def add(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under further names too, from now on."""
@@ -144,6 +169,19 @@ def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
     module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
     if type(module).__setattr__ is not nn.Module.__setattr__:
         setattr(module, info.param_name, value)
+
+
+def _is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
+    """Whether `found` may be where `shown` was put: it is the same, or both are frozen and have the same memory.
+
+    Layers of bitsandbytes give themselves such a parameter during a forward pass.
+    """
+    if found is shown:
+        return True
+    if found is None or shown is None or found.requires_grad or shown.requires_grad:
+        return False
+    facts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (found, shown)]
+    return facts[0] == facts[1]
 
 
 def replaced(info: ParamInfo) -> FlatParamError:

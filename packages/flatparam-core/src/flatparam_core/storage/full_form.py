@@ -17,9 +17,19 @@ from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.storage.precision import Precision
 
-__all__ = ["FullForm", "FullForms"]
+__all__ = ["FullForm", "FullForms", "kind_of"]
 
 _GRAD: Final = operator.attrgetter("grad")
+
+
+def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class of the full parameter that modules show for `parameter`: its own, if that derives from `nn.Parameter`.
+
+    Libraries tell their parameters by the class, for example quantised weights. A tensor of a different class that is
+    only marked as a parameter, such as a `DTensor`, cannot be a view of a buffer.
+    """
+    kind = type(parameter)
+    return kind if nn.Parameter in kind.__mro__ else nn.Parameter
 
 
 @final
@@ -53,20 +63,27 @@ class FullForm:
             for index, leaf in enumerate(self.leaves):
                 leaf.data = self.buffer.view(index)
 
-    def make_leaves(self, attributes: Sequence[Mapping[str, object]], wanted: Sequence[bool]) -> None:
+    def make_leaves(
+        self,
+        attributes: Sequence[Mapping[str, object]],
+        wanted: Sequence[bool],
+        kinds: Sequence[type[nn.Parameter]] = (),
+    ) -> None:
         """Make the leaves if there are none yet; the buffer has to be allocated.
 
         Args:
             attributes: for each parameter, the attributes that users and libraries set on the original.
             wanted: for each parameter, whether it requires a gradient.
+            kinds: for each parameter, the class of its leaf (see `kind_of`); by default `nn.Parameter` for all.
         """
         if self.leaves:
             return
         leaves = []
+        kinds = kinds or [nn.Parameter] * len(attributes)
         # Leaves that are made in inference mode could never be trained.
         with torch.inference_mode(False):
-            for view, noted, wants in zip(self.buffer.views(), attributes, wanted, strict=True):
-                leaf = nn.Parameter(view, requires_grad=wants)
+            for view, noted, wants, kind in zip(self.buffer.views(), attributes, wanted, kinds, strict=True):
+                leaf: nn.Parameter = torch.Tensor._make_subclass(kind, view, wants)
                 vars(leaf).update(noted, _fsdp_flattened=True)
                 leaves.append(leaf)
         self.leaves = tuple(leaves)
@@ -124,6 +141,8 @@ class FullForms:
     """For each parameter, the attributes that users and libraries set on the original."""
     pool: BufferPool | None = None
     """The pool that the memory of full parameters comes from, if a runtime sets one."""
+    kinds: tuple[type[nn.Parameter], ...] = ()
+    """For each parameter, the class of what modules show; if there is none, it is `nn.Parameter` for all."""
     _has_presenters: bool = attrs.field(init=False)
     _computed: torch.dtype = attrs.field(init=False)
     """The dtype of computation, unless somebody asks for full precision."""
@@ -176,7 +195,7 @@ class FullForms:
 
     def again(self, layout: FlatLayout, device: torch.device) -> FullForms:
         """New forms of the same parameters, in a different dtype or on a different device."""
-        return FullForms(layout, self.precision, device, self.attributes, self.pool)
+        return FullForms(layout, self.precision, device, self.attributes, self.pool, self.kinds)
 
     def has_presenter(self, index: int) -> bool:
         """Whether modules show a tensor made from the full parameter `index`."""

@@ -38,9 +38,9 @@ def summon_full_params(
 
     Args:
         recurse: also the units below `module`, not only its own.
-        writeback: copy changes to the shards, and refuse parameters that were replaced by others; without it all of
-            this is dropped at the end. Each rank keeps its own part of its own changes, or with `rank0_only`
-            its part of rank 0's.
+        writeback: copy changes to the shards, also those of parameters that were replaced by others of the same shape
+            and dtype, and refuse other replacements; without it all of this is dropped at the end. Each rank keeps its
+            own part of its own changes, or with `rank0_only` its part of rank 0's.
         rank0_only: only the first rank of each group that shares a shard (of all ranks, if nothing is sharded) gets
             full parameters; the others see their shards.
         offload_to_cpu: put the full parameters in CPU memory.

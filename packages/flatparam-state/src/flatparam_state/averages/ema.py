@@ -74,7 +74,8 @@ class ShardedEMA:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        if not 0 <= decay <= 1:
+        given: Any = decay
+        if not isinstance(given, (int, float)) or not 0 <= given <= 1:
             raise ValueError(f"ShardedEMA: expected a decay from 0 to 1, found {decay!r}")
         self._decay = float(decay)
 

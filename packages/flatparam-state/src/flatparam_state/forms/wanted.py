@@ -26,6 +26,10 @@ from flatparam_state.places import Place
 __all__ = ["Wanted"]
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 @final
 @attrs.frozen(eq=False)
 class Wanted:
@@ -41,6 +45,8 @@ class Wanted:
     """The device on which collectives work."""
     is_presented: bool = False
     """Whether modules see a `DTensor` of which the tensor is this rank's part."""
+    flattened: Callable[[Any], Any] = _as_it_is
+    """Turns a value like what modules see, such as a quantised weight, into what is sharded of it."""
 
     @classmethod
     def of_parameter(cls, place: Place, index: int) -> Self:
@@ -55,6 +61,7 @@ class Wanted:
             handle.rank,
             handle.device,
             handle.has_presenter(index),
+            lambda value: handle.flattened(index, value),
         )
 
     @classmethod
@@ -99,6 +106,7 @@ class Wanted:
         """The type or shape of `value` if it is not this tensor in one of its forms; the same on every rank."""
         if isinstance(value, (Streamed, LazyTensor)):
             return None if value.shape == self.spec.shape else f"shape {value.shape}"
+        value = self.flattened(value)
         if not is_tensor_like(value):
             return type(value).__name__
         shape = shape_of(value)
@@ -114,6 +122,7 @@ class Wanted:
         """
         if isinstance(value, LazyTensor):
             return value.part(self.spec, self.span)
+        value = self.flattened(value)
         span = self.span.as_slice()
         if not isinstance(value, torch.Tensor) and is_tensor_like(value):
             value = as_tensor(value)

@@ -58,6 +58,7 @@ def offload(
     Raises:
         FlatParamError: on every rank, if one is inside a pass, or has full parameters summoned or gradients that were
             not reduced (`no_sync`), or if its disk cannot be written; nothing is changed.
+        TypeError: for an optimizer that is none.
         ValueError: if the model has no unit, or the gradients of an accelerator are to be moved alone.
     """
     trip = _Trip(model, parameters, gradients, optimizer)
@@ -163,6 +164,12 @@ class _Trip:
                 "FullyShardedDataParallel, or call fully_shard, first"
             )
         return units
+
+    def __attrs_post_init__(self) -> None:
+        for each in optimizers_by_name(self.optimizer).values():
+            # Optimizers of other libraries have a state too.
+            if not hasattr(each, "state"):
+                raise TypeError(f"expected an optimizer whose state is to move, found {each!r}")
 
     @homes.default
     def _find_homes(self) -> list[Home]:

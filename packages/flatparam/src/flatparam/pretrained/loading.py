@@ -103,11 +103,17 @@ def load_pretrained(
         The sharded model; with `output_loading_info` also a `PretrainedReport`.
 
     Raises:
-        CheckpointError: on every rank, if the files are damaged or do not fit on one, naming rank and tensors.
-        ValueError: for arguments that do not fit each other, or buffers that nothing gives values.
+        CheckpointError: on every rank, if the files are damaged or do not fit on one, or nothing gives values to
+            buffers, naming rank and tensors.
+        TypeError: for a model, a path or a dtype that is none, or a function that returns no module.
+        ValueError: for arguments that do not fit each other.
     """
-    _check_arguments(model, dtype, arguments)
+    _check_arguments(model, path, dtype, arguments)
     made = model if isinstance(model, nn.Module) else hollow(model)
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"load_pretrained: expected a function that returns a module, and it returned {made!r}"
+        )
     if dtype is not None:
         cast_parameters(made, dtype)
     topology = _topology(made, arguments)
@@ -129,15 +135,19 @@ def load_pretrained(
     )
 
 
-def _check_arguments(model: Any, dtype: torch.dtype | None, arguments: dict[str, Any]) -> None:
+def _check_arguments(model: Any, path: Any, dtype: Any, arguments: dict[str, Any]) -> None:
     """Check what can be checked without the files.
 
     Raises:
-        TypeError: for something that is neither a module nor a function.
+        TypeError: for something that is neither a module nor a function, no path, or no dtype.
         ValueError: for arguments that do not fit each other.
     """
     if not isinstance(model, nn.Module) and not callable(model):
         raise TypeError(f"load_pretrained: expected a module, or a function that makes one, found {model!r}")
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"load_pretrained: expected the path of a file or a folder, found {path!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"load_pretrained: expected a dtype, such as torch.bfloat16, found {dtype!r}")
     is_sharded = isinstance(model, nn.Module) and bool(units_in(model))
     if is_sharded and (arguments or dtype is not None):
         named = [*arguments, *(["dtype"] if dtype is not None else [])]

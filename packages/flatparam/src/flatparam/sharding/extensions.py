@@ -1,13 +1,14 @@
 """Parameters of tensor classes that cannot be flattened: what is flattened instead, and what modules see of it.
 
-Above all `DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part
-of a `DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
+Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `wrapper_tensors`. And
+`DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part of a
+`DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import attrs
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from flatparam.resolving import Ignored
 from flatparam.sharding.extension_point import DTensorExtensions, FSDPExtensions
-from flatparam_comm import process_group_of
-from flatparam_core import PRESENTER, discover, owner_of
+from flatparam.sharding.wrapper_tensors import WrapperRecipe, is_wrapper
+from flatparam_comm import FlatParamError, process_group_of
+from flatparam_core import PRESENTER, BoundParameter, discover, owner_of
 from flatparam_runtime import unit_of
 from flatparam_state import OWN_CHUNKER, Chunker, Place
 
@@ -54,19 +56,40 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
     for b in bound:
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
-        for extensions in (_extensions, DTensorExtensions() if torch.distributed.is_available() else None):
-            if extensions is None:
-                continue
-            plain, facts = extensions.pre_flatten_transform(b.parameter)
-            if plain is b.parameter:
-                continue
-            parameter = nn.Parameter(plain.detach(), requires_grad=b.parameter.requires_grad)
-            vars(parameter).update(vars(b.parameter))
-            present = functools.partial(extensions.post_unflatten_transform, param_extension=facts)
-            setattr(parameter, PRESENTER, present)
-            for info in b.infos:
-                setattr(info.module, info.param_name, parameter)
-            break
+        plain, present = _taken_apart(b)
+        if present is None:
+            continue
+        parameter = nn.Parameter(plain.detach(), requires_grad=b.parameter.requires_grad)
+        # The attributes of a wrapper class are also its inner tensors.
+        drops = is_wrapper(b.parameter)
+        noted = vars(b.parameter).items()
+        vars(parameter).update(
+            {name: value for name, value in noted if not (drops and isinstance(value, Tensor))}
+        )
+        setattr(parameter, PRESENTER, present)
+        for info in b.infos:
+            setattr(info.module, info.param_name, parameter)
+
+
+def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """The tensor to flatten in the parameter's place, and what makes what modules see of it; `None` if it stays."""
+    for extensions in (_extensions, DTensorExtensions() if torch.distributed.is_available() else None):
+        if extensions is None:
+            continue
+        plain, facts = extensions.pre_flatten_transform(b.parameter)
+        if plain is not b.parameter:
+            return plain, functools.partial(extensions.post_unflatten_transform, param_extension=facts)
+    if not is_wrapper(b.parameter):
+        return b.parameter, None
+    if b.parameter.requires_grad:
+        kind = type(b.parameter)
+        raise FlatParamError(
+            f"parameter {b.names[0]!r} is a {kind.__module__}.{kind.__qualname__} that requires a gradient: expected "
+            "requires_grad=False, since only frozen parameters of such a class can be sharded; freeze it and train an "
+            "adapter (LoRA) on top, or leave its module whole (ignored_modules)"
+        )
+    recipe, plain = WrapperRecipe.of(b.parameter)
+    return plain, recipe
 
 
 def chunker() -> Chunker:

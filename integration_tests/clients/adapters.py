@@ -1,0 +1,248 @@
+"""A Llama with adapters of PEFT on plain weights and on quantised ones, and what is done with it on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from flatparam import FullyShardedDataParallel
+from flatparam_comm import Collectives
+
+from . import quantised
+from .quantised import VOCABULARY, losses
+
+TARGETS: Final = ["q_proj", "v_proj", "down_proj"]
+QUESTION: Final = torch.arange(12).view(1, 12)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+def four_bits() -> LlamaForCausalLM:
+    """In NF4 of bitsandbytes, and marked as transformers marks what it loads so: PEFT takes its layers for them."""
+    import bitsandbytes as bnb
+
+    model = llama()
+    for parent, name, layer in list(quantised.linear_layers(model.model)):
+        into = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+        )
+        into.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=into)
+        # On a CPU with AVX512-BF16 it would give its weight other data when it evaluates.
+        into.support_avx512bf16_for_cpu = False
+        setattr(parent, name, into)
+    model.to("cpu")
+    model.is_loaded_in_4bit = model.is_quantized = True
+    return model
+
+
+def torchao_int8() -> LlamaForCausalLM:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = llama()
+    quantize_(model.model, Int8WeightOnlyConfig())
+    return model
+
+
+def torchao_int4() -> LlamaForCausalLM:
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+
+    model = llama()
+    quantize_(model.model, IntxWeightOnlyConfig(weight_dtype=torch.int4))
+    return model
+
+
+BASES: Final[dict[str, Callable[[], LlamaForCausalLM]]] = {
+    "plain": llama,
+    "nf4": four_bits,
+    "torchao int8": torchao_int8,
+    "torchao int4": torchao_int4,
+}
+
+
+def adapted(base: str, **settings: Any) -> nn.Module:
+    """With an adapter; `settings` are those of LoRA."""
+    model = BASES[base]()
+    torch.manual_seed(1)
+    given = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **settings}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **given))
+
+
+def with_norms(base: str) -> nn.Module:
+    """With an adapter, and norms and embeddings that are trained beside it."""
+    model = adapted(base)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "embed" in name:
+            parameter.requires_grad_()
+    return model
+
+
+def with_two(base: str) -> nn.Module:
+    """With a second adapter, of a different rank and on other layers."""
+    model = adapted(base)
+    torch.manual_seed(2)
+    second = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=8, target_modules=["q_proj", "o_proj"])
+    model.add_adapter("second", second)  # type: ignore[operator]
+    return model
+
+
+def sharded(
+    model: nn.Module, world: Collectives | None, *, use_orig_params: bool, apart: bool = False
+) -> nn.Module:
+    """On `world`, or whole; `apart` makes each layer of an adapter a unit of its own."""
+    if world is None:
+        return model
+    layers = {
+        id(module)
+        for name, module in model.named_modules()
+        if apart and isinstance(module, nn.Linear) and "lora_" in name
+    }
+
+    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
+        return recurse or isinstance(module, LlamaDecoderLayer) or id(module) in layers
+
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+
+
+def inner(model: nn.Module) -> Any:
+    """The model of PEFT."""
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all that both have: of quantised weights bitsandbytes adds how, if a model is whole."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if "weight." not in name.rpartition("base_layer.")[2] and not name.endswith(_HOW):
+            found[name] = value.dequantize() if "torchao" in type(value).__module__ else value.clone()
+    return found
+
+
+_HOW: Final = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4")
+
+
+@contextlib.contextmanager
+def summoned(model: nn.Module, *, writeback: bool) -> Iterator[None]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=writeback):
+            yield
+    else:
+        yield
+
+
+def answer(model: nn.Module) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: Tensor = model(input_ids=QUESTION).logits.clone()
+    model.train()
+    return found
+
+
+# What is done with a model, by one process that does the work of all ranks if there is no world.
+
+
+def train(world: Collectives | None, make: Callable[[], nn.Module], orig: bool) -> Any:
+    """The losses, the state at the end and an answer."""
+    torch.set_num_threads(1)
+    model = sharded(make(), world, use_orig_params=orig)
+    found = losses(model, None if world is None else world.rank)
+    return found, {**state(model), "answer": answer(model)}
+
+
+def switch(world: Collectives | None, base: str, orig: bool) -> Any:
+    """Train one adapter, then the other; the losses, and the state before, between and at the end."""
+    torch.set_num_threads(1)
+    # What of a flat parameter is trained cannot change.
+    model = sharded(with_two(base), world, use_orig_params=orig, apart=not orig)
+    rank = None if world is None else world.rank
+    found, states = [], [state(model)]
+    for name in ("default", "second"):
+        inner(model).set_adapter(name)
+        found += losses(model, rank)
+        states.append(state(model))
+    return found, states
+
+
+def merge(world: Collectives | None, base: str, orig: bool) -> Any:
+    """Train, merge, answer, take apart, answer, and train on; the losses, and what it was between."""
+    torch.set_num_threads(1)
+    model = sharded(adapted(base), world, use_orig_params=orig)
+    rank = None if world is None else world.rank
+    found = losses(model, rank)
+    with summoned(model, writeback=True):
+        inner(model).merge_adapter()
+    seen = {"merged": answer(model)}
+    seen |= {f"merged {name}": value for name, value in state(model).items()}
+    with summoned(model, writeback=True):
+        inner(model).unmerge_adapter()
+    seen["apart"] = answer(model)
+    return found + losses(model, rank), seen
+
+
+def exported(world: Collectives | None, orig: bool) -> Any:
+    """The weights of the merged model, in the names of the model without adapters."""
+    torch.set_num_threads(1)
+    model = sharded(adapted("plain"), world, use_orig_params=orig)
+    losses(model, None if world is None else world.rank)
+    if world is None:
+        return inner(model).merge_and_unload().state_dict()
+    with summoned(model, writeback=True):
+        inner(model).merge_adapter()
+    prefix = "base_model.model."
+    return {
+        name.removeprefix(prefix).replace(".base_layer.", "."): value
+        for name, value in model.state_dict().items()
+        if ".lora_" not in name
+    }
+
+
+def unloaded(world: Collectives, orig: bool) -> str:
+    """What comes of `merge_and_unload` of a sharded model."""
+    model = sharded(adapted("plain"), world, use_orig_params=orig)
+    try:
+        with summoned(model, writeback=True):
+            inner(model).merge_and_unload()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def collected(world: Collectives | None, kind: str, installed: bool) -> dict[str, Tensor]:
+    """What PEFT collects as the adapter."""
+    import peft
+
+    import flatparam
+
+    if installed:
+        flatparam.install()
+    model = adapted("plain")
+    if world is None:
+        return peft.get_peft_model_state_dict(model)  # type: ignore[no-any-return]
+    model = getattr(quantised, kind)(model)
+    found = peft.get_peft_model_state_dict(inner_of(model), state_dict=model.state_dict())
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()
+    }
+
+
+def inner_of(model: nn.Module) -> Any:
+    """The module in a wrapper of ours or of torch's."""
+    return getattr(model, "_fsdp_wrapped_module", model)

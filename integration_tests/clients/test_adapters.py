@@ -1,0 +1,123 @@
+"""Adapters of PEFT of every sort, on plain and on quantised weights: two ranks have the numbers of one process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatparam_comm.testing import run_processes, run_threads
+
+if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "transformers", "peft")):
+    pytest.skip("it takes bitsandbytes, transformers and peft", allow_module_level=True)
+
+from . import adapters
+from .quantised import RANKS
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+EXPOSURES = pytest.mark.parametrize("orig", [False, True], ids=["flat", "originals"])
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "LoRA, embeddings and a norm to save": {"modules_to_save": ["embed_tokens", "norm"]},
+    "LoRA with biases": {"bias": "lora_only"},
+    "DoRA": {"use_dora": True},
+}
+
+
+def bases() -> list[Any]:
+    needs = pytest.mark.skipif(not HAS_TORCHAO, reason="it takes torchao")
+    return [pytest.param(name, marks=needs if "torchao" in name else ()) for name in adapters.BASES]
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert set(found) == set(wanted)
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+
+
+@EXPOSURES
+@pytest.mark.parametrize("settings", ADAPTERS)
+@pytest.mark.parametrize("base", bases())
+def test_training(base: str, settings: str, orig: bool) -> None:
+    """Losses, the state at the end and an answer are those of one process, bit for bit."""
+    make = functools.partial(adapters.adapted, base, **ADAPTERS[settings])
+    expected, wanted = adapters.train(None, make, orig)
+    for rank, (found, state) in enumerate(run_threads(RANKS, adapters.train, make, orig)):
+        assert found == [of_ranks[rank] for of_ranks in expected]
+        assert_equal(state, wanted)
+
+
+@EXPOSURES
+@pytest.mark.parametrize("base", ["plain", "nf4"])
+def test_norms_and_embeddings_are_trained_beside_an_adapter(base: str, orig: bool) -> None:
+    """What `requires_grad_` has made trainable is trained as in one process, bit for bit."""
+    make = functools.partial(adapters.with_norms, base)
+    expected, wanted = adapters.train(None, make, orig)
+    for rank, (found, state) in enumerate(run_threads(RANKS, adapters.train, make, orig)):
+        assert found == [of_ranks[rank] for of_ranks in expected]
+        assert_equal(state, wanted)
+
+
+@EXPOSURES
+@pytest.mark.parametrize("base", ["plain", "nf4"])
+def test_switching_between_adapters(base: str, orig: bool) -> None:
+    """One adapter is trained, then the other, as in one process; meanwhile the other one stays as it was, to the bit."""
+    expected, wanted = adapters.switch(None, base, orig)
+    for rank, (found, states) in enumerate(run_threads(RANKS, adapters.switch, base, orig)):
+        assert found == [of_ranks[rank] for of_ranks in expected]
+        for each, other in zip(states, wanted, strict=True):
+            assert_equal(each, other)
+        for before, after, trained in zip(states, states[1:], ("default", "second"), strict=False):
+            changed = {name for name, value in after.items() if not torch.equal(before[name], value)}
+            assert changed == {name for name in after if f".{trained}." in name}
+
+
+@EXPOSURES
+@pytest.mark.parametrize("base", ["plain", "nf4"])
+def test_merging_into_shards(base: str, orig: bool) -> None:
+    """A merged model answers as that of one process, taken apart too, and trains on; quantised ones are quantised anew.
+
+    In processes: the layers of bitsandbytes keep a part of what they are merged into beside their parameters.
+    """
+    expected, wanted = adapters.merge(None, base, orig)
+    for rank, (found, seen) in enumerate(run_processes(RANKS, adapters.merge, base, orig)):
+        assert found == [of_ranks[rank] for of_ranks in expected]
+        assert_equal(seen, wanted)
+
+
+@EXPOSURES
+def test_a_merged_model_is_exported(orig: bool) -> None:
+    """The state of a merged model, without the adapter, is that of `merge_and_unload` in one process."""
+    wanted = adapters.exported(None, orig)
+    for found in run_threads(RANKS, adapters.exported, orig):
+        assert_equal(found, wanted)
+
+
+@EXPOSURES
+def test_an_adapter_is_not_unloaded_from_shards(orig: bool) -> None:
+    """`merge_and_unload` takes modules out of a sharded model, and the error names one, and what to do, on every rank."""
+    for said in run_threads(RANKS, adapters.unloaded, orig):
+        assert "that held 'weight'" in said
+        assert "taken out of the model" in said
+        assert "change the model first, and shard it then" in said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "installed"), [("ours", True), ("ours_in_place", False)], ids=["wrapper", "fully_shard"]
+)
+def test_the_adapter_is_collected(kind: str, installed: bool) -> None:
+    """PEFT collects the whole adapter: of the wrapper's model after `install()`, of `fully_shard`'s as it is."""
+    wanted = adapters.collected(None, kind, False)
+    for found in run_processes(RANKS, adapters.collected, kind, installed):
+        assert_equal(found, wanted)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["ours", "torchs_with_originals"])
+def test_without_install_nothing_is_collected(kind: str) -> None:
+    """Without `install()` PEFT finds none of the adapter in a model with wrappers, ours or torch's; the guide says so."""
+    assert run_processes(RANKS, adapters.collected, kind, False) == [{}] * RANKS

@@ -1,0 +1,125 @@
+"""The program of the guide to fine-tuning: from local files to a generator that has each version of the average."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+if any(importlib.util.find_spec(name) is None for name in ("transformers", "peft")):
+    pytest.skip("it takes transformers and peft", allow_module_level=True)
+
+from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM
+
+from flatparam import CheckpointError, load_pretrained
+from flatparam_comm.testing import PATIENCE, run_threads
+
+from . import adapters
+from .programs import fine_tuning as story
+from .running import PROGRAMS, output_of
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def expected() -> tuple[list[list[float]], list[str]]:
+    """The losses of the ranks, and the answers, of one process that does all of it."""
+    torch.set_num_threads(1)
+    model = story.make()
+    weights = AutoModelForCausalLM.from_pretrained(story.FOLDER).state_dict()
+    model.load_state_dict({story.in_the_model(name): value for name, value in weights.items()}, strict=False)
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.reset_lora_parameters("default", init_lora_weights=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    losses, answers = [], []
+    for step in range(story.STEPS):
+        tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(step))
+        of_ranks = [model(input_ids=part, labels=part).loss for part in tokens.chunk(2)]
+        torch.stack(of_ranks).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        losses.append([loss.item() for loss in of_ranks])
+        generator = story.make().bfloat16().eval()
+        generator.load_state_dict(average.module.state_dict())
+        answer: Any = generator.generate(
+            input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False
+        )
+        answers.append(" ".join(map(str, answer[0].tolist())))
+    return losses, answers
+
+
+@pytest.fixture
+def somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a Llama in several files of safetensors."""
+    monkeypatch.chdir(tmp_path)
+    adapters.llama().save_pretrained(tmp_path / story.FOLDER, max_shard_size="100KB")
+    assert len(list((tmp_path / story.FOLDER).glob("*.safetensors"))) > 1
+    return tmp_path / story.FOLDER
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("somebodys")
+def test_from_local_files_to_a_generator() -> None:
+    """Two ranks have the losses of one process, and the generator gives its answers with every version, to the bit.
+
+    Changes of the frozen model are no bytes: each version after the first is less than a twentieth of it.
+    """
+    program = PROGRAMS / "fine_tuning.py"
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen([sys.executable, str(program), "generate"], env=quiet) as generator:
+        try:
+            lines = [line.split() for line in output_of(*TORCHRUN, program).splitlines()]
+            generator.wait(PATIENCE)
+        finally:
+            generator.kill()
+    losses, answers = expected()
+    rows = [words[1:] for words in lines if words[:1] == ["loss"]]
+    assert {(int(rank), int(step)): float(loss) for rank, step, loss, _ in rows} == {
+        (rank, step): of_ranks[rank] for step, of_ranks in enumerate(losses) for rank in range(2)
+    }
+    written = [Path(f"answer-{number}.txt").read_text() for number in range(1, story.STEPS + 1)]
+    assert written == answers
+    sizes = {int(step): int(nbytes) for rank, step, _, nbytes in rows if rank == "0"}
+    assert all(nbytes < sizes[0] / 20 for step, nbytes in sizes.items() if step)
+
+
+def test_rotary_buffers_are_those_of_from_pretrained(somebodys: Path) -> None:
+    """Buffers that are in no file have the values that transformers gives them, and so have the logits, to the bit."""
+    plain = AutoModelForCausalLM.from_pretrained(somebodys)
+
+    def program(world: Any) -> Any:
+        model = load_pretrained(adapters.llama, somebodys)
+        return dict(model.named_buffers()), model(input_ids=adapters.QUESTION).logits.detach()
+
+    for buffers, logits in run_threads(2, program):
+        own = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in buffers.items()}
+        assert {name for name, _ in plain.named_buffers()} == set(own)
+        assert all(torch.equal(own[name], value) for name, value in plain.named_buffers())
+        assert torch.equal(logits, plain(input_ids=adapters.QUESTION).logits)
+
+
+def test_rotary_buffers_of_a_model_on_meta_are_refused(somebodys: Path) -> None:
+    """A model that was made on the meta device has lost what its rotary buffers were: the error names them, and why."""
+    config = AutoModelForCausalLM.from_pretrained(somebodys).config
+
+    def program(world: Any) -> None:
+        with torch.device("meta"):
+            hollow = AutoModelForCausalLM.from_config(config)
+        with pytest.raises(
+            CheckpointError, match=r"rotary_emb\.inv_freq.*pass the function that makes the model"
+        ):
+            load_pretrained(hollow, somebodys)
+
+    run_threads(2, program)
