@@ -126,7 +126,8 @@ class GroupCalls:
         """
         if self._takes_care:
             self._look_around(site)
-        number = self._count()
+        number = self.issued = self.issued + 1
+        ACTIVITY.issued += 1
         if self._page is not None:
             other = self._page.enter(number, site, code_of(site.op, dtype, detail), numel)
             if other is not None:
@@ -134,14 +135,10 @@ class GroupCalls:
 
     def note(self, site: Site, dtype: torch.dtype | None, numel: int, detail: int) -> None:
         """Count a collective that is issued now, and that the transport compares by itself; arguments as `begin`."""
-        number = self._count()
-        if self._page is not None:
-            self._page.write(number, site, code_of(site.op, dtype, detail), numel)
-
-    def _count(self) -> int:
-        ACTIVITY.issued += 1
         self.issued += 1
-        return self.issued
+        ACTIVITY.issued += 1
+        if self._page is not None:
+            self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
 
     def _look_around(self, site: Site) -> None:
         relay = self._relay

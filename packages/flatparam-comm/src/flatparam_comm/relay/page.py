@@ -161,9 +161,17 @@ class Page:
 
     def enter(self, number: int, site: Site, code: int, numel: int) -> tuple[int, Position] | None:
         """Write down collective `number` of the group; returns a rank that issued a different one, and which."""
-        at = self.write(number, site, code, numel)
+        words, at = self._words, 1 + 2 * (number % _REMEMBERED)
         header = number << 31 | code
-        # The processor may not put off the words of `write` until it has read those below; taking a lock forbids that.
+        words[at + 1] = numel
+        words[at] = header
+        words[_STEPS] = ACTIVITY.steps
+        name = site.op, site.label
+        text = self._texts.get(name)
+        if text is None:
+            text = self._texts[name] = _padded(describe_call(*name))
+        self._text[:] = text
+        # The processor may not put off the words above until it has read those below; taking a lock forbids that.
         with self._fence:
             pass
         for rank, theirs in self._found:
@@ -173,19 +181,6 @@ class Page:
                 if different is not None:
                     return rank, different
         return None
-
-    def write(self, number: int, site: Site, code: int, numel: int) -> int:
-        """Write down collective `number` of the group; returns at which word."""
-        words, at = self._words, 1 + 2 * (number % _REMEMBERED)
-        words[at + 1] = numel
-        words[at] = number << 31 | code
-        words[_STEPS] = ACTIVITY.steps
-        name = site.op, site.label
-        text = self._texts.get(name)
-        if text is None:
-            text = self._texts[name] = _padded(describe_call(*name))
-        self._text[:] = text
-        return at
 
     @staticmethod
     def _different(found: int, theirs: memoryview, at: int, header: int, numel: int) -> Position | None:
