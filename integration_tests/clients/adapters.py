@@ -7,49 +7,26 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives
 
 from . import quantised
-from .quantised import VOCABULARY, losses
+from .quantised import llama, losses
 
-TARGETS: Final = ["q_proj", "v_proj", "down_proj"]
 QUESTION: Final = torch.arange(12).view(1, 12)
 
 
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config)
-
-
 def four_bits() -> LlamaForCausalLM:
-    """In NF4 of bitsandbytes, and marked as transformers marks what it loads so: PEFT takes its layers for them."""
-    import bitsandbytes as bnb
-
-    model = llama()
-    for parent, name, layer in list(quantised.linear_layers(model.model)):
-        into = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
-        )
-        into.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=into)
+    """In NF4, and marked as transformers marks what it loads so: PEFT takes its layers for bitsandbytes'."""
+    model = quantised.in_four_bits()
+    for _, _, layer in quantised.linear_layers(model.model):
         # On a CPU with AVX512-BF16 it would give its weight other data when it evaluates.
-        into.support_avx512bf16_for_cpu = False
-        setattr(parent, name, into)
-    model.to("cpu")
+        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     model.is_loaded_in_4bit = model.is_quantized = True
     return model
 
@@ -80,10 +57,7 @@ BASES: Final[dict[str, Callable[[], LlamaForCausalLM]]] = {
 
 def adapted(base: str, **settings: Any) -> nn.Module:
     """With an adapter; `settings` are those of LoRA."""
-    model = BASES[base]()
-    torch.manual_seed(1)
-    given = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **settings}
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **given))
+    return quantised.with_adapter(BASES[base](), **settings)
 
 
 def with_norms(base: str) -> nn.Module:

@@ -24,13 +24,8 @@ STEPS: Final = 4
 VOCABULARY: Final = 64
 
 
-def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
-    """NF4 in all linear layers but the head, and an adapter on some of them.
-
-    Args:
-        storage: the dtype under which the bytes go; bitsandbytes has uint8 if nobody says otherwise.
-        adapter: settings of LoRA, such as `use_dora=True`.
-    """
+def llama() -> LlamaForCausalLM:
+    """A small one, in fp32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -41,7 +36,12 @@ def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def in_four_bits(storage: torch.dtype = torch.uint8) -> LlamaForCausalLM:
+    """With all linear layers but the head in NF4; `storage` is the dtype under which the bytes go."""
+    model = llama()
     for parent, name, layer in list(linear_layers(model.model)):
         quantised = bnb.nn.Linear4bit(
             layer.in_features,
@@ -51,6 +51,7 @@ def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
             quant_type="nf4",
             quant_storage=storage,
         )
+        # As transformers makes it; so the layer has what it takes to read the bytes, too.
         quantised.weight = bnb.nn.Params4bit(
             layer.weight.data,
             requires_grad=False,
@@ -60,10 +61,19 @@ def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
         )
         setattr(parent, name, quantised)
     # This quantises.
-    model.to("cpu")
+    return model.to("cpu")
+
+
+def with_adapter(model: nn.Module, **adapter: Any) -> nn.Module:
+    """Of LoRA, on some layers; `adapter` are its settings, such as `use_dora=True`."""
     torch.manual_seed(1)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], **adapter}
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+
+
+def whole(*, storage: torch.dtype = torch.uint8, **adapter: Any) -> nn.Module:
+    """In NF4, with an adapter; bitsandbytes has the storage uint8 if nobody says otherwise."""
+    return with_adapter(in_four_bits(storage), **adapter)
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

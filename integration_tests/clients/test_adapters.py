@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatparam_comm.testing import run_processes, run_threads
 
@@ -38,16 +39,21 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
 
 
+def assert_trained(make: Callable[[], nn.Module], orig: bool) -> None:
+    """Two ranks have the losses, the state at the end and the answer of one process."""
+    expected, wanted = adapters.train(None, make, orig)
+    for rank, (found, state) in enumerate(run_threads(RANKS, adapters.train, make, orig)):
+        assert found == [of_ranks[rank] for of_ranks in expected]
+        assert_equal(state, wanted)
+
+
 @EXPOSURES
 @pytest.mark.parametrize("settings", ADAPTERS)
 @pytest.mark.parametrize("base", bases())
 def test_training(base: str, settings: str, orig: bool) -> None:
     """Losses, the state at the end and an answer are those of one process, bit for bit."""
     make = functools.partial(adapters.adapted, base, **ADAPTERS[settings])
-    expected, wanted = adapters.train(None, make, orig)
-    for rank, (found, state) in enumerate(run_threads(RANKS, adapters.train, make, orig)):
-        assert found == [of_ranks[rank] for of_ranks in expected]
-        assert_equal(state, wanted)
+    assert_trained(make, orig)
 
 
 @EXPOSURES
@@ -55,10 +61,7 @@ def test_training(base: str, settings: str, orig: bool) -> None:
 def test_norms_and_embeddings_are_trained_beside_an_adapter(base: str, orig: bool) -> None:
     """What `requires_grad_` has made trainable is trained as in one process, bit for bit."""
     make = functools.partial(adapters.with_norms, base)
-    expected, wanted = adapters.train(None, make, orig)
-    for rank, (found, state) in enumerate(run_threads(RANKS, adapters.train, make, orig)):
-        assert found == [of_ranks[rank] for of_ranks in expected]
-        assert_equal(state, wanted)
+    assert_trained(make, orig)
 
 
 @EXPOSURES

@@ -74,10 +74,10 @@ class ShardedEMA:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        given: Any = decay
+        given: object = decay
         if not isinstance(given, (int, float)) or not 0 <= given <= 1:
-            raise ValueError(f"ShardedEMA: expected a decay from 0 to 1, found {decay!r}")
-        self._decay = float(decay)
+            raise ValueError(f"ShardedEMA: expected a decay from 0 to 1, found {given!r}")
+        self._decay = float(given)
 
     @property
     def model(self) -> nn.Module:
