@@ -83,7 +83,9 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear
                 yield parent, name, child
 
 
-def losses(model: nn.Module, rank: int | None = None) -> list[Any]:
+def losses(
+    model: nn.Module, rank: int | None = None, after_step: Callable[[], object] = lambda: None
+) -> list[Any]:
     """Train, and return the loss of each step; of one process that does the work of all ranks, those of each rank."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found: list[Any] = []
@@ -94,6 +96,7 @@ def losses(model: nn.Module, rank: int | None = None) -> list[Any]:
         torch.stack(of_ranks).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        after_step()
         found.append([loss.item() for loss in of_ranks])
     return found if rank is None else [only for (only,) in found]
 

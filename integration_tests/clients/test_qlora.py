@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flatparam import Mailbox, Publisher, Receiver, ShardedEMA
+from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes, run_threads
 
 if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "transformers", "peft")):
@@ -47,3 +50,42 @@ def test_in_processes(shard: str) -> None:
     expected = quantised.losses(whole())
     for rank, found in enumerate(run_processes(RANKS, trained, getattr(quantised, shard), {}, {})):
         assert found == ([of_ranks[rank] for of_ranks in expected], quantised_nbytes() // RANKS)
+
+
+def publishing(world: Collectives, folder: Path, use_orig_params: bool) -> list[Any]:
+    """Train, and publish the average of the adapter after each step."""
+    model = quantised.ours(whole(), use_orig_params=use_orig_params)
+    averages = ShardedEMA(model, decay=0.5)
+    publisher = Publisher(model, Mailbox(folder), only=lambda name: "lora_" in name)
+
+    def publish() -> None:
+        averages.update()
+        with averages.applied(model):
+            publisher.publish()
+
+    return quantised.losses(model, world.rank, publish)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_an_average_reaches_a_generator_with_the_same_base(use_orig_params: bool, tmp_path: Path) -> None:
+    """Only the adapter is published; with its own base in 4 bits the generator answers as one process's average."""
+    one = whole()
+    averages: dict[str, torch.Tensor] = {}
+
+    def average() -> None:
+        for name, parameter in one.named_parameters():
+            if parameter.requires_grad:
+                now = parameter.detach().clone()
+                averages[name] = averages[name].lerp(now, 0.5) if name in averages else now
+
+    expected = quantised.losses(one, after_step=average)
+    found = run_threads(RANKS, publishing, tmp_path, use_orig_params)
+    assert found == [[of_ranks[rank] for of_ranks in expected] for rank in range(RANKS)]
+    generator = whole()
+    receiver = Receiver(generator, Mailbox(tmp_path), strict=False)
+    assert receiver.receive()
+    assert receiver.version == quantised.STEPS
+    one.load_state_dict(averages, strict=False)
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(generator(input_ids=tokens).logits, one(input_ids=tokens).logits)

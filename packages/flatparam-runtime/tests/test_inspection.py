@@ -328,8 +328,33 @@ def test_gathering_anything_of_the_shards_shape(ranks: int) -> None:
         assert set(found) == shapes
 
 
-def test_replacing_a_parameter_inside_is_named() -> None:
-    """Assigning another parameter object inside raises at the end, with its name; it would be lost otherwise."""
+def test_a_fitting_replacement_is_taken_over() -> None:
+    """Assigning a parameter object of the same shape and dtype inside has the effect of assigning its values."""
+    module = model()
+    with summon_full_params(module):
+        module.stem.weight = nn.Parameter(torch.full((4, 4), 2.0))
+    with summon_full_params(module):
+        assert torch.equal(module.stem.weight, torch.full((4, 4), 2.0))
+
+
+def test_without_writeback_a_replacement_is_dropped() -> None:
+    """Without `writeback` the model has its old values again, whatever was assigned inside."""
+    module = model()
+    with summon_full_params(module):
+        before = module.stem.weight.detach().clone()
+    with summon_full_params(module, writeback=False):
+        module.stem.weight = nn.Parameter(torch.zeros(4, 4))
+    with summon_full_params(module):
+        assert torch.equal(module.stem.weight, before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(2, 4), torch.zeros(4, 4, dtype=torch.float64)],
+    ids=["shape", "dtype"],
+)
+def test_a_replacement_that_does_not_fit_is_named(other: torch.Tensor) -> None:
+    """Assigning a parameter of a different shape or dtype inside raises at the end, with its name."""
     module = model()
     with pytest.raises(FlatParamError, match=r"'stem\.weight' was replaced"), summon_full_params(module):
-        module.stem.weight = nn.Parameter(torch.zeros(4, 4))
+        module.stem.weight = nn.Parameter(other)

@@ -53,6 +53,36 @@ def test_every_version_is_the_model(name: str, dtype: Any, use_orig_params: bool
         run_threads(world_size, program, tmp_path / str(world_size))
 
 
+@pytest.mark.parametrize("through", ["mailbox", "function"])
+def test_some_tensors_alone(through: str, use_orig_params: bool, tmp_path: Path) -> None:
+    """Only what `only` accepts is sent; a module keeps the rest if it is told so, and is refused otherwise."""
+
+    def program(ranks: Collectives) -> None:
+        model = shard(mlp(), ranks, use_orig_params=use_orig_params)
+        wanted = expected(model)
+        target = mlp()
+        target.load_state_dict(stale(target))
+        chosen = {name for name in wanted if name.endswith("bias")}
+        if through == "function":
+            given: dict[str, Tensor] = {}
+            publish(model, given.__setitem__, only=lambda name: name in chosen, every_rank=True)
+            assert_equal(given, {name: wanted[name] for name in chosen})
+            return
+        publisher = Publisher(model, Mailbox(tmp_path), only=lambda name: name in chosen)
+        published = publisher.publish()
+        if ranks.rank == 0:
+            assert published.dense_nbytes == sum(wanted[name].nbytes for name in chosen)
+            with pytest.raises(PublishError, match="the publication lacks '.*weight'.*strict="):
+                Receiver(target, Mailbox(tmp_path)).receive()
+            assert Receiver(target, Mailbox(tmp_path), strict=False).receive()
+            for name, value in target.state_dict().items():
+                assert torch.equal(value, wanted[name] if name in chosen else torch.zeros_like(value)), name
+        with pytest.raises(ValueError, match="found that it accepts none"):
+            Publisher(model, Mailbox(tmp_path), only=lambda name: False)
+
+    run_threads(2, program)
+
+
 def test_into_modules(tmp_path: Path) -> None:
     """A plain module gets the values too, also one that holds bf16 numbers in fp32, or ties less than the model."""
 

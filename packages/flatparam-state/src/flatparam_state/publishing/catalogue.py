@@ -104,20 +104,29 @@ def _tensor(row: Any) -> PublishedTensor:
 
 
 def published_tensors(
-    model: nn.Module, names: ReceiverNames | None, dtype: torch.dtype | None
+    model: nn.Module,
+    names: ReceiverNames | None,
+    dtype: torch.dtype | None,
+    only: Callable[[str], bool] | None = None,
 ) -> list[tuple[ModelTensor, PublishedTensor]]:
-    """The tensors of `model`, each with what the receiver gets of it.
+    """The tensors of `model` that are published, each with what the receiver gets of it.
 
     Args:
         names: what tensors are called there, if not as in the model.
         dtype: of floating-point tensors there; None keeps that of each.
+        only: which tensors are published, by a name in the model; None publishes all.
 
     Raises:
-        ValueError: if two tensors get one name, or `dtype` is not a floating-point one.
+        ValueError: if two tensors get one name, none is published, or `dtype` is not a floating-point one.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"publish: expected a floating-point dtype, found {dtype}")
-    found = [(tensor, _published(tensor, names, dtype)) for tensor in model_tensors(model)]
+    chosen = [each for each in model_tensors(model) if only is None or any(map(only, each.names))]
+    if only is not None and not chosen:
+        raise ValueError(
+            "publish: expected only= to accept some of the tensors of the model, found that it accepts none"
+        )
+    found = [(tensor, _published(tensor, names, dtype)) for tensor in chosen]
     owners: dict[str, str] = {}
     for tensor, published in found:
         if published.info.dtype not in DTYPES:

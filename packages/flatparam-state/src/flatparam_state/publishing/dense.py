@@ -36,6 +36,7 @@ def publish(
     dtype: torch.dtype | None = None,
     bucket: int | None = None,
     every_rank: bool = False,
+    only: Callable[[str], bool] | None = None,
 ) -> Catalogue:
     """Give the full tensors of `model` to `sink`, one after the other; every rank calls it, outside of passes.
 
@@ -54,6 +55,7 @@ def publish(
         bucket: the bytes that full tensors take on a rank at most, unless one tensor is larger than half of it; by
             default 256 MiB (`state.publish_nbytes`).
         every_rank: call the sink on every rank, not on the first alone.
+        only: which tensors are published, by their name in the model; None publishes all.
 
     Returns:
         What was published: names, shapes and dtypes, in order.
@@ -68,11 +70,11 @@ def publish(
             raise ValueError(
                 "publish: every_rank takes a function as the sink; a channel is used by every rank"
             )
-        publisher = Publisher(model, sink, names=names, dtype=dtype, bucket=bucket)
+        publisher = Publisher(model, sink, names=names, dtype=dtype, bucket=bucket, only=only)
         publisher.publish()
         return publisher.catalogue
     bring_to_rest(model)
-    pairs = published_tensors(model, names, dtype)
+    pairs = published_tensors(model, names, dtype, only)
     catalogue = Catalogue(tuple(published for _, published in pairs))
     topology = topology_of(model)
     if every_rank and not callable(sink):

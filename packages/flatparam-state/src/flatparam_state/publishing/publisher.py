@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Final, final
 
 import attrs
@@ -60,6 +61,7 @@ class Publisher:
         names: ReceiverNames | None = None,
         dtype: torch.dtype | None = None,
         bucket: int | None = None,
+        only: Callable[[str], bool] | None = None,
     ) -> None:
         """Begin to publish `model`; every rank makes one, after the model is sharded.
 
@@ -69,14 +71,18 @@ class Publisher:
             dtype: of floating-point tensors there; None keeps that of each.
             bucket: the bytes of elements that a rank looks at, or sends, at a time; by default 256 MiB
                 (`state.publish_nbytes`).
+            only: which tensors are published, by their name in the model, such as those of an adapter whose frozen base
+                receivers have already (`Receiver(strict=False)`); None publishes all.
 
         Raises:
-            ValueError: if names collide, the dtype cannot be published, or the channel's slicing does not fit.
+            ValueError: if names collide, no tensor is published, the dtype cannot be published, or the channel's
+                slicing does not fit.
         """
         self._model = model
         self._channel = channel
         self._names = names
         self._dtype = dtype
+        self._only = only
         self._bucket = PUBLISH_NBYTES.value if bucket is None else bucket
         self._number = 0
         self._last: VersionId | None = None
@@ -133,7 +139,7 @@ class Publisher:
 
     def _look(self) -> None:
         """Find the tensors where they are now."""
-        pairs = published_tensors(self._model, self._names, self._dtype)
+        pairs = published_tensors(self._model, self._names, self._dtype, self._only)
         catalogue = Catalogue(tuple(published for _, published in pairs))
         if catalogue != self._catalogue:
             self._channel.slicing.check(catalogue)

@@ -32,6 +32,7 @@ class Receiver:
         *,
         part: int = 0,
         device: torch.device | str = "cpu",
+        strict: bool = True,
     ) -> None:
         """Receive from `source` into `target`.
 
@@ -41,13 +42,14 @@ class Receiver:
             source: a `Mailbox` of the publisher's folder, or a `GroupChannel`.
             part: the rank of this receiver, if the publisher slices tensors.
             device: of the tensors of a dict.
+            strict: a module has to get every one of its tensors; if not, those that are not published stay as they are.
 
         Raises:
             ValueError: if the module is sharded.
         """
         self._target: Target
         if isinstance(target, nn.Module):
-            self._target = ModuleTarget(target)
+            self._target = ModuleTarget(target, strict)
         else:
             self._target = DictTarget(target, torch.device(device))
         self._source = source

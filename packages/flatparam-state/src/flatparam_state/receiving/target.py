@@ -89,6 +89,8 @@ class ModuleTarget:
     """The parameters and persistent buffers of a module that is not sharded."""
 
     module: nn.Module
+    strict: bool = True
+    """Whether each of its tensors has to be published."""
 
     def __attrs_post_init__(self) -> None:
         if units_in(self.module):
@@ -108,12 +110,12 @@ class ModuleTarget:
                 problems.append(f"the module lacks {each.name!r}")
             problems += [problem for name in names if (problem := _problem(each, name, here[name]))]
         missing = [name for name in here if name not in wanted and not _is_shared(name, here, wanted)]
-        problems += [f"the publication lacks {name!r}" for name in missing]
+        problems += [f"the publication lacks {name!r}" for name in missing if self.strict]
         if problems:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise PublishError(
-                f"the {type(self.module).__name__} cannot receive: {'; '.join(problems[:_SHOWN])}{more}; see names= "
-                "and dtype= of the publisher"
+                f"the {type(self.module).__name__} cannot receive: {'; '.join(problems[:_SHOWN])}{more}; see names=, "
+                "only= and dtype= of the publisher, and strict= of the receiver"
             )
 
     def values(self, catalogue: Catalogue) -> list[Value]:
