@@ -304,6 +304,8 @@ def test_refusals(tmp_path: Path) -> None:
             offload(nn.Linear(2, 2))
         with pytest.raises(TypeError, match="expected an optimizer whose state is to move, found 'adamw'"):
             offload(model, optimizer="adamw")
+        with pytest.raises(ValueError, match="found one .AdamW. that holds none of its parameters"):
+            offload(model, optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters()))
         assert [tensor.data_ptr() for tensor in everything(model, optimizer)] == before
         with model.no_sync():
             accumulate(model, world.rank)

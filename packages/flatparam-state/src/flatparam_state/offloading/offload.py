@@ -59,7 +59,8 @@ def offload(
         FlatParamError: on every rank, if one is inside a pass, or has full parameters summoned or gradients that were
             not reduced (`no_sync`), or if its disk cannot be written; nothing is changed.
         TypeError: for an optimizer that is none.
-        ValueError: if the model has no unit, or the gradients of an accelerator are to be moved alone.
+        ValueError: if the model has no unit, the optimizer has none of its parameters, or the gradients of an accelerator
+            are to be moved alone.
     """
     trip = _Trip(model, parameters, gradients, optimizer)
     where = "host memory" if folder is None else f"the folder {os.fspath(folder)!r}"
@@ -166,10 +167,17 @@ class _Trip:
         return units
 
     def __attrs_post_init__(self) -> None:
+        own = {id(parameter) for home in self.homes for parameter in home.parameters()}
         for each in optimizers_by_name(self.optimizer).values():
             # Optimizers of other libraries have a state too.
             if not hasattr(each, "state"):
                 raise TypeError(f"expected an optimizer whose state is to move, found {each!r}")
+            stepped = [p for group in getattr(each, "param_groups", ()) for p in group["params"]]
+            if stepped and own.isdisjoint(map(id, stepped)):
+                raise ValueError(
+                    f"expected the optimizer of this model, found one ({type(each).__name__}) that holds none of its "
+                    "parameters: pass the one that steps them"
+                )
 
     @homes.default
     def _find_homes(self) -> list[Home]:
