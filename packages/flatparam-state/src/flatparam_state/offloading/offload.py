@@ -59,8 +59,8 @@ def offload(
         FlatParamError: on every rank, if one is inside a pass, or has full parameters summoned or gradients that were
             not reduced (`no_sync`), or if its disk cannot be written; nothing is changed.
         TypeError: for an optimizer that is none.
-        ValueError: if the model has no unit, the optimizer has none of its parameters, or the gradients of an accelerator
-            are to be moved alone.
+        ValueError: if the model has no unit, the optimizer has none of its parameters, or the gradients of an
+            accelerator are to be moved alone.
     """
     trip = _Trip(model, parameters, gradients, optimizer)
     where = "host memory" if folder is None else f"the folder {os.fspath(folder)!r}"
