@@ -53,6 +53,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_swap_data_ptr_": "torch.UntypedStorage",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
     "_unsafe_view": "torch.ops.aten",
+    "_use_count": "torch.empty(0)",
     "_version": "torch.empty(0)",
     "_to_copy": "torch.ops.aten",
     "_torchdynamo_disable": "torch.compiler.disable(lambda: None)",

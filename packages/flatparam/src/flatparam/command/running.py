@@ -11,7 +11,6 @@ from types import FrameType
 from flatparam.command.arguments import parser
 from flatparam.command.output import say
 from flatparam.command.programs import run_program
-from flatparam.resolving.environment import TRACE_FOLDER
 
 __all__ = ["main"]
 
@@ -35,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Its arguments are the program's, and so are its signals and its errors.
         return run_program(given[1:])
     if given[:2] == ["trace", "--out"] and len(given) > 3:
-        # So are those of a program that is traced; processes that it starts leave traces, too.
+        # So are those of a program that is traced; processes that it starts leave traces, too. This imports torch.
+        from flatparam.resolving import TRACE_FOLDER
+
         os.environ[TRACE_FOLDER] = os.path.abspath(given[2])
         return run_program(given[3:])
     chosen = parser().parse_args(given)
