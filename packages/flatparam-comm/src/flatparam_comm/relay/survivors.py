@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import attrs
 
@@ -15,12 +16,9 @@ from flatparam_comm.process_group import engine, groups
 from flatparam_comm.relay.process import end_of_process, tell_failure
 from flatparam_comm.relay.watched_call import ACTIVITY
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 __all__ = ["Survivors"]
 
-#: The shortest time to wait for a peer's last key, in seconds: the values were exchanged, only the end is waited for.
+#: The longest wait for a peer's last key, in seconds: the values were exchanged, only the end is waited for.
 _LEAVING_SECONDS: Final = 3.0
 #: Seconds between two looks at the store.
 _LOOK_SECONDS: Final = 0.02
@@ -56,10 +54,13 @@ class Survivors:
             CollectiveError: if the ranks are no processes, or their group has no store.
         """
         group = engine.process_group_of(ranks)
-        number = 0 if group is None else _NUMBERS.next(group)
-        prefix = f"flatparam survivors {number}"
-        store = None if group is None else groups.store_of(group, prefix, timedelta(seconds=seconds))
-        if store is None:
+        store = None
+        if group is not None:
+            name = groups.name_of(group)
+            _MEETINGS[name] += 1
+            prefix = f"flatparam survivors {name} {_MEETINGS[name]}"
+            store = groups.store_of(group, prefix, timedelta(seconds=seconds))
+        if group is None or store is None:
             raise CollectiveError(
                 ranks.rank,
                 "survivors",
@@ -68,7 +69,6 @@ class Survivors:
                 "ranks have no way to each other",
             )
         tell_failure(error)
-        assert group is not None, "the store is the group's"
         return cls(ranks.rank, ranks.size, groups.members_of(group), store, seconds)
 
     @property
@@ -112,41 +112,21 @@ class Survivors:
 
     def _get(self, key: str, peer: int, label: str) -> bytes:
         deadline = time.monotonic() + self._seconds
-        while True:
-            left = deadline - time.monotonic()
+        while not self._store.check([key]):
+            is_late = time.monotonic() >= deadline
+            end = end_of_process(self._members[peer])
             # What a rank has said before its end counts.
-            end = "" if self._has(key, left) else end_of_process(self._members[peer])
-            if self._has(key, 0.0):
-                found: bytes = self._store.get(key)
-                return found
-            if end or left <= 0:
+            if (is_late or end) and not self._store.check([key]):
                 late = (
                     f"has not come within {self._seconds:g} s: its process has ended, or it does not make this call; "
                     "make every rank catch its exception and call the same"
                 )
                 text = f"rank {self._members[peer]} {f'cannot come: {end}' if end else late}"
                 raise CollectiveError(self.rank, "exchange", label, text)
-
-    def _has(self, key: str, seconds: float) -> bool:
-        """Whether the key is there; waits for it for a moment, or less if there are fewer seconds left."""
-        if self._store.check([key]):
-            return True
-        time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
-        return False
+            time.sleep(_LOOK_SECONDS)
+        found: bytes = self._store.get(key)
+        return found
 
 
-@final
-@attrs.define(eq=False)
-class _Numbers:
-    """How often the ranks of each group have met after a failure: keys of different times must differ."""
-
-    _numbers: dict[str, int] = attrs.field(factory=dict)
-
-    def next(self, group: ProcessGroup) -> int:
-        """The number of this time."""
-        name = groups.name_of(group)
-        self._numbers[name] = self._numbers.get(name, 0) + 1
-        return self._numbers[name]
-
-
-_NUMBERS: Final = _Numbers()
+_MEETINGS: Final[collections.Counter[str]] = collections.Counter()
+"""How often the ranks of each group have met after a failure, by the group's name: keys of different times differ."""

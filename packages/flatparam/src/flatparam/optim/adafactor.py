@@ -13,12 +13,34 @@ from torch import Tensor
 from flatparam.optim.matrix_step import count_step
 from flatparam.optim.whole_optimizer import WholeOptimizer
 
-__all__ = ["Adafactor", "are_all"]
+__all__ = ["Adafactor", "NewValues", "are_all"]
+
+
+class NewValues:
+    """A rule whose owner gets values and gradients of parameters of any shape, keeps state, and returns new values."""
+
+    @property
+    def streams(self) -> int:
+        """Values and gradients travel."""
+        return 2
+
+    @property
+    def keeps_state(self) -> bool:
+        """The owner keeps state."""
+        return True
+
+    def cost(self, shape: Sequence[int], settings: Any) -> int:
+        """The elements of the parameter, as each is read and written a few times."""
+        return max(1, math.prod(shape))
+
+    def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
+        """Take the new values."""
+        part.copy_(update)
 
 
 @final
 @attrs.frozen
-class _Factored:
+class _Factored(NewValues):
     """Adafactor's rule (N. Shazeer, M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML
     2018, algorithms 4 and 5): of each parameter the root mean squares of the values and of the update count.
 
@@ -27,22 +49,11 @@ class _Factored:
     """
 
     @property
-    def streams(self) -> int:
-        return 2
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
-
-    @property
     def part_states(self) -> frozenset[str]:
         return frozenset({"step", "variance"})
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         return dtype, dtype
-
-    def cost(self, shape: Sequence[int], settings: Any) -> int:
-        return max(1, math.prod(shape))
 
     def prepare(self, part: Tensor, gradient: Tensor, state: Any, settings: Any) -> Sequence[Tensor]:
         count_step(state)
@@ -65,9 +76,6 @@ class _Factored:
         norm = update.norm(2).item() / (math.sqrt(update.numel()) * settings["d"])
         values.add_(update, alpha=-alpha / max(1.0, norm))
         return values
-
-    def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
-        part.copy_(update)
 
     @staticmethod
     def _weight(state: Any, settings: Any) -> float:

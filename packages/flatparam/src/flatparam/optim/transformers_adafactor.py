@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.adafactor import are_all
+from flatparam.optim.adafactor import NewValues, are_all
 from flatparam.optim.matrix_step import count_step
 from flatparam.optim.whole_optimizer import WholeOptimizer
 
@@ -21,7 +21,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @final
 @attrs.frozen
-class _Relative:
+class _Relative(NewValues):
     """The rule of `transformers.optimization.Adafactor`: by default algorithm 6 of the paper that `Adafactor` names.
 
     Half precision is computed in float32. The owner has the rows and columns of parameters with two or more dimensions,
@@ -30,23 +30,12 @@ class _Relative:
     """
 
     @property
-    def streams(self) -> int:
-        return 2
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
-
-    @property
     def part_states(self) -> frozenset[str]:
         return frozenset({"step", "exp_avg_sq"})
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         wide = torch.float32 if dtype in _HALF else dtype
         return wide, wide
-
-    def cost(self, shape: Sequence[int], settings: Any) -> int:
-        return max(1, math.prod(shape))
 
     def prepare(self, part: Tensor, gradient: Tensor, state: Any, settings: Any) -> Sequence[Tensor]:
         count_step(state)
@@ -73,9 +62,6 @@ class _Relative:
         if settings["weight_decay"] != 0:
             values.add_(values, alpha=float(-settings["weight_decay"] * rate))
         return values.add_(-update)
-
-    def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
-        part.copy_(update)
 
     @staticmethod
     def _kept(state: Any, settings: Any) -> float:
