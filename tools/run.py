@@ -41,6 +41,7 @@ TOOLS = [
     "xxhash",
     "build",
     "coverage",
+    "editables",  # what an editable install of our packages needs without build isolation (CONTRIBUTING.md)
     "expecttest",  # what torch's own tests are written with
     "hatchling",
     "hypothesis",
