@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from structure.page import PAGE, page_of
 from structure.sources import House
 from structure.walk import returns, trace_a_step
 
@@ -54,12 +55,25 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the figures, each beside its goal; `--json` prints what they are made of, too."""
+    """Print the figures, each beside its goal; `--json` prints what they are made of, too.
+
+    `--page` writes the page that follows a step through the files instead.
+    """
     parser = argparse.ArgumentParser(
         prog="python tools/structure", description="How the packages are built, in figures."
     )
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE} anew")
+    parser.add_argument("--print", action="store_true", help="with --page: print the page and write nothing")
     options = parser.parse_args(arguments)
+    if options.page:
+        page = ROOT / PAGE
+        text = page_of(trace_a_step(ROOT), page.read_text(encoding="utf-8"))
+        if options.print:
+            print(text)
+        else:
+            page.write_text(text, encoding="utf-8")
+        return 0
     found = figures(ROOT)
     if options.json:
         print(json.dumps({name: {"value": value, "of": of} for name, (value, of) in found.items()}, indent=1))

@@ -24,6 +24,8 @@ class Trace:
 
     root: Path
     calls: list[tuple[int, Path, str]] = field(factory=list)
+    functions: dict[tuple[Path, int], None] = field(factory=dict)
+    """The functions that were called, in the order of their first calls: the file, and the line that each begins in."""
     _depth: int = 0
 
     @contextmanager
@@ -46,6 +48,7 @@ class Trace:
             is_wrapper = "function" in frame.f_code.co_freevars
             if not name.startswith("<") and not is_wrapper:
                 self.calls.append((self._depth, path, name))
+                self.functions.setdefault((path, frame.f_code.co_firstlineno))
         elif event == "return":
             self._depth -= 1
 

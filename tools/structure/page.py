@@ -1,0 +1,88 @@
+"""The page docs/concepts/one-step.md: the files of one training step in the order in which a reader meets them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from attrs import frozen
+
+from structure.walk import Trace
+
+PAGE: Final = Path("docs/concepts/one-step.md")
+BEGIN: Final = "<!-- written by `python tools/structure --page` -->"
+END: Final = "<!-- end -->"
+
+
+@frozen
+class Function:
+    """A function of a file: its name, with that of its class, and the lines that it takes, decorators included."""
+
+    name: str
+    lines: int
+
+
+def page_of(trace: Trace, old: str) -> str:
+    """The page `old` with the table of `trace` in the place of its own."""
+    head, _, rest = old.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{table(trace)}\n{END}{rest.partition(END)[2]}"
+
+
+def table(trace: Trace) -> str:
+    """A row for each file: what it is, which of its functions the step runs, and the lines of these and of the file."""
+    run = _functions_run(trace)
+    rows = [
+        "| # | file | what it is | functions that the step runs, in order | their lines | of |",
+        "| --: | --- | --- | --- | --: | --: |",
+    ]
+    read, opened = 0, 0
+    for number, (path, functions) in enumerate(run.items(), start=1):
+        text = path.read_text(encoding="utf-8")
+        lines, own = text.count("\n"), sum(function.lines for function in functions)
+        read, opened = read + own, opened + lines
+        name = path.relative_to(path.parents[_above_source(path)]).as_posix()
+        names = ", ".join(f"`{function.name}`" for function in functions)
+        rows.append(f"| {number} | `{name}` | {_first_sentence(text)} | {names} | {own} | {lines} |")
+    total = f"{len(run)} files, {opened:,} lines; the step runs functions of {read:,} of them"
+    return "\n".join([*rows, "", f"Together: {total}.", ""])
+
+
+def _functions_run(trace: Trace) -> Mapping[Path, list[Function]]:
+    found: dict[Path, list[Function]] = {}
+    known: dict[Path, dict[int, Function]] = {}
+    for path, line in trace.functions:
+        if path.name == "__init__.py":
+            continue
+        if path not in known:
+            known[path] = dict(_functions_in(ast.parse(path.read_text(encoding="utf-8"))))
+        function = known[path].get(line)
+        # A function inside a function is a part of that one.
+        if function is not None:
+            found.setdefault(path, []).append(function)
+    return found
+
+
+def _functions_in(tree: ast.Module) -> Iterator[tuple[int, Function]]:
+    """The functions at the top of a file and in its classes, by the line that each begins in."""
+    for node in tree.body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for each in inside:
+            if isinstance(each, ast.FunctionDef):
+                start = min([each.lineno, *(decorator.lineno for decorator in each.decorator_list)])
+                assert each.end_lineno is not None, "it was parsed"
+                yield start, Function(prefix + each.name, each.end_lineno - start + 1)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a file's docstring, as it fits in a table."""
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return paragraph.replace("|", "\\|")
+
+
+def _above_source(path: Path) -> int:
+    """How many folders up the folder `src` is, less one."""
+    return next(up for up, folder in enumerate(path.parents) if folder.name == "src")
