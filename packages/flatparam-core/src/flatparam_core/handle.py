@@ -378,7 +378,7 @@ class FlatParamHandle:
         return self.forms.present(index, full)
 
     def flattened(self, index: int, shown: object) -> object:
-        """What was flattened, of a tensor like the one that `present` makes; anything else is returned as it is."""
+        """The tensor that was flattened, of one like `present` makes; anything else is returned as it is."""
         back = getattr(self.forms.attributes[index].get(PRESENTER), "flattened", None)
         return shown if back is None else back(shown)
 

@@ -5,7 +5,7 @@
 | `_C._current_graph_task_id` | which autograd run this thread is in | a backward pass raises an error that names it |
 | `_C._will_engine_execute_node` | whether this run computes what arrives at a node | the same |
 | `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
-| `autograd._profiler_enabled` | whether somebody profiles | no ranges are shown |
+| `autograd.profiler._is_profiler_enabled` | whether somebody profiles | no ranges are shown |
 | `autograd.graph._engine_run_backward` | that a backward pass has raised | nobody is told of what it was |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 """
@@ -18,6 +18,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError
@@ -59,7 +60,6 @@ def _private(name: str) -> Any:
 _TASK: Final = _private("_C._current_graph_task_id")
 _WILL_EXECUTE: Final = _private("_C._will_engine_execute_node")
 _QUEUE: Final = _private("autograd.Variable._execution_engine.queue_callback")
-_IS_PROFILED: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 
 #: The number of the autograd run that this thread is in; -1 outside of one.
 current_run: Final[Callable[[], int]] = _TASK
@@ -150,7 +150,8 @@ def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
     `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`, `_post_backward_hook_reshard_only`,
     `_post_backward_prefetch`, and `rate_limiter`, in which a reduction waits for the one before it.
     """
-    if not _IS_PROFILED():
+    # An attribute that a profiler sets: to ask autograd for the same takes longer than all the rest here.
+    if not getattr(profiler, "_is_profiler_enabled", False):
         return function(*args)
     with torch.profiler.record_function(f"FullyShardedDataParallel.{name}"):
         return function(*args)
@@ -162,7 +163,7 @@ def profiled(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Argu
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            if not _IS_PROFILED():
+            if not getattr(profiler, "_is_profiler_enabled", False):
                 return function(*args, **kwargs)
             return in_range(name, functools.partial(function, **kwargs) if kwargs else function, *args)
 

@@ -179,6 +179,6 @@ def observe(module: nn.Module, instrument: Instrument) -> Iterator[None]:
 
 
 def skipped_steps(module: nn.Module) -> int:
-    """How often the steps after a backward pass were left out (`UnitPlan.nonfinite`); the same on every rank."""
+    """The number of backward passes after which steps were left out (`UnitPlan.nonfinite`); the same on every rank."""
     guards = (unit.observers.guard for unit in units_in(module))
     return max((guard.skipped for guard in guards if guard is not None), default=0)

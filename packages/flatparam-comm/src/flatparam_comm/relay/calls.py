@@ -199,7 +199,7 @@ class GroupCalls:
 
     @property
     def failures(self) -> int:
-        """How often this rank has failed since its last collective."""
+        """The number of failures of this rank since its last collective."""
         return self.failed_at.count(self.issued)
 
     def forbid(self) -> None:

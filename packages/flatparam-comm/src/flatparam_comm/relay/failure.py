@@ -38,14 +38,14 @@ class FailureReport:
     """The name of the exception's class."""
     message: str
     where: str = ""
-    """What the rank was doing: `forward pass of unit 'blocks.1'`."""
+    """The action of the rank: `forward pass of unit 'blocks.1'`."""
     traceback: str = ""
     steps: int | None = None
     """The optimizer steps that the culprit's process had done; None if nobody knows."""
     issued: Mapping[str, int] = attrs.field(factory=dict)
     """The number of collectives that `rank` had issued on each of its groups, by the group's name."""
     failures: Mapping[str, int] = attrs.field(factory=dict)
-    """How often `rank` has failed after that many collectives, by the group's name."""
+    """The number of failures of `rank` after that many collectives, by the group's name."""
     is_final: bool = False
     """Whether the process of `rank` ends, so that it will issue no collective any more."""
     diverged: str = ""

@@ -150,7 +150,7 @@ class Page:
         return _standing(self._words, process)
 
     def describe_late(self, number: int) -> str:
-        """Which ranks have not issued collective `number`, and what they issued last; empty if there are none."""
+        """The ranks that have not issued collective `number`, and their last collectives; empty if there are none."""
         late = self.late(number)
         told = "; ".join(
             f"rank {rank} ({self._neighbours.describe(rank)}), whose last collective was {self.last_of(rank) or 'none'}"

@@ -56,7 +56,7 @@ class _OfThisProcess:
     finalizer: Any = None
     beginning: threading.Lock = attrs.field(factory=threading.Lock)
     abandoned: list[Any] = attrs.field(factory=list)
-    """What a forked process has inherited, and must not free: that would close the parent's connections."""
+    """Objects that a forked process has inherited, and must not free: that would close the parent's connections."""
     hook: _Hook | None = None
     at_exit: Any = None
 
@@ -160,7 +160,7 @@ def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool
 
 
 def end_of_process(rank: int) -> str:
-    """How the process of `rank` has ended, as its relay or the system has said; empty if it lives, as far as known.
+    """The end of the process of `rank`, as its relay or the system has told it; empty if it lives, as far as known.
 
     Args:
         rank: numbered within the world.

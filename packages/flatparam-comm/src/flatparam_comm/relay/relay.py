@@ -174,7 +174,7 @@ class Relay:
         return next((failure for failure in members if failure.is_final), None)
 
     def end_of(self, rank: int) -> str:
-        """How the process of `rank` has ended, or is about to; empty if it lives, as far as known."""
+        """The end of the process of `rank`, which has come or is about to; empty if it lives, as far as known."""
         known = self._known.get(rank)
         return "" if known is None or not known.is_final else f"it has failed {known.as_cause()}"
 

@@ -129,4 +129,4 @@ class Survivors:
 
 
 _MEETINGS: Final[collections.Counter[str]] = collections.Counter()
-"""How often the ranks of each group have met after a failure, by the group's name: keys of different times differ."""
+"""The number of times that the ranks of each group have met after a failure, by the group's name: so keys differ."""

@@ -25,7 +25,7 @@ class WatchedCall:
     """
 
     where: str
-    """What the rank is doing in it."""
+    """The action of the rank in it."""
     issued: int
     """The collectives that this process had issued when the call began."""
     _thread: int
@@ -62,7 +62,7 @@ class WatchedCall:
 @final
 @attrs.define
 class Activity:
-    """What this process is doing, as far as its relay asks."""
+    """The actions of this process, as far as its relay asks."""
 
     issued: int = 0
     """The collectives that it has issued, on all groups."""

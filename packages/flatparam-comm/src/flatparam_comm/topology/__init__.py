@@ -1,1 +1,1 @@
-"""Which ranks share and copy parameters, and the engines that connect them."""
+"""The ranks that share and copy parameters, and the engines that connect them."""

@@ -85,5 +85,5 @@ class Topology:
 
 
 def _as_list(items: object) -> list[Any]:
-    """What one rank has sent: a list, if the rank is in the same place."""
+    """The message of one rank: a list, if the rank is in the same place."""
     return items if isinstance(items, list) else [items]

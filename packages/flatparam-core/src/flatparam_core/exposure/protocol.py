@@ -89,7 +89,7 @@ class Exposure(Protocol):
         ...
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
-        """Have the module show again what `show` was given last, where somebody has replaced a parameter since.
+        """Have the module show again what `show` was given last, if somebody has replaced a parameter since.
 
         Args:
             indices: the parameters to look at; by default all.

@@ -47,7 +47,7 @@ class _Attributes:
 
     def spread(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
-        return [values[index] for index in self.indices] if self.repeats else values
+        return [values[index] for index in self.indices]
 
 
 @final
@@ -84,7 +84,8 @@ class Sites:
 
     def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
-        return (self._row or self._attributes()).spread(values)
+        row = self._row or self._attributes()
+        return row.spread(values) if row.repeats else values
 
     def registered(self) -> list[nn.Parameter | None]:
         """For each attribute, the parameter that is registered there now.
@@ -109,11 +110,15 @@ class Sites:
         row = self._row or self._attributes()
         modules = self._modules(row)
         registries = [module._parameters for module in modules]
-        found, shown = list(map(dict.get, registries, row.names)), row.spread(self.shown)
+        repeats, shown = row.repeats, self.shown
+        found = list(map(dict.get, registries, row.names))
+        if repeats:
+            shown = row.spread(shown)
         # The check comes before any change.
         if not all(map(operator.is_, found, shown)) and not all(map(_is_harmless, found, shown)):
             raise self._first_replaced()
-        for registry, name, value in zip(registries, row.names, row.spread(values), strict=True):
+        spread = row.spread(values) if repeats else values
+        for registry, name, value in zip(registries, row.names, spread, strict=True):
             registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
         for info, index in row.assigned:
             setattr(info.module, info.param_name, values[index])
@@ -121,7 +126,7 @@ class Sites:
         return zip(modules, row.names, strict=True)
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
-        """Register again what was registered last, where somebody has put something else since.
+        """Register again what was registered last, if somebody has registered something else since.
 
         Args:
             indices: the parameters to look at; by default all.
@@ -133,7 +138,7 @@ class Sites:
                     _register(info, value)
 
     def replacements(self) -> dict[int, nn.Parameter]:
-        """By index, what somebody has put where a parameter was put last, under all its names.
+        """By index, the parameters that somebody has registered since instead of those that `put` did, under all names.
 
         Only what has the same shape and dtype, and is on the same device, is among them.
         """
@@ -172,7 +177,7 @@ def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
 
 
 def _is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
-    """Whether `found` may be where `shown` was put: it is the same, or both are frozen and have the same memory.
+    """Whether `found` may replace `shown`: it is the same, or both are frozen and have the same memory.
 
     Layers of bitsandbytes give themselves such a parameter during a forward pass.
     """

@@ -15,7 +15,7 @@ __all__ = ["ELEMENT", "ROW", "WHOLE", "LayoutRule", "block_of"]
 @final
 @attrs.frozen
 class LayoutRule:
-    """What of one parameter stays on one rank: `ELEMENT`, `block_of(k)`, `ROW` or `WHOLE`.
+    """The piece of one parameter that stays on one rank: `ELEMENT`, `block_of(k)`, `ROW` or `WHOLE`.
 
     A boundary between two ranks lies at a multiple of the rule's grain, counted in elements from the parameter's
     first one in memory order, or it does not cut the parameter.

@@ -18,7 +18,7 @@ from flatparam_runtime.agreement.fingerprint import Acting
 __all__ = ["NONFINITE", "Nonfinite", "NonfiniteError", "NonfiniteGuard", "check_nonfinite", "nonfinite_names"]
 
 Nonfinite: TypeAlias = Literal["raise", "skip", "ignore"]
-"""What follows from a gradient that is not finite: an error, a step that is left out, or nothing."""
+"""The consequence of a gradient that is not finite: an error, a step that is left out, or nothing."""
 NONFINITE: Final[tuple[Nonfinite, ...]] = ("ignore", "skip", "raise")
 """The possible values, the mildest first."""
 #: The gradients of a rank that a message names.
@@ -57,7 +57,7 @@ class NonfiniteGuard:
     found: bool = False
     """Whether the last pass left a gradient that is not finite, on any rank."""
     skipped: int = 0
-    """How often the steps after a pass were left out."""
+    """The number of passes after which steps were left out."""
     _rank: int = 0
     """This rank's number among all data-parallel ranks."""
     _told: str = ""

@@ -41,7 +41,7 @@ class Summoned:
     are_held: bool = False
     """Whether a caller gathered the full parameters outside of passes, for the next pass to use."""
     away: str = ""
-    """Where the shards are while the model is offloaded, for messages; empty while it is not."""
+    """The place of the shards while the model is offloaded, for messages; empty while it is not."""
     _stamp: int = 0
     """The stamp of the shards when they last equalled the summoned parameters."""
 

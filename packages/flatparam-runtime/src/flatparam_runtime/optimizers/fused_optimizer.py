@@ -1,4 +1,4 @@
-"""What is done as soon as a gradient is there, instead of after the backward pass: hooks, and optimizers that step."""
+"""Actions as soon as a gradient is there, instead of after the backward pass: hooks, and optimizers that step."""
 
 from __future__ import annotations
 

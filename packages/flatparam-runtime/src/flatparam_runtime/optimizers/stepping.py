@@ -44,7 +44,7 @@ def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
 
 
 def tensors_stepped(optimizer: optim.Optimizer) -> int | None:
-    """How many tensors the last step of `optimizer` has updated; `None` if it steps each parameter by itself."""
+    """The number of tensors that the last step of `optimizer` updated; `None` if it steps each parameter by itself."""
     stepper = vars(optimizer).get(INIT_GROUP)
     return stepper.count if isinstance(stepper, SegmentStepper) else None
 

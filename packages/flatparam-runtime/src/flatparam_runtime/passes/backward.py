@@ -45,7 +45,7 @@ class UnitBackward:
 
     leaves: set[LeafKey]
     averaging: Averaging
-    """How the mean of these gradients over ranks is made."""
+    """The factors that make the mean of these gradients over ranks."""
     keeps: bool
     """Whether gradients stay where autograd leaves them until the unit is complete."""
     run: int
@@ -200,7 +200,7 @@ class BackwardPass:
             if unit.plan.unshards_in_backward:
                 unit.begin_unshard(full_precision=call.full_precision)
             self._note_entered(unit)
-            for lender in unit.lenders:
+            for lender in unit.links.lenders:
                 # A lender in a different tree has its own pass.
                 if lender.belongs_to(self.fingerprint) and lender not in self.active:
                     self._hook_the_rest(lender, self._activate(lender))
@@ -273,7 +273,7 @@ class BackwardPass:
     def _collect(self, unit: Unit, averaging: Averaging) -> None:
         """Take the gradients of leaves without a hook, and those that were kept."""
         # Wait before one more buffer is taken; the reduction would have to wait anyway.
-        syncs = unit.sync_gradients
+        syncs = unit.reducer.synchronises
         if syncs and (unit.reducer.unsynced or unit.is_trainable):
             self.reductions.make_room()
         in_parts = averaging.in_parts and syncs
@@ -292,7 +292,7 @@ class BackwardPass:
         self.ready.pop(unit, None)
         unit.move(Phase.BACKWARD)
         averaging = unit.reducer.averaging(unit.handles)
-        keeps = (averaging.in_parts and unit.sync_gradients) or streams_of(unit.device).runs_ahead
+        keeps = (averaging.in_parts and unit.reducer.synchronises) or streams_of(unit.device).runs_ahead
         if unit in self.expected:
             state = UnitBackward(self.expected[unit], averaging, keeps, self.run)
         else:
@@ -339,15 +339,15 @@ class BackwardPass:
             self.kept.add(unit)
         else:
             self._free(unit)
-        for lender in unit.lenders:
+        for lender in unit.links.lenders:
             if lender not in self.active:
                 self._free(lender)
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
         self._collect(unit, state.averaging)
         unit.move(Phase.IDLE)
-        if not unit.sync_gradients:
+        if not unit.reducer.synchronises:
             unit.reducer.unsynced.update(unit.trainable)
-        if not (unit.sync_gradients and unit.reducer.sums_copies):
+        if not (unit.reducer.synchronises and unit.reducer.sums_copies):
             note_waiting(unit)
         self.ready[unit] = state.averaging
         self._reduce_ready()
@@ -355,7 +355,7 @@ class BackwardPass:
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
         is_lent = not self.active.keys().isdisjoint(unit.links.borrowers)
-        if not is_lent and (unit.sync_gradients or unit.plan.free_after_unsynced_backward):
+        if not is_lent and (unit.reducer.synchronises or unit.plan.free_after_unsynced_backward):
             unit.reshard()
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
@@ -368,7 +368,7 @@ class BackwardPass:
                 return
             averaging = self.ready.pop(unit)
             self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
-            if unit.sync_gradients:
+            if unit.reducer.synchronises:
                 self.reductions.issue(unit, averaging)
 
     def finish(self) -> None:
@@ -388,14 +388,14 @@ class BackwardPass:
                 self._activate(unit)
         for unit in self.units:
             # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
-            if unit.sync_gradients or unit.plan.free_after_unsynced_backward:
+            if unit.reducer.synchronises or unit.plan.free_after_unsynced_backward:
                 unit.reshard()
         for unit in list(self.active):
             self._complete(unit)
         self._reduce_ready(all_of_them=True)
         for unit in self.units:
             # The gradients were collected earlier, and this pass has not reached the unit.
-            if unit.sync_gradients and unit.reducer.unsynced and unit.phase is Phase.IDLE:
+            if unit.reducer.synchronises and unit.reducer.unsynced and unit.phase is Phase.IDLE:
                 self.reductions.issue(unit, unit.reducer.averaging(unit.handles))
         self.reductions.settle()
         if self.reductions.has_begun:

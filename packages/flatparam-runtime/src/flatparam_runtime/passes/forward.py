@@ -42,7 +42,7 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have the full parameters in place for a call of `module`, and return the inputs as it takes them."""
     tree, call = _enter(unit, module)
-    for each in (unit, *unit.lenders):
+    for each in (unit, *unit.links.lenders):
         for number, handle in enumerate(each.handles):
             watch = each.held.watches.get(handle.forms.current)
             if watch is None:
@@ -63,7 +63,7 @@ def _enter(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
         call.is_recomputation = True
         unit.held.begin_call(call)
         return tree, call
-    if unit.calls and _was_interrupted(unit, module):
+    if unit.held.calls and _was_interrupted(unit, module):
         _refuse_another_thread(tree)
         # No hook was called when the pass was interrupted.
         tree.recover()
@@ -157,7 +157,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Watch the outputs for the backward pass, and free the full parameters if the unit's plan says so."""
     # The tree has recovered from an exception inside, which now propagates.
-    if not unit.calls:
+    if not unit.held.calls:
         return None
     call = unit.held.end_call()
     failed = _is_of_exception(call, output)
@@ -194,18 +194,19 @@ def _leave(
     if failed and call.is_top:
         tree.recover()
         return
-    if not unit.calls:
+    inside_backward = in_backward()
+    if not unit.held.calls:
         unit.move(Phase.IDLE)
-        for lender in unit.lenders:
+        for lender in unit.links.lenders:
             if not lender.is_needed and lender.phase is Phase.IDLE and lender.plan.free_after_forward:
                 lender.reshard()
         # A recomputation stops early, with an exception, as soon as it has what it needs; the gradients come at once.
-        keeps = in_backward() or (
+        keeps = inside_backward or (
             not failed and _keeps_full_parameters(tree.forward, unit, call, recorded, watched)
         )
         if not keeps and not (recorded and _is_first_of_backward(tree, unit)):
             unit.reshard()
-    if tree.forward is not None and not in_backward():
+    if tree.forward is not None and not inside_backward:
         tree.forward.ended.append(unit)
     if call.is_top:
         _drop_unused_prefetches(tree)
@@ -228,11 +229,11 @@ def _keeps_full_parameters(
 
 
 def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
-    """Whether `unit` is expected to be the first in backward.
+    """Whether `unit`, whose call was outside of any backward pass, is expected to be the first in backward.
 
     It is if all but the outermost unit have ended, and this pass is like the one before.
     """
-    if not unit.plan.keeps_last or tree.forward is None or in_backward():
+    if not unit.plan.keeps_last or tree.forward is None:
         return False
     # Only the number of units counts: ranks that diverge must still issue the same collectives, so that all detect it.
     return len(tree.forward.ended) == tree.calls_before - 2

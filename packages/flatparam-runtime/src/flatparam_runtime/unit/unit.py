@@ -205,7 +205,8 @@ class Unit:
 
     def move(self, phase: Phase) -> None:
         """Take a step of the phase table."""
-        self.phase = PHASES.move(self.phase, phase, who=self)
+        # The shortcut for every legal step.
+        self.phase = phase if phase in PHASES.steps[self.phase] else PHASES.move(self.phase, phase, who=self)
 
     # Full parameters
 
@@ -286,8 +287,10 @@ class Unit:
 
     def shed(self, *, full_precision: bool) -> None:
         """Free full parameters whose dtype is not the requested one, unless something uses them."""
+        if self._gather is None:
+            return
         fit = all(handle.computes_in(full_precision=full_precision) for handle in self.handles)
-        if not fit and self.residency is not Residency.SHARDED and not self.is_needed:
+        if not fit and not self.is_needed:
             self.reshard()
 
     def hold(self) -> None:
