@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @attrs.define
 class One:
+    "Whatever it is."
     a: int
+    "What it counts."
     b: str = ""
     c = 3
     def use(self):
@@ -35,7 +37,10 @@ class One:
 from .one import One
 from .sub import three
 class Two:
+    "What is used."
     def use(self, one: One):
+        "What it does with one."
+        text = "What is no docstring."
         one.a, self.x = 1, 2
         one.b += "x"
         one.use()
@@ -79,6 +84,11 @@ def test_who_writes_attributes(house: House) -> None:
 def test_private_names_of_torch(house: House) -> None:
     """`torch._C` is one; `_foreach_` functions, which torch documents, and names of Python are not."""
     assert house.files_with_private_names_of_torch("flatparam_core") == ["flatparam_core.one"]
+
+
+def test_docstrings_that_begin_with_a_word(house: House) -> None:
+    """Docstrings of classes, functions and fields count, by their first word; other strings do not."""
+    assert house.docstrings_that_begin_with("What") == {"flatparam_core.one": 1, "flatparam_core.two": 2}
 
 
 def test_returns() -> None:

@@ -14,10 +14,9 @@ from plans.configurations import CONFIGURATIONS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flatparam.planning.costs import measure
-from flatparam.planning.program import TrainingProgram
+from flatparam.planning.measuring import measure
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,7 +9,7 @@ from plans.configurations import CONFIGURATIONS
 from flatparam.planning.hollow import kernels
 from flatparam.planning.hollow.kernels import Kernel, Temporaries, operands_of, taken_by_running
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

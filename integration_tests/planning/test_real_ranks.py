@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from plans.configurations import CONFIGURATIONS
 
-from flatparam.planning.costs import Costs, measure
+from flatparam.planning.costs import Costs
+from flatparam.planning.measuring import measure
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup
 from flatparam_comm import ProcessGroupCollectives, shared_memory
 from flatparam_comm.testing import PATIENCE, run_processes
 

@@ -10,8 +10,7 @@ from flatparam import PlanError, plan
 from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware import running
 from flatparam.planning.making import plans_of
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,10 +11,9 @@ from attrs import frozen
 from flatparam.planning.hardware.sample import ROUGH, Sample
 from flatparam.planning.making import plan_from
 from flatparam.planning.plan import Plan
-from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
 from flatparam.planning.timeline import predict
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam_comm import Collectives, SingleCollectives, Topology
 
 from .learner import optimizer_of

@@ -11,7 +11,7 @@ from gpt.model import GPT
 from gpt.shape import Shape
 from torch import Tensor, nn
 
-from flatparam.planning.program import TrainingProgram
+from flatparam.planning.training import TrainingProgram
 
 from .transformers import (
     Bert,

@@ -27,10 +27,9 @@ from torch.multiprocessing.spawn import spawn
 
 from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware.sample import ROUGH, Sample
-from flatparam.planning.program import Trained, TrainingProgram, train, train_step
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
 from flatparam.planning.timeline import predict
+from flatparam.planning.training import Setup, Trained, TrainingProgram, train, train_step
 from flatparam.planning.units import NamedUnits
 from flatparam_comm import Topology, resolve_topology
 from plans.transformers import Decoder, LlamaBlock, Sizes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_state import Mailbox, Publisher, Receiver, publish
-from flatparam_state.publishing.encoding import bits_of, changes
+from flatparam_state.publishing.versions.encoding import bits_of, changes
 
 from .job import batches, pretrained, train
 

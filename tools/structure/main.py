@@ -23,6 +23,7 @@ GOALS: Final = {
     "fields of FlatParamHandle": 10,
     "attributes of a unit written from outside": 0,
     "runtime files with private names of torch": 1,
+    'docstrings that begin with "What"': 0,
     "returns when a gradient arrives": 4,
     "returns when a forward begins": 4,
 }
@@ -37,6 +38,7 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
     circles, (modules, folder) = house.circles(), house.widest_folder()
     written = house.written_from_outside("Unit", ("unit", "each", "lender", "borrower", "other"))
     private = house.files_with_private_names_of_torch("flatparam_runtime")
+    fragments = house.docstrings_that_begin_with("What")
     hooks = ("_gradient_arrived", "before_forward")
     arrived, begun = (trace.longest_way(name, "flatparam_runtime") for name in hooks)
     return {
@@ -49,6 +51,7 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
         "fields of FlatParamHandle": (house.fields("FlatParamHandle"), None),
         "attributes of a unit written from outside": (len(written), written),
         "runtime files with private names of torch": (len(private), private),
+        'docstrings that begin with "What"': (sum(fragments.values()), fragments),
         "returns when a gradient arrives": (returns(arrived), [path.stem for path in arrived]),
         "returns when a forward begins": (returns(begun), [path.stem for path in begun]),
     }

@@ -37,6 +37,16 @@ class Module:
         """The syntax tree."""
         return ast.parse(self.text)
 
+    @property
+    def docstrings(self) -> Iterator[str]:
+        """The docstrings of the module, of its classes and functions, and those below fields and constants."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for each in node.body:
+                    value = each.value if isinstance(each, ast.Expr) else None
+                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        yield value.value
+
     @cached_property
     def imported(self) -> list[str]:
         """Each module that is named in an import, once, those under `TYPE_CHECKING` and inside functions too."""
@@ -103,6 +113,14 @@ class House:
         """At most so many modules are imported by `percent` of all modules, of ours and of others."""
         counts = sorted(len(module.imported) for module in self.modules)
         return counts[min(len(counts) - 1, len(counts) * percent // 100)]
+
+    def docstrings_that_begin_with(self, word: str) -> dict[str, int]:
+        """How many docstrings of each module begin with `word`, as in "What it returns."; of those that have any."""
+        found = {
+            module.name: sum(text.split()[:1] == [word] for text in module.docstrings)
+            for module in self.modules
+        }
+        return {name: count for name, count in found.items() if count}
 
     def fields(self, class_name: str) -> int:
         """How many fields a class of attrs has, as they are written in it."""

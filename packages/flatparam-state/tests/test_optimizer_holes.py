@@ -13,7 +13,7 @@ from flatparam_comm import Collectives
 from flatparam_runtime import FlatParamError
 from flatparam_state import CheckpointError, load_optimizer_state, optimizer_state_dict
 from flatparam_state.checkpoint import Checkpointer
-from flatparam_state.optimizer.inventory import Inventory, first_hole
+from flatparam_state.optimizer.holdings.inventory import Inventory, first_hole
 
 from .models import mlp
 from .optimizers import adam

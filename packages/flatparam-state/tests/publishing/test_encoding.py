@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatparam_state import PublishError
-from flatparam_state.publishing.encoding import HEADER_NBYTES, bits_of, changes, read_records, values
+from flatparam_state.publishing.versions.encoding import HEADER_NBYTES, bits_of, changes, read_records, values
 
 DTYPES = [
     torch.bfloat16,

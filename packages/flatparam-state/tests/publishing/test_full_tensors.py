@@ -16,8 +16,8 @@ from flatparam_comm.testing import rectangle, run_threads
 from flatparam_runtime import FlatParamError, UnitPlan, shard_module, summon_full_params
 from flatparam_state import PublishError, publish
 from flatparam_state.publishing import files
-from flatparam_state.publishing.catalogue import published_tensors
 from flatparam_state.publishing.gathering import full_tensors, most_nbytes
+from flatparam_state.publishing.versions.catalogue import published_tensors
 
 from ..accounting import AllocatedBytes
 from ..models import CASES, Case, mlp

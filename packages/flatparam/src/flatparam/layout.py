@@ -1,4 +1,4 @@
-"""What of each parameter stays on one rank: rules by class, name or function, or those that an optimizer needs.
+"""Layouts keep blocks, rows or whole parameters on one rank: by class, name or function, or as an optimizer needs.
 
 `FullyShardedDataParallel(model, layout=...)` and `fully_shard(model, layout=...)` take what `by` and `for_optimizer`
 return, or a function of name and parameter. See `docs/layouts.md`.

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flatparam.planning.fitting.choosing import fit
-from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsal import Rehearsal
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.repeated import extending
 from flatparam.planning.repeated.extending import rehearse_repeated
 from flatparam.planning.repeated.repeats import Template, runs_of
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam.planning.units import NamedUnits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -195,7 +194,7 @@ def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     found = fit(program(deep), setup, memory=10**9, profile="h100")
     assert sizes
     assert max(sizes) < 20
-    monkeypatch.setattr("flatparam.planning.fitting.search.rehearse_repeated", lambda *_: None)
+    monkeypatch.setattr("flatparam.planning.fitting.planner.rehearse_repeated", lambda *_: None)
     assert fit(program(deep), setup, memory=10**9, profile="h100").table() == found.table()
 
 

@@ -14,8 +14,7 @@ from flatparam.planning.fitting.fitted import Fitted
 from flatparam.planning.fitting.replay import Replay
 from flatparam.planning.hardware.named import profile_named
 from flatparam.planning.making import plan_of
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam.planning.units import NamedUnits, outline_of
 from flatparam.wrap import planned
 from flatparam_comm import Collectives, run_threads

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import PlanError
-from flatparam.planning import here
+from flatparam.planning import hardware, here
 from flatparam.planning.hardware.clock import Clock, ClockedCollectives, Lap
 from flatparam.planning.hardware.sample import ROUGH, Sample
 from flatparam.planning.hardware.stretches import Stretches, Timings
-from flatparam.planning.program import TrainingProgram
 from flatparam.planning.rehearsal.rehearsal import Rehearsal
 from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
 from flatparam.planning.timeline import predict
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam_comm import Collectives, SingleCollectives, Topology, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -207,8 +206,8 @@ def test_a_sample_of_one_rank_has_three_blocks_and_times_its_steps(rehearsed: Re
 def test_the_names_of_this_machine() -> None:
     """The name says the transport; others are names of profiles."""
     names = ("this-machine", "this-machine:gloo", "this-machine:pigeon", "h100", None)
-    assert [here.transport_here(name) for name in names] == ["shared_memory", "gloo", None, None, None]
-    assert [here.device_of(name) for name in ("this-machine", "h100")] == ["cpu", "accelerator"]
+    assert [hardware.transport_here(name) for name in names] == ["shared_memory", "gloo", None, None, None]
+    assert [hardware.device_of(name) for name in ("this-machine", "h100")] == ["cpu", "accelerator"]
 
 
 @pytest.mark.parametrize(

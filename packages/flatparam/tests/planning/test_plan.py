@@ -15,11 +15,10 @@ from flatparam import Plan, PlanError, plan
 from flatparam.command import main
 from flatparam.optim import Adafactor
 from flatparam.planning.collector import with_little_to_collect
-from flatparam.planning.costs import measure
 from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware.named import profile_named
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.measuring import measure
+from flatparam.planning.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

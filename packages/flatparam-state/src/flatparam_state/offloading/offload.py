@@ -125,7 +125,7 @@ def onload(
 
 
 class _Kind(enum.Enum):
-    """What a tensor is to the model."""
+    """The part that a tensor plays in the model."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"

@@ -1,13 +1,19 @@
 """The state of an optimizer over sharded parameters, by the names of the parameters."""
 
 from flatparam_state.optimizer.collect import optimizer_state_dict
-from flatparam_state.optimizer.entry import COUNTERS
+from flatparam_state.optimizer.entries import COUNTERS, PerRank
 from flatparam_state.optimizer.first_state import FirstState
-from flatparam_state.optimizer.groups import complete_groups
-from flatparam_state.optimizer.held import Held, Holding, held_by, held_parameters
-from flatparam_state.optimizer.inventory import Inventory, first_hole, group_numbers
+from flatparam_state.optimizer.holdings import (
+    Held,
+    Holding,
+    Inventory,
+    complete_groups,
+    first_hole,
+    group_numbers,
+    held_by,
+    held_parameters,
+)
 from flatparam_state.optimizer.load import load_optimizer_state
-from flatparam_state.optimizer.per_rank import PerRank
 from flatparam_state.optimizer.saved_states import AsItIs
 
 __all__ = [

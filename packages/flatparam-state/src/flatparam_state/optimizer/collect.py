@@ -11,12 +11,17 @@ from torch import nn
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.forms import StateForm
-from flatparam_state.optimizer.entry import copy_value
+from flatparam_state.optimizer.entries import copy_value
 from flatparam_state.optimizer.exchange import sharded_states
 from flatparam_state.optimizer.first_state import FirstState, first_states
-from flatparam_state.optimizer.groups import complete_groups, named_group
-from flatparam_state.optimizer.held import Held, Holding
-from flatparam_state.optimizer.inventory import agree_on_holdings, all_agree
+from flatparam_state.optimizer.holdings import (
+    Held,
+    Holding,
+    agree_on_holdings,
+    all_agree,
+    complete_groups,
+    named_group,
+)
 from flatparam_state.places import places_in
 
 __all__ = ["optimizer_state_dict"]

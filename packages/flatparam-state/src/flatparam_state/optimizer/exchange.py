@@ -12,9 +12,8 @@ import torch
 from flatparam_runtime import Collectives
 from flatparam_state.codec import gather, shard_of
 from flatparam_state.forms import FormKind, StateForm
-from flatparam_state.optimizer.entry import copy_value, is_equal
-from flatparam_state.optimizer.held import Held
-from flatparam_state.optimizer.per_rank import PerRank
+from flatparam_state.optimizer.entries import PerRank, copy_value, is_equal
+from flatparam_state.optimizer.holdings import Held
 from flatparam_state.places import Place
 
 __all__ = ["sharded_states"]

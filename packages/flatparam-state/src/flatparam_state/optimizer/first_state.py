@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from flatparam_state.optimizer.held import Held, Holding, innermost
+from flatparam_state.optimizer.holdings import Held, Holding, innermost
 
 __all__ = ["FirstState", "first_states", "names_of_first_state"]
 
@@ -72,7 +72,7 @@ def names_of_first_state(
 def _told(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """What an optimizer says itself, which steps more than it is given a part of; empty if it does not say."""
+    """The state that the optimizer itself names, if it steps more than the part that it is given; else empty."""
     tell = getattr(optimizer, _FIRST_STATE_OF, None)
     return (tell(parameter, settings) or {}) if callable(tell) else {}
 

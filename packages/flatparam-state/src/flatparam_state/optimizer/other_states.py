@@ -9,7 +9,7 @@ import torch
 
 from flatparam_runtime import FlatParamError
 from flatparam_state.optimizer.first_state import names_of_first_state
-from flatparam_state.optimizer.held import Holding
+from flatparam_state.optimizer.holdings import Holding
 
 __all__ = ["check_states"]
 

@@ -20,13 +20,10 @@ from flatparam_state.forms import (
     is_sharded_tensor,
     is_tensor_like,
 )
-from flatparam_state.optimizer.entry import COUNTERS, copy_value, is_equal
-from flatparam_state.optimizer.held import Held, Holding
-from flatparam_state.optimizer.per_rank import PerRank, is_per_rank
+from flatparam_state.optimizer.entries import COUNTERS, PerRank, State, copy_value, is_equal, is_per_rank
+from flatparam_state.optimizer.holdings import Held, Holding
 
-__all__ = ["AsItIs", "SavedStates", "State", "concrete", "has_cut_values"]
-
-State = Mapping[str, Mapping[str, Any]]
+__all__ = ["AsItIs", "SavedStates", "concrete", "has_cut_values"]
 
 
 @final

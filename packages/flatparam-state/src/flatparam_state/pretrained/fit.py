@@ -1,4 +1,4 @@
-"""What files have of a model, before anything is read: names, shapes and dtypes."""
+"""Compares files with a model before anything is read: names, shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from flatparam_state.files import TensorFileWriter, TensorInfo
 from flatparam_state.formats.hugging_face.model_files import INDEX_FILE, divided
 from flatparam_state.formats.hugging_face.shard_index import encode_index
 from flatparam_state.formats.output import SparseFile, appearing, check_new
-from flatparam_state.publishing.catalogue import Catalogue, PublishedTensor
+from flatparam_state.publishing.versions import Catalogue, PublishedTensor
 
 __all__ = ["SafetensorsSink", "writing"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
 from flatparam_state.checkpoint.model_tensors import ModelTensor
 from flatparam_state.places import Place
-from flatparam_state.publishing.catalogue import PublishedTensor
+from flatparam_state.publishing.versions import PublishedTensor
 
 __all__ = ["PUBLISH_NBYTES", "full_tensors", "most_nbytes"]
 
@@ -67,7 +67,7 @@ class _TensorBucket:
     pairs: tuple[Pair, ...]
     place: Place | None
     span: Span
-    """What of the flat parameter is gathered."""
+    """The part of the flat parameter that is gathered."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,11 +12,18 @@ from torch import Tensor
 
 from flatparam_runtime import Collectives, Topology, resolve_topology
 from flatparam_state.files import bytes_view
-from flatparam_state.publishing.catalogue import Catalogue
-from flatparam_state.publishing.channel import Delivery, NewVersion, Packet, Update, VersionId
-from flatparam_state.publishing.errors import PublishError, all_or_error
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES
-from flatparam_state.publishing.slicing import Slicing
+from flatparam_state.publishing.versions import (
+    Catalogue,
+    Delivery,
+    NewVersion,
+    Packet,
+    PublishError,
+    Slicing,
+    Update,
+    VersionId,
+    all_or_error,
+)
 
 __all__ = ["GroupChannel"]
 
@@ -34,7 +41,7 @@ class GroupChannel:
 
     def __init__(
         self,
-        group: Any,
+        group: torch.distributed.ProcessGroup | Collectives,
         receivers: Sequence[int],
         *,
         slicing: Slicing | None = None,
@@ -187,7 +194,7 @@ class _Route:
 @final
 @attrs.frozen
 class _Announced:
-    """What everybody is told of a trainer's bucket."""
+    """The description of a trainer's bucket, which everybody gets."""
 
     nbytes: tuple[int, ...] = ()
     """For each part; empty if there is no bucket."""
@@ -200,7 +207,7 @@ class _Announced:
 @final
 @attrs.frozen(eq=False)
 class _Round:
-    """What a trainer sends in one round."""
+    """The bytes that a trainer sends in one round."""
 
     told: _Announced = attrs.field(factory=_Announced)
     data: tuple[Tensor, ...] = ()

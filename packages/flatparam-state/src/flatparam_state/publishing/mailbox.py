@@ -17,11 +17,18 @@ from typing_extensions import Self
 from flatparam_runtime import Topology
 from flatparam_state.checkpoint.manifest.sealed import seal, unseal
 from flatparam_state.files import bytes_view
-from flatparam_state.publishing.catalogue import Catalogue
-from flatparam_state.publishing.channel import Delivery, NewVersion, Packet, Update, VersionId
-from flatparam_state.publishing.errors import PublishError, all_or_error
 from flatparam_state.publishing.ranks import is_first
-from flatparam_state.publishing.slicing import Slicing
+from flatparam_state.publishing.versions import (
+    Catalogue,
+    Delivery,
+    NewVersion,
+    Packet,
+    PublishError,
+    Slicing,
+    Update,
+    VersionId,
+    all_or_error,
+)
 
 __all__ = ["Mailbox"]
 
@@ -278,7 +285,7 @@ class _PacketWriter:
 
 
 def _on_all(topology: Topology, action: Callable[[], Any]) -> list[Any]:
-    """What `action()` returns on each rank.
+    """The results of `action()`, one for each rank.
 
     Raises:
         PublishError: on every rank, if it raises on one.
@@ -314,7 +321,7 @@ class _Step:
 
     @classmethod
     def of_tree(cls, tree: Any) -> Self:
-        """What `tree` returned."""
+        """The object of which `tree` made the tree."""
         packets = tuple(tuple(_packet(each) for each in of_rank) for of_rank in tree["packets"])
         before = tree["before"]
         return cls(VersionId(*tree["version"]), VersionId(*before) if before else None, packets)
@@ -330,7 +337,7 @@ def _packet(tree: Any) -> Packet:
 @final
 @attrs.frozen
 class _Manifest:
-    """What the folder has: one version with all values, and changes, of which the last lead to the newest version."""
+    """The contents of the folder: one version with all values, and changes that lead to the newest version."""
 
     parts: int
     catalogue: str
@@ -377,7 +384,7 @@ class _Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """What `encode` returned; a ValueError, TypeError or KeyError if it is damaged."""
+        """Read the bytes that `encode` returned; a ValueError, TypeError or KeyError if they are damaged."""
         tree = unseal(data)
         if tree["format"] != 1:
             raise ValueError(f"expected format 1, found {tree['format']!r}")

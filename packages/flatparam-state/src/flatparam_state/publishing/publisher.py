@@ -13,12 +13,22 @@ from typing_extensions import Self
 
 from flatparam_runtime import Threshold
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
-from flatparam_state.publishing.catalogue import Catalogue, ReceiverNames, published_tensors
-from flatparam_state.publishing.channel import Channel, Frames, NewVersion, VersionId
-from flatparam_state.publishing.encoding import bits_of, changes, values
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
 from flatparam_state.publishing.ranks import is_first, topology_of
-from flatparam_state.publishing.slicing import Part, Slicing
+from flatparam_state.publishing.versions import (
+    Catalogue,
+    Channel,
+    Frames,
+    NewVersion,
+    Part,
+    ReceiverNames,
+    Slicing,
+    VersionId,
+    bits_of,
+    changes,
+    published_tensors,
+    values,
+)
 
 __all__ = ["Published", "Publisher"]
 
@@ -32,7 +42,7 @@ CACHED_NUMEL: Final = Threshold(
 @final
 @attrs.frozen
 class Published:
-    """What one `Publisher.publish()` sent."""
+    """The version that one `Publisher.publish()` sent."""
 
     version: int
     is_dense: bool
@@ -100,7 +110,7 @@ class Publisher:
 
     @property
     def catalogue(self) -> Catalogue:
-        """What is published: names, shapes and dtypes."""
+        """The tensors that are published: names, shapes and dtypes."""
         return self._catalogue
 
     @torch.no_grad()
@@ -169,11 +179,11 @@ class _OwnShard:
     local: Tensor = attrs.field(factory=lambda: torch.empty(0))
     """1-D, in the model's dtype."""
     parts: tuple[Part, ...] = ()
-    """What each receiver has of the tensor."""
+    """The part of the tensor that each receiver has."""
     snapshot: Tensor | None = None
-    """What receivers have, if they have anything; of the published dtype."""
+    """The values that receivers have, if they have any; of the published dtype."""
     _sent: list[_Change] = attrs.field(factory=list)
-    """What the last version changes, if it is one of changes; receivers do not have it yet."""
+    """The changes of the last version, if it is one of changes; receivers do not have them yet."""
 
     def look_at(self, pair: Pair, slicing: Slicing, is_own: bool) -> None:
         """Find the elements where they are now; none, if another rank sends them."""
@@ -236,7 +246,7 @@ class _OwnShard:
 @final
 @attrs.frozen(eq=False)
 class _Change:
-    """What differs between the elements `[start, stop)` of a shard and what receivers have of it."""
+    """The differences between the elements `[start, stop)` of a shard and the values that receivers have of it."""
 
     start: int
     stop: int

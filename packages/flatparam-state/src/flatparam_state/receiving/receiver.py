@@ -8,9 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_state.publishing.channel import Update, UpdateSource, VersionId
-from flatparam_state.publishing.encoding import read_records
-from flatparam_state.publishing.errors import PublishError
+from flatparam_state.publishing.versions import PublishError, Update, UpdateSource, VersionId, read_records
 from flatparam_state.receiving.target import DictTarget, ModuleTarget, Target, Value
 
 __all__ = ["Receiver"]

@@ -1,4 +1,4 @@
-"""What a receiver writes to: a dict that it fills, or the parameters and buffers of a plain module."""
+"""The tensors that a receiver writes to: those of a dict, or the parameters and buffers of a plain module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import units_in
-from flatparam_state.publishing.catalogue import Catalogue, PublishedTensor
-from flatparam_state.publishing.encoding import bits_of
-from flatparam_state.publishing.errors import PublishError
+from flatparam_state.publishing.versions import Catalogue, PublishedTensor, PublishError, bits_of
 
 __all__ = ["DictTarget", "ModuleTarget", "Target", "Value"]
 
@@ -44,7 +42,7 @@ class Value:
 
 
 class Target(Protocol):
-    """What a receiver writes to."""
+    """The tensors that a receiver writes to."""
 
     def check(self, catalogue: Catalogue) -> None:
         """Check that it can take such tensors.

@@ -27,9 +27,9 @@ class Program:
 
     code: CodeType
     path: str
-    """What `sys.argv[0]` is to be."""
+    """The value of `sys.argv[0]` in the program."""
     folder: str
-    """What `sys.path[0]` is to be: for a script its folder, for a module the current one."""
+    """The value of `sys.path[0]` in the program: the folder of a script, the current folder for a module."""
     namespace: dict[str, Any]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What torch's CPU allocator really does, allocation by allocation."""
+"""The allocations that torch's CPU allocator makes, one by one."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _Factored(NewValues):
 
     @staticmethod
     def _weight(state: Any, settings: Any) -> float:
-        """What the new squares weigh in the averages."""
+        """The weight of the new squares in the averages."""
         weight: float = state["step"].item() ** settings["beta2_decay"]
         return weight
 
@@ -116,7 +116,7 @@ class Adafactor(WholeOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: torch.optim.optimizer.ParamsT,
         lr: float = 1e-2,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),

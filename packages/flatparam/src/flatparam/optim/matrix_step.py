@@ -97,7 +97,7 @@ class MatrixOptimizer(WholeOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: torch.optim.optimizer.ParamsT,
         step: MatrixStep,
         lr: float = 1e-3,
         weight_decay: float = 0.0,

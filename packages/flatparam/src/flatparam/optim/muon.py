@@ -119,7 +119,7 @@ class Muon(WholeOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: torch.optim.optimizer.ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,

@@ -59,7 +59,7 @@ class Shampoo(MatrixOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: torch.optim.optimizer.ParamsT,
         lr: float = 1e-1,
         weight_decay: float = 0.0,
         eps: float = 1e-4,

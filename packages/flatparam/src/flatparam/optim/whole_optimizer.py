@@ -22,7 +22,7 @@ from flatparam_runtime import (
 __all__ = ["ADAMW", "Choice", "WholeOptimizer", "adamw_settings", "are_matrices"]
 
 ADAMW: Final = "adamw"
-"""What a group of parameters that AdamW steps has under `RULE`."""
+"""The value under `RULE` of a group of parameters that AdamW steps."""
 RULE: Final = "rule"
 """The key of a group that says who steps its parameters."""
 _PREFIX: Final = "adamw_"
@@ -52,7 +52,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: torch.optim.optimizer.ParamsT,
         rule: WholeStep,
         name: str,
         defaults: Mapping[str, Any],

@@ -1,1 +1,1 @@
-"""What a program will cost on its ranks, found by running it without memory and without communication."""
+"""Plans predict the cost of a program on its ranks; they run it without memory and without communication."""

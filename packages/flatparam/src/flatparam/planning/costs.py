@@ -1,36 +1,17 @@
-"""What a training program costs one rank, as a plan says and as a run shows: two of them can be compared."""
+"""The costs of a training program for one rank, planned or measured: two of them can be compared."""
 
 from __future__ import annotations
 
-import gc
-import importlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final, final
+from collections.abc import Iterator, Mapping
+from typing import Final, final
 
 import attrs
-import torch
-from torch import Tensor
 
-from flatparam.observing.allocations import allocations, mark
-from flatparam.planning.collector import without_collector
-from flatparam.planning.program import Trained, TrainingProgram, train
-from flatparam.planning.setup import Setup
-from flatparam_comm import ByteLedger, RecordingCollectives, Topology, Totals
+from flatparam_comm import Totals
 
-__all__ = [
-    "Costs",
-    "Counting",
-    "Resting",
-    "StageSpan",
-    "StepCosts",
-    "measure",
-    "recorded",
-]
+__all__ = ["STAGES", "Costs", "Resting", "StepCosts"]
 
 STAGES: Final = ("forward", "backward", "clipping", "optimizer")
-BEFORE: Final = ("building", "wrapping")
 
 
 @final
@@ -52,7 +33,7 @@ class Resting:
 @final
 @attrs.frozen
 class StepCosts:
-    """What one step takes and sends."""
+    """The memory that one step takes, and the bytes that it sends."""
 
     peaks: Mapping[str, int]
     """The most bytes at once that torch's allocator has given out, in each stage of the step."""
@@ -73,7 +54,7 @@ class StepCosts:
 @final
 @attrs.frozen
 class Costs:
-    """What a rank holds, takes at most and sends: while the model is built and wrapped, and in each step."""
+    """The bytes that a rank holds, takes at most and sends: while the model is built and wrapped, and in each step."""
 
     resting: Resting
     building: int
@@ -108,122 +89,3 @@ class Costs:
                 yield f"{op} calls in step {number}", totals.count
                 yield f"{op} bytes in step {number}", totals.payload_nbytes
                 yield f"{op} bytes sent in step {number}", totals.sent_nbytes
-
-
-def by_dtype(tensors: Iterable[Tensor | None]) -> dict[str, int]:
-    """The bytes of the memory under `tensors`, each memory once, by dtype."""
-    found: dict[str, int] = {}
-    seen: set[int] = set()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            name = str(tensor.dtype).removeprefix("torch.")
-            found[name] = found.get(name, 0) + storage.nbytes()
-    return found
-
-
-def states_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """The tensors of an optimizer's state."""
-    if optimizer is None:
-        return []
-    return [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-    ]
-
-
-def recorded(topology: Topology, ledger: ByteLedger) -> Topology:
-    """The same groups, with a ledger of what passes."""
-    replicate = topology.replicate
-
-    def with_ledger(group: Any) -> Any:
-        return group if group.size == 1 else RecordingCollectives(group, ledger)
-
-    return Topology(with_ledger(topology.shard), None if replicate is None else with_ledger(replicate))
-
-
-@final
-@attrs.frozen
-class StageSpan:
-    """A stage of a step, between two places."""
-
-    stage: str
-    step: int
-    start: int
-    stop: int
-
-
-@attrs.define(eq=False)
-class Counting:
-    """A watcher that notes where stages begin and end, what rests, and what the ledger says of each step."""
-
-    ledger: ByteLedger
-    place: Callable[[], int]
-    """Returns a new place among the allocations."""
-    trained: Trained | None = None
-    spans: list[StageSpan] = attrs.field(factory=list)
-    gradients: dict[str, int] = attrs.field(factory=dict)
-    collectives: list[dict[str, Totals]] = attrs.field(factory=list)
-
-    @contextmanager
-    def stage(self, name: str, step: int) -> Iterator[None]:
-        """See `Watcher.stage`."""
-        start = self.place()
-        yield
-        if name == "backward" and self.trained is not None:
-            self.gradients = by_dtype(parameter.grad for parameter in self.trained.model.parameters())
-        if name == "zero_grad":
-            self.collectives.append(self.ledger.by_op())
-            self.ledger.reset()
-        self.spans.append(StageSpan(name, step, start, self.place()))
-
-    def made(self, trained: Trained) -> None:
-        """See `Watcher.made`."""
-        self.trained = trained
-        self.ledger.reset()
-
-    def costs(self, peak: Callable[[int, int], int], left: int) -> Costs:
-        """The costs; `peak` says how many bytes were in use at most between two places."""
-        assert self.trained is not None, "it was trained"
-        resting = Resting(
-            by_dtype(self.trained.model.parameters()),
-            self.gradients,
-            by_dtype(states_of(self.trained.optimizer)),
-        )
-        steps = []
-        for step, collectives in enumerate(self.collectives):
-            peaks: dict[str, int] = {}
-            for span in self.spans:
-                if span.step == step and span.stage in STAGES:
-                    peaks[span.stage] = max(peaks.get(span.stage, 0), peak(span.start, span.stop))
-            steps.append(StepCosts(peaks, collectives))
-        built = max(peak(span.start, span.stop) for span in self.spans if span.stage in BEFORE)
-        return Costs(resting, built, tuple(steps), left)
-
-
-def measure(program: TrainingProgram, setup: Setup, topology: Topology, *, steps: int = 2) -> Costs:
-    """Run `program` for real on the ranks of `topology`, and return what it has cost this rank.
-
-    Memory is what torch's CPU allocator reports of this thread and of the backward passes that it runs; bytes are
-    those of the ledger.
-    """
-    ledger = ByteLedger()
-    numbers = itertools.count()
-
-    def place() -> int:
-        mark()
-        return next(numbers)
-
-    counting = Counting(ledger, place)
-    # torch's optimizers import it at first use, and what that import raises and catches keeps tensors alive.
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    with without_collector():
-        with allocations() as found:
-            trained = train(program, setup, recorded(topology, ledger), counting, steps=steps)
-            last = place()
-        costs = counting.costs(found.peak_between, sum(found.sizes[: found.places[last]]))
-        del trained
-    return costs

@@ -1,4 +1,4 @@
-"""What cannot be planned."""
+"""The error for programs that cannot be planned."""
 
 from __future__ import annotations
 

@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import attrs
 import torch
 
-from flatparam.planning.errors import PlanError
-from flatparam.planning.hardware.named import profile_named
-from flatparam.planning.hardware.profile import Profile, Way
-from flatparam.planning.hardware.running import timed_here
-from flatparam.planning.hardware.sample import ROUGH
-from flatparam.planning.hardware.stretches import Timings
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal.rehearsal import Rehearsal
-from flatparam.planning.setup import Setup
+from flatparam.planning.hardware import ROUGH, Profile, Timings, Way, timed_here
+from flatparam.planning.rehearsal import Rehearsal
 from flatparam.planning.timeline import Prediction, predict
+from flatparam.planning.training import PlanError, Setup, TrainingProgram
 from flatparam_comm import sent_nbytes
 
-__all__ = ["device_of", "predicted_here", "profile_here", "setup_here", "transport_here"]
+__all__ = ["predicted_here", "profile_here", "setup_here"]
 
 _MOST_RANKS: Final = 16
-
-
-def transport_here(profile: object) -> str | None:
-    """The transport that the name of a profile asks to measure here, if it does.
-
-    That is "shared_memory" of "this-machine", and "gloo" of "this-machine:gloo".
-    """
-    name, _, transport = profile.partition(":") if isinstance(profile, str) else ("", "", "")
-    known = transport in ("", "gloo", "shared_memory")
-    return (transport or "shared_memory") if name == "this-machine" and known else None
-
-
-def device_of(profile: str | Path | Profile) -> str:
-    """Whose schedule the runtime has under a profile: "cpu" or "accelerator"."""
-    return "cpu" if transport_here(profile) else profile_named(profile).device
 
 
 def setup_here(setup: Setup, transport: str) -> Setup:

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from flatparam.planning.inputs import Inputs
 from flatparam.planning.plan import Peak, Plan, UnitCosts
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal.ranks import Call
-from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.setup import Setup
+from flatparam.planning.rehearsal import Rehearsal, UnitFacts, rehearse
+from flatparam.planning.training import Call, Inputs, Setup, TrainingProgram
 from flatparam_comm import sent_nbytes
 
 if TYPE_CHECKING:
@@ -30,7 +26,7 @@ _NAMES = {
     "building": "inputs",
     "wrapping": "left by wrapping",
 }
-"""What memory is for that was made in a stage and is nothing that stays."""
+"""The names, by stage, of memory that the stage made and that does not stay."""
 
 
 def plan(
@@ -44,7 +40,7 @@ def plan(
     profile: Any = None,
     **settings: Any,
 ) -> Plan:
-    """What training `model` will cost each rank, before it runs: nothing is allocated, computed or sent.
+    """Predict the cost of training `model` for each rank, before it runs: nothing is allocated, computed or sent.
 
     The wrapper, the runtime and the optimizer are the real ones; they run a few steps on tensors without memory, as
     one rank of a world in which no other exists. So memory, bytes and numbers of collectives are exact.
@@ -80,7 +76,8 @@ def plans_of(
     """The plans of `program` under several setups; see `plan`. What is measured on this machine is run in turn."""
     if profile is not None:
         # What predicts the time is not needed without a profile.
-        from flatparam.planning.here import predicted_here, setup_here, transport_here
+        from flatparam.planning.hardware import transport_here
+        from flatparam.planning.here import predicted_here, setup_here
 
         transport = transport_here(profile)
         if transport is not None:

@@ -10,8 +10,8 @@ import attrs
 
 from flatparam.observing.table import columns, shown_flops, shown_nbytes
 from flatparam.planning.costs import Costs
-from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
-from flatparam.planning.setup import Setup
+from flatparam.planning.rehearsal import Rehearsal, UnitFacts
+from flatparam.planning.training import Setup
 
 if TYPE_CHECKING:
     from flatparam.planning.timeline import Prediction
@@ -36,7 +36,7 @@ class Peak:
 @final
 @attrs.frozen
 class UnitCosts:
-    """What a unit holds, and what it does in a step."""
+    """The bytes that a unit holds, and its work in a step."""
 
     facts: UnitFacts
     gathers: int
@@ -52,7 +52,7 @@ class UnitCosts:
 @final
 @attrs.frozen(eq=False)
 class Plan:
-    """What a training program will cost each rank. Every number of bytes and of collectives is exact.
+    """The predicted costs of a training program for each rank. Every number of bytes and of collectives is exact.
 
     `costs` is what `flatparam.planning.costs.measure` returns of the same program when it runs, on the CPU.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import attrs
@@ -15,7 +14,10 @@ from flatparam.policies.policy import _Policy
 from flatparam_comm import Topology
 
 if TYPE_CHECKING:
-    from flatparam.planning.hardware.profile import Profile
+    from flatparam.planning.hardware import AnyProfile
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["PlannedPolicy", "planned"]
 
@@ -29,7 +31,7 @@ class PlannedPolicy(_Policy):
 
     _plans: ClassVar[bool] = True
     memory: int
-    profile: str | Path | Profile
+    profile: AnyProfile
     inputs: Any
     batch: int
     sequence: int
@@ -37,7 +39,7 @@ class PlannedPolicy(_Policy):
     ranks_per_host: int | None
     settings: dict[str, Any]
     choices: tuple[str, ...] = attrs.field(default=(), init=False)
-    """What was chosen, a line for each choice, once a model is wrapped."""
+    """The choices, a line for each, once a model is wrapped."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]
@@ -69,7 +71,7 @@ class PlannedPolicy(_Policy):
 
 def planned(
     memory: int,
-    profile: str | Path | Profile,
+    profile: AnyProfile,
     *,
     inputs: Any = None,
     batch: int = 1,

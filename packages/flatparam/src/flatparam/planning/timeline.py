@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
 
 from flatparam.observing.picture import Curve, Picture, Piece
 from flatparam.observing.table import columns, shown_seconds
-from flatparam.planning.hardware.named import profile_named
-from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.hardware.stretches import Stretches, Timings
-from flatparam.planning.rehearsal.ranks import Call
-from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal
+from flatparam.planning.hardware import AnyProfile, Profile, Stretches, Timings, profile_named
+from flatparam.planning.rehearsal import Entry, Rehearsal
+from flatparam.planning.training import Call
 from flatparam_comm import sent_nbytes
 
 __all__ = ["Prediction", "predict", "seconds_of_calls"]
@@ -27,7 +24,7 @@ _ERROR: Final = (
     "ten of twelve such predictions were within 10 % of the median, "
     "the others 11 % below and 20 % above (docs/plans.md)"
 )
-"""What `nox -s plan -- times` has found."""
+"""The errors that `nox -s plan -- times` has measured."""
 
 
 @final
@@ -59,7 +56,7 @@ class Prediction:
 
     @property
     def bound_by(self) -> str:
-        """What takes most of the step."""
+        """The bound of the step: the kind of work that takes most of it."""
         found = {"computing": self.computing, "communication": self.exposed, "the host": self.host}
         return max(found, key=lambda name: found[name])
 
@@ -82,12 +79,12 @@ class Prediction:
 
     @property
     def certainty(self) -> str:
-        """What the prediction is made of, and what is known of its error, as one line."""
+        """The source of the prediction and its known error, as one line."""
         return f"{self._source}; {self._error}"
 
     @property
     def _source(self) -> str:
-        """What the prediction is made of."""
+        """The source of the prediction."""
         if self.timings is None:
             return f"an estimate from the profile's numbers ({self.profile.source})"
         low, high = (f"{100 * part:+.0f} %" for part in self.timings.middle_half)
@@ -97,7 +94,7 @@ class Prediction:
 
     @property
     def _error(self) -> str:
-        """What is known of the prediction's error."""
+        """The known error of the prediction."""
         return _ERROR if self.is_measured else "its error has not been measured"
 
     def facts(self) -> dict[str, Any]:
@@ -197,7 +194,7 @@ class _Streams:
             )
 
 
-def predict(found: Rehearsal, profile: str | Path | Profile, timings: Timings | None = None) -> Prediction:
+def predict(found: Rehearsal, profile: AnyProfile, timings: Timings | None = None) -> Prediction:
     """The time of the last step of a rehearsal.
 
     Each kernel takes the longer of its operations and its bytes; each collective its latency and the bytes of a ring.

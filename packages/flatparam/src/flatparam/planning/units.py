@@ -11,11 +11,8 @@ from torch import nn
 
 from flatparam.api import ShardingStrategy
 from flatparam.planning.collector import without_collector
-from flatparam.planning.hollow.blank import Blank
-from flatparam.planning.hollow.compiler import without_compiler
-from flatparam.planning.hollow.memory import HollowMemory
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.hollow import Blank, HollowMemory, without_compiler
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam.policies.policy import _Policy
 from flatparam_core import clean_fqn
 

@@ -30,7 +30,7 @@ _SHOWN = 10
 @final
 @attrs.frozen
 class PretrainedReport:
-    """What was loaded, as `from_pretrained(output_loading_info=True)` of transformers tells it, and what was read."""
+    """The keys that were not loaded, as `output_loading_info=True` of transformers lists them, and the bytes read."""
 
     missing_keys: tuple[str, ...]
     """Parameters and buffers that the files lack, which have the values that their modules begin with."""

@@ -13,7 +13,7 @@ __all__ = ["cast_parameters", "hollow", "materialise", "unknown_buffers"]
 
 
 def hollow(factory: Callable[[], nn.Module]) -> nn.Module:
-    """What `factory()` returns, with each parameter moved to the meta device as soon as a module registers it.
+    """The module that `factory()` returns; each parameter goes to the meta device when a module registers it.
 
     So initialisation computes nothing, and buffers (rotary caches, masks) have the values that the model gives them.
     """

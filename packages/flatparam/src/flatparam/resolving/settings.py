@@ -55,7 +55,7 @@ class Inherited:
     in_full_precision: bool = False
     """Whether mixed precision leaves the module out, so that it computes in fp32."""
     rules: ResolvedRules | None = None
-    """What of each parameter stays on one rank."""
+    """The part of each parameter that stays on one rank."""
 
     def has_ignored(self, arguments: Arguments) -> bool:
         """Whether `arguments` say nothing else about what is ignored than the wrapper around does."""
@@ -78,7 +78,7 @@ class Resolved:
     environment: Environment
     inherited: Inherited | None
     rules: ResolvedRules | None = None
-    """What of each parameter stays on one rank; `None` cuts anywhere."""
+    """The part of each parameter that stays on one rank; `None` cuts anywhere."""
 
     @property
     def is_left_out(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a load returns."""
+"""The result of a load."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ class Loaded:
 
 
 def rank_extra_of(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:
-    """What `rank` gave as its `rank_extra`; None if it gave none."""
+    """The `rank_extra` that `rank` gave; None if it gave none."""
     return reader.decode(manifest.values.get("rank_extra", {}).get(str(rank)))

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
 
 from flatparam.command.opening import ArgumentsError
+from flatparam.command.plan.checking import is_as_planned
 from flatparam.command.plan.models import program_of
 from flatparam.command.plan.setups import setups_of
-from flatparam.observing.table import columns, shown_nbytes, shown_seconds
-from flatparam.planning.costs import measure
-from flatparam.planning.errors import PlanError
+from flatparam.command.plan.showing import draw, side_by_side, write, write_json
 from flatparam.planning.making import plans_of
-from flatparam.planning.plan import Plan
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import PlanError, Setup, TrainingProgram
 
 __all__ = ["run"]
 
@@ -34,13 +28,15 @@ def run(chosen: argparse.Namespace) -> int:
         raise ArgumentsError(str(error)) from error
     if chosen.json:
         facts = [plan.facts() for plan in plans]
-        _write(json.dumps(facts[0] if len(facts) == 1 else facts, indent=1))
+        write_json(facts[0] if len(facts) == 1 else facts)
     elif len(plans) == 1:
-        _write(plans[0].table())
+        write(plans[0].table())
     else:
-        _write("\n".join(_side_by_side(plans)))
-    _draw(chosen, plans[0])
-    return _check(chosen, program, plans[0]) if chosen.check else 0
+        write("\n".join(side_by_side(plans)))
+    draw(chosen, plans[0])
+    if chosen.check and not is_as_planned(program, plans[0], steps=chosen.steps):
+        return 1
+    return 0
 
 
 def _check_output(chosen: argparse.Namespace) -> None:
@@ -60,56 +56,13 @@ def _check_output(chosen: argparse.Namespace) -> None:
             )
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _side_by_side(plans: list[Plan]) -> list[str]:
-    """A line for each number, a column for each plan."""
-    several_worlds = len({plan.setup.world_size for plan in plans}) > 1
-    heads = [f"{plan.setup.world_size} ranks" if several_worlds else plan.setup.strategy for plan in plans]
-    rows = [["", *heads]]
-
-    def row(name: str, value: Callable[[Plan], str]) -> None:
-        rows.append([name, *map(value, plans)])
-
-    for what in ("parameters", "gradients", "states"):
-        row(what, lambda plan, what=what: shown_nbytes(sum(getattr(plan.costs.resting, what).values())))  # type: ignore[misc]
-    row("peak", lambda plan: shown_nbytes(plan.peak.nbytes))
-    row("peak, bytes", lambda plan: f"{plan.peak.nbytes:,}")
-    row("activations", lambda plan: shown_nbytes(plan.activation_nbytes))
-    row("padding", lambda plan: shown_nbytes(sum(unit.facts.padding_nbytes for unit in plan.units)))
-    row("collectives", lambda plan: str(sum(t.count for t in plan.costs.steps[-1].collectives.values())))
-    row("sent by a rank", lambda plan: shown_nbytes(plan.costs.steps[-1].sent_nbytes))
-    row("leaves a host", lambda plan: shown_nbytes(plan.links["to other hosts"]))
-    if plans[0].prediction is not None:
-        row("predicted step", lambda plan: shown_seconds(plan.prediction.seconds) if plan.prediction else "")
-        row("bound by", lambda plan: plan.prediction.bound_by if plan.prediction else "")
-    return columns(rows)
-
-
-def _check(chosen: argparse.Namespace, program: TrainingProgram, plan: Plan) -> int:
-    """Run the program for real and show where the plan is wrong."""
-    real = measure(program, plan.setup, plan.setup.topology(), steps=chosen.steps)
-    wrong = plan.costs.errors(real)
-    for name, difference in wrong.items():
-        _write(f"{name}: planned {difference:+,} too many")
-    if not wrong:
-        _write(f"\nchecked: it ran, and all {len(dict(real.facts()))} numbers are as planned")
-    return 1 if wrong else 0
-
-
-def _draw(chosen: argparse.Namespace, plan: Plan) -> None:
-    for path, form in ((chosen.svg, "svg"), (chosen.trace, "json")):
-        if path is not None:
-            assert plan.prediction is not None, "there is a profile"
-            path.write_text(plan.prediction.picture(form), encoding="utf-8")
-
-
 def _fit(chosen: argparse.Namespace, program: TrainingProgram, setups: list[Setup]) -> int:
     from flatparam.planning.fitting.choosing import fit
 
     fitted = fit(program, setups[0], memory=chosen.fit, profile=chosen.profile)
-    _write(json.dumps(fitted.facts(), indent=1) if chosen.json else fitted.table())
-    _draw(chosen, fitted.best)
+    if chosen.json:
+        write_json(fitted.facts())
+    else:
+        write(fitted.table())
+    draw(chosen, fitted.best)
     return 0

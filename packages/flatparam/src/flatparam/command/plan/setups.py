@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flatparam.command.opening import ArgumentsError
-from flatparam.planning.here import device_of
-from flatparam.planning.setup import Setup
+from flatparam.planning.hardware import device_of
+from flatparam.planning.training import Setup
 
 __all__ = ["setups_of"]
 

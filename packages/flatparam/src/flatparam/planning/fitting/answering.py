@@ -1,23 +1,19 @@
-"""What a policy chooses for a model that is about to be wrapped."""
+"""The choice of a policy for a model that is about to be wrapped."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor, nn
 
-from flatparam.planning.errors import PlanError
 from flatparam.planning.fitting.choosing import fit
-from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.here import device_of
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import STRATEGIES, Setup
-from flatparam.resolving.environment import Environment
+from flatparam.planning.hardware import AnyProfile, device_of
+from flatparam.planning.hollow import hollow_copy
+from flatparam.planning.training import STRATEGIES, PlanError, Setup, TrainingProgram
+from flatparam.resolving import Environment
 from flatparam_comm import Topology
 
 __all__ = ["Asked", "answer"]
@@ -27,10 +23,10 @@ _PREFETCHES = {None: "none", "BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 
 
 class Asked(Protocol):
-    """What `flatparam.wrap.planned` was asked for."""
+    """The arguments of `flatparam.wrap.planned`."""
 
     memory: int
-    profile: str | Path | Profile
+    profile: AnyProfile
     inputs: Any
     batch: int
     sequence: int
@@ -43,13 +39,13 @@ def answer(asked: Asked, model: nn.Module, topology: Topology, kwargs: dict[str,
     """The units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
     try:
         program = TrainingProgram.of(
-            functools.partial(_hollow_copy, model),
+            functools.partial(hollow_copy, model),
             asked.inputs,
             batch=asked.batch,
             sequence=asked.sequence,
             loss=asked.loss,
         )
-        program = attrs.evolve(program, template=model, copies=_hollow_copy)
+        program = attrs.evolve(program, template=model, copies=hollow_copy)
         setup = _setup(asked, topology, kwargs)
         fitted = fit(program, setup, memory=asked.memory, profile=asked.profile, only_units=True)
     except Exception as error:
@@ -78,14 +74,3 @@ def _setup(asked: Asked, topology: Topology, kwargs: dict[str, Any]) -> Setup:
         **settings,
         **asked.settings,
     )
-
-
-def _hollow_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
-    memo = {} if memo is None else memo
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
-            there: Tensor = tensor.detach().to("meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-    return copy.deepcopy(model, memo)

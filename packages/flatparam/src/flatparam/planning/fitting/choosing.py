@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import attrs
 
-from flatparam.planning.errors import PlanError
 from flatparam.planning.fitting.explaining import choices_of, way_of
 from flatparam.planning.fitting.fitted import Fitted
+from flatparam.planning.fitting.planner import Planner
 from flatparam.planning.fitting.search import Search
-from flatparam.planning.hardware.named import profile_named
-from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.hardware.running import timed_here
-from flatparam.planning.here import predicted_here, profile_here, setup_here, transport_here
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.hardware import AnyProfile, Profile, profile_named, timed_here, transport_here
+from flatparam.planning.here import predicted_here, profile_here, setup_here
+from flatparam.planning.training import PlanError, Setup, TrainingProgram
 from flatparam.planning.units import with_blocks
 
 __all__ = ["fit"]
@@ -26,7 +21,7 @@ def fit(
     setup: Setup,
     *,
     memory: int,
-    profile: str | Path | Profile,
+    profile: AnyProfile,
     only_units: bool = False,
 ) -> Fitted:
     """Choose the units of `program` and what they do, for the least predicted time with a peak of at most `memory`.
@@ -61,7 +56,7 @@ def fit(
 def _searched(
     program: TrainingProgram, setup: Setup, memory: int, profile: Profile, only_units: bool
 ) -> Search:
-    search = Search(program, setup, memory, profile, only_units)
+    search = Search(setup, memory, Planner(program, profile), only_units)
     search.run()
     if search.best.peak.nbytes > memory:
         raise PlanError(
@@ -76,7 +71,7 @@ def _measure(search: Search) -> None:
     """Replace the predictions of the best plan and of the first by measured ones, and leave only these if need be."""
     best, plain = search.best, search.plans[0]
     chosen = [plain] if best is plain else [plain, best]
-    predictions = predicted_here(search.program, [plan.rehearsal for plan in chosen])
+    predictions = predicted_here(search.planner.program, [plan.rehearsal for plan in chosen])
     for plan, prediction in zip(chosen, predictions, strict=True):
         measured = attrs.evolve(plan, prediction=prediction)
         search.plans[search.plans.index(plan)] = measured
@@ -84,7 +79,7 @@ def _measure(search: Search) -> None:
 
 
 def _fitted(search: Search) -> Fitted:
-    """What was found, the best first: among measured plans, if there are any."""
+    """The plans that were found, the best first: among measured plans, if there are any."""
     plain, memory = search.plans[0], search.memory
 
     order = sorted(search.plans, key=search.rank)

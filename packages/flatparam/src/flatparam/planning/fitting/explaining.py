@@ -1,4 +1,4 @@
-"""What a plan's setup amounts to, in words: a line for each choice."""
+"""A plan's setup in words: a line for each choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flatparam.observing.table import shown_nbytes, shown_seconds
 from flatparam.planning.plan import Plan, UnitCosts
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup
 from flatparam.planning.units import NamedUnits
 
 __all__ = ["choices_of", "way_of"]
@@ -30,7 +30,7 @@ def way_of(setup: Setup) -> str:
 
 
 def choices_of(plan: Plan, before: Plan, plain: Plan, memory: int) -> tuple[str, ...]:
-    """What was chosen, a line for each choice.
+    """The choices, a line for each.
 
     Args:
         before: the same plan with every unit freed after the forward pass.

@@ -23,7 +23,7 @@ class Fitted:
     plain: Plan
     """The plan with each block as a unit that is freed after the forward pass."""
     choices: tuple[str, ...]
-    """What was chosen, a line for each choice."""
+    """The choices, a line for each."""
 
     @property
     def best(self) -> Plan:

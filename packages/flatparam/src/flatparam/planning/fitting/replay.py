@@ -10,8 +10,8 @@ from typing import Final, final
 import attrs
 import torch
 
-from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.rehearsal.rehearsal import Rehearsal
+from flatparam.planning.hardware import Profile
+from flatparam.planning.rehearsal import Rehearsal
 from flatparam.planning.timeline import seconds_of_calls
 
 __all__ = ["Keeping", "Replay"]

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Final, final
 
 import attrs
 
 from flatparam.planning.collector import with_little_to_collect
 from flatparam.planning.fitting.fitted import seconds_of
+from flatparam.planning.fitting.planner import Planner
 from flatparam.planning.fitting.replay import Keeping, Replay
-from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.making import plan_from
 from flatparam.planning.plan import Plan
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.repeated.extending import rehearse_repeated
-from flatparam.planning.repeated.repeats import Template
-from flatparam.planning.setup import Setup
-from flatparam.planning.units import NamedUnits, Outline, outline_of
+from flatparam.planning.training import Setup
+from flatparam.planning.units import NamedUnits, Outline
 
 __all__ = ["Search"]
 
@@ -39,15 +33,10 @@ _NOTICED: Final = 0.1
 class Search:
     """A search, and what was rehearsed so far."""
 
-    program: TrainingProgram
     setup: Setup
     memory: int
-    profile: Profile
+    planner: Planner
     only_units: bool
-    template: Template | None = None
-    """The model on the meta device, if that is where the program makes it."""
-    _has_planned: Callable[[], None] = attrs.field(default=lambda: None, init=False)
-    """Is called after each plan, which stays."""
     plans: list[Plan] = attrs.field(factory=list)
     """Every plan, in the order in which they were made: the first has each block as a unit with FULL_SHARD."""
     before: dict[int, Plan] = attrs.field(factory=dict)
@@ -65,16 +54,15 @@ class Search:
 
     def run(self) -> None:
         """Rehearse what is worth it."""
-        with with_little_to_collect() as self._has_planned:
+        with with_little_to_collect() as self.planner.has_planned:
             self._run()
 
     def _run(self) -> None:
-        outline, model = outline_of(self.program)
-        self.template = None if model is None else Template(model)
+        outline = self.planner.begin()
         self._search(outline)
         if not self._is_confirmed(self.best):
             _LOGGER.info("the blocks do not all do the same: all are rehearsed")
-            self.template = None
+            self.planner.template = None
             self.plans.clear()
             self._search(outline)
 
@@ -82,7 +70,7 @@ class Search:
         """Whether a rehearsal of all blocks says the same, if there are few enough for that."""
         if not plan.rehearsal.is_laid_out or len(plan.units) > _FEW:
             return True
-        whole = plan_from(rehearse(self.program, plan.setup), profile=self.profile)
+        whole = self.planner.whole(plan.setup)
         return whole.costs == plan.costs and seconds_of(whole) == seconds_of(plan)
 
     def _search(self, outline: Outline) -> None:
@@ -129,7 +117,7 @@ class Search:
             return []
         setup = attrs.evolve(before.setup, wrap=NamedUnits(dict.fromkeys(names, True)))
         try:
-            plan = self._planned(setup)
+            plan = self.planner.plan(setup)
         except Exception as error:
             # Mostly the program uses a parameter of a module outside of its forward pass; whatever it raises, it cannot
             # be trained so.
@@ -169,7 +157,7 @@ class Search:
         promising = []
         for plan in list(self.plans):
             if plan.peak.nbytes <= self.memory:
-                replay = Replay(plan.rehearsal, self.profile)
+                replay = Replay(plan.rehearsal, self.planner.profile)
                 keeping = replay.best(self.memory)
                 if keeping is not None and keeping.names:
                     promising.append((keeping, replay, plan))
@@ -201,19 +189,8 @@ class Search:
         self.before[id(plan)] = self.before.get(id(best), best)
 
     def _plan(self, setup: Setup) -> Plan:
-        plan = self._planned(setup)
+        plan = self.planner.plan(setup)
         self.plans.append(plan)
-        return plan
-
-    def _planned(self, setup: Setup) -> Plan:
-        """The plan of the program, from few of its blocks if they repeat."""
-        found = None
-        if self.template is not None:
-            found = rehearse_repeated(self.program, self.template, setup)
-        if found is None:
-            found = rehearse(self.program, setup)
-        plan = plan_from(found, profile=self.profile)
-        self._has_planned()
         return plan
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 import attrs
 from torch import Tensor
 
-from flatparam.planning.program import Trained
+from flatparam.planning.training import Trained
 from flatparam_comm import (
     Collectives,
     ForwardingCollectives,
@@ -27,7 +27,7 @@ __all__ = ["Clock", "ClockedCollectives", "Lap"]
 
 @final
 class Lap(NamedTuple):
-    """What the host did: "stage", "issued" or "waited", from `begin` to `end` in seconds."""
+    """One act of the host: "stage", "issued" or "waited", from `begin` to `end` in seconds."""
 
     kind: str
     begin: float

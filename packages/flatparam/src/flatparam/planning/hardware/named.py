@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from flatparam.planning.errors import PlanError
 from flatparam.planning.hardware.profile import Profile
@@ -14,12 +14,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["profile_named"]
+__all__ = ["AnyProfile", "device_of", "profile_named", "transport_here"]
+
+AnyProfile: TypeAlias = "str | Path | Profile"
+"""A hardware profile, the name of one, or the path of its TOML file."""
 
 _SHIPPED: Final = Path(__file__).parent / "profiles"
 
 
-def profile_named(name: str | Path | Profile) -> Profile:
+def profile_named(name: AnyProfile) -> Profile:
     """The profile of this name that ships with the package, or the one in a TOML file.
 
     Raises:
@@ -35,3 +38,18 @@ def profile_named(name: str | Path | Profile) -> Profile:
             f"{str(name)!r}"
         )
     return Profile.of(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def transport_here(profile: object) -> str | None:
+    """The transport that the name of a profile asks to measure here, if it does.
+
+    That is "shared_memory" of "this-machine", and "gloo" of "this-machine:gloo".
+    """
+    name, _, transport = profile.partition(":") if isinstance(profile, str) else ("", "", "")
+    known = transport in ("", "gloo", "shared_memory")
+    return (transport or "shared_memory") if name == "this-machine" and known else None
+
+
+def device_of(profile: AnyProfile) -> str:
+    """Whose schedule the runtime has under a profile: "cpu" or "accelerator"."""
+    return "cpu" if transport_here(profile) else profile_named(profile).device

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.hollow.kernels import Work
+from flatparam.planning.hollow import Work
 
 __all__ = ["Profile", "Way"]
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
+import functools
 import time
-import traceback
-import warnings
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
 import torch
 
-from flatparam.planning.errors import PlanError
+from flatparam.planning.hardware.forked import on_forked_ranks
 from flatparam.planning.hardware.sample import Sample
 from flatparam.planning.hardware.stretches import Timings
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam_comm import SingleCollectives, resolve_topology
 
 __all__ = ["timed_here"]
@@ -31,11 +24,10 @@ _WARM: Final = 3
 """The first steps of a program are slower than the others."""
 _FEWEST, _MOST = 5, 300
 """Of the steps that are timed."""
-_PATIENCE: Final = 600
 
 
 def timed_here(ways: Sequence[tuple[TrainingProgram, Setup]]) -> list[Timings]:
-    """What steps of samples of these programs take on this machine, when all ranks of a world run them.
+    """The times of steps of samples of these programs on this machine, when all ranks of a world run them.
 
     The ranks are processes of one thread each, forked from this one. They run a step of each program in turn, so that
     all meet the same noise, for about eight seconds after some steps to warm up.
@@ -46,76 +38,13 @@ def timed_here(ways: Sequence[tuple[TrainingProgram, Setup]]) -> list[Timings]:
     Raises:
         PlanError: if the ranks do not fit into this machine's memory, or if one of them fails.
     """
-    context = multiprocessing.get_context("fork")
-    world_size = ways[0][1].world_size
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Who has threads is warned of forking; the ranks use none of them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        ranks = [
-            context.Process(
-                target=_be_a_rank, args=(rank, Path(folder) / "store", ways, sending), daemon=True
-            )
-            for rank, (_, sending) in enumerate(pipes)
-        ]
-        for rank in ranks:
-            rank.start()
-        for _, sending in pipes:
-            sending.close()
-        try:
-            said = _heard([receiving for receiving, _ in pipes])
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-    found: list[Timings] = said[ways[0][1].rank]
+    first = ways[0][1]
+    found: list[Timings] = on_forked_ranks(first.world_size, functools.partial(_timed, ways))[first.rank]
     return found
 
 
-def _heard(pipes: list[Connection]) -> list[Any]:
-    """What every rank says; the first that fails is the error."""
-    said: dict[int, Any] = {}
-    end = time.monotonic() + _PATIENCE
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while open_pipes:
-        ready = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            raise PlanError(
-                f"this-machine: expected ranks to run their steps within {_PATIENCE} s, found that they did not; plan "
-                "a smaller program, or choose another profile"
-            )
-        for pipe in ready:
-            assert isinstance(pipe, Connection), "nothing else is waited for"
-            rank = open_pipes.pop(pipe)
-            try:
-                said[rank], error = pipe.recv()
-            except EOFError:
-                error = "it ended without a word: was it out of memory?"
-            if error:
-                raise PlanError(
-                    f"this-machine: expected {len(pipes)} ranks to run steps of the program, found that rank {rank} "
-                    f"failed: {error}"
-                )
-    return [said[rank] for rank in range(len(pipes))]
-
-
-def _be_a_rank(
-    rank: int, store: Path, ways: Sequence[tuple[TrainingProgram, Setup]], sending: Connection
-) -> None:
-    """Run the steps, and send their times, or what went wrong."""
-    try:
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        # What a program prints is no part of a plan.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        sending.send((_timed(rank, store, ways), ""))
-    except BaseException as error:
-        told = str(error) if isinstance(error, PlanError) else "".join(traceback.format_exception_only(error))
-        sending.send((None, told.strip()))
-
-
-def _timed(rank: int, store: Path, ways: Sequence[tuple[TrainingProgram, Setup]]) -> list[Timings]:
+def _timed(ways: Sequence[tuple[TrainingProgram, Setup]], rank: int, store: str) -> list[Timings]:
+    """Run the steps on one rank, and return their times."""
     first = ways[0][1]
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=first.world_size

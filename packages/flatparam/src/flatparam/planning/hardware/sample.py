@@ -9,10 +9,9 @@ import attrs
 from flatparam.planning.hardware.clock import Clock, ClockedCollectives, Lap
 from flatparam.planning.hardware.profile import Profile, Way
 from flatparam.planning.hardware.stretches import Stretches, Timings
-from flatparam.planning.program import Trained, TrainingProgram, train, train_step
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.repeated.repeats import with_few_blocks
-from flatparam.planning.setup import Setup
+from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.repeated import with_few_blocks
+from flatparam.planning.training import Setup, Trained, TrainingProgram, train, train_step
 from flatparam_comm import Collectives, Topology
 
 __all__ = ["ROUGH", "Sample"]
@@ -81,5 +80,5 @@ class Sample:
             self._steps.append(list(self._clock.laps))
 
     def timings(self) -> Timings:
-        """What the steps have taken."""
+        """The times of the steps so far."""
         return self._stretches.timed(self._steps)

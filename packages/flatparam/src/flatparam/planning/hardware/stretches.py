@@ -12,7 +12,7 @@ import attrs
 from flatparam.planning.errors import PlanError
 from flatparam.planning.hardware.clock import Lap
 from flatparam.planning.hardware.profile import Profile
-from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal
+from flatparam.planning.rehearsal import Entry, Rehearsal
 
 __all__ = ["Stretches", "Timings"]
 
@@ -22,7 +22,7 @@ _MARKS: Final = ("stage", "issued", "waited")
 @final
 @attrs.frozen(eq=False)
 class _Stretch:
-    """What a rehearsal has between two marks, and the mark at its end."""
+    """The kernels and calls of a rehearsal between two marks, and the mark at the end."""
 
     key: Any
     """Equal for stretches of units of a kind, which take as long as each other."""
@@ -152,7 +152,7 @@ def _median(values: Iterator[float]) -> float:
 
 
 def _what(entry: Entry | None, kinds: Mapping[str, Any]) -> Any:
-    """What a mark is, without the names of units."""
+    """The kind of a mark, without the names of units."""
     if entry is None:
         return None
     call = entry.call

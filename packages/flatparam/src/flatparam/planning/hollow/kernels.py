@@ -1,4 +1,4 @@
-"""What the CPU's kernels take beside their results and give back at once: by rules, or by running one once."""
+"""The memory that the CPU's kernels take beside their results and free at once: by rules, or by running one once."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def operands_of(values: Any) -> list[Tensor]:
 @final
 @attrs.frozen
 class Work:
-    """What a kernel has to do, for an estimate of how long it takes."""
+    """The work of a kernel, for an estimate of its time."""
 
     name: str
     flops: int
@@ -246,7 +246,7 @@ def zeros_as(value: Any) -> Any:
 
 
 def rnn_workspace(args: tuple[Any, ...]) -> Tensor:
-    """What a recurrent layer's forward kernel leaves for the backward kernel, whose arguments these are.
+    """The memory that a recurrent layer's forward kernel leaves for the backward kernel, whose arguments these are.
 
     Another tensor of as many bytes would crash the backward kernel, which finds offsets in it.
     """

@@ -37,7 +37,7 @@ _UNDISPATCHED: Final = ("get_rng_state", "tensor", "as_tensor", "from_numpy")
 
 
 _results_by_default_dtype: dict[torch.dtype, dict[Any, Any]] = defaultdict(dict)
-"""What operations return, on the meta device, by their arguments: a planner rehearses a model often."""
+"""The results of operations on the meta device, by their arguments: a planner rehearses a model often."""
 _MANY: Final = 20_000
 
 
@@ -291,7 +291,7 @@ class HollowMemory(TorchDispatchMode):
     def _shapes_of_results(
         self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the operation returns, on the meta device; equal arguments are looked at once."""
+        """The results of the operation on the meta device; it runs once for equal arguments."""
         found = self._results.get(key)
         if found is None:
             if len(self._results) >= _MANY:

@@ -1,4 +1,4 @@
-"""What operations do with memory, and which tensors they make."""
+"""The effect of operations on memory, and the tensors that they make."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REDUCED_IN_PLACE: Final = (
 @final
 @attrs.frozen(eq=False)
 class Trait:
-    """What an operation does with memory, as its schema says."""
+    """The effect of an operation on memory, as its schema says."""
 
     operation: Any
     kind: str
@@ -120,7 +120,7 @@ def appearance(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What the operation returns, as the CPU's kernel makes it, but on the meta device.
+    """The results of the operation, as the CPU's kernel makes them, but on the meta device.
 
     Raises:
         PlanError: if the shapes depend on values.

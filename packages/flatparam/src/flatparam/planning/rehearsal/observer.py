@@ -10,11 +10,10 @@ from typing import Any
 import attrs
 from torch import nn
 
-from flatparam.planning.costs import Counting, states_of
-from flatparam.planning.hollow.memory import HollowMemory
-from flatparam.planning.program import Trained
-from flatparam.planning.rehearsal.ranks import Call
+from flatparam.planning.counting import Counting, states_of
+from flatparam.planning.hollow import HollowMemory
 from flatparam.planning.rehearsal.rehearsal import Entry
+from flatparam.planning.training import Call, Trained
 from flatparam_runtime import Event, Unit, observe, tree_of, units_in
 
 __all__ = ["Observer"]

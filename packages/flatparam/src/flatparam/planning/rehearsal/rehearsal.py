@@ -1,4 +1,4 @@
-"""What was seen of a training program in hollow memory: the tape that a plan is made from."""
+"""The record of a training program in hollow memory: the tape from which a plan is made."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import NamedTuple, final
 import attrs
 
 from flatparam.planning.costs import Costs
-from flatparam.planning.hollow.kernels import Work
-from flatparam.planning.hollow.log import Log
-from flatparam.planning.rehearsal.ranks import Call
-from flatparam.planning.setup import Setup
+from flatparam.planning.hollow import Log, Work
+from flatparam.planning.training import Call, Setup
 
 __all__ = ["Entry", "Rehearsal", "UnitFacts"]
 
@@ -40,7 +38,7 @@ class Entry(NamedTuple):
 @final
 @attrs.frozen
 class UnitFacts:
-    """What a unit holds."""
+    """The facts of a unit: its name, its bytes, and whether it frees them."""
 
     name: str
     kind: str
@@ -59,7 +57,7 @@ class UnitFacts:
 @final
 @attrs.define(eq=False)
 class Rehearsal:
-    """What was seen of a program in hollow memory."""
+    """The record of a program in hollow memory."""
 
     setup: Setup
     log: Log
@@ -79,11 +77,11 @@ class Rehearsal:
     """Whether some of the blocks were not run, and do what those before them did."""
 
     def last_step(self) -> list[Entry]:
-        """What happened in the last step."""
+        """The entries of the last step."""
         before = ("building", "wrapping")
         return [each for each in self.entries if each.step == self.steps - 1 and each.stage not in before]
 
     def entry_at(self, place: int) -> Entry:
-        """What was going on at a place in the log of memory."""
+        """The last entry up to a place in the log of memory."""
         before = [each for each in self.entries if each.place <= place]
         return before[-1] if before else self.entries[0]

@@ -6,13 +6,11 @@ import warnings
 
 from flatparam.observing.whole_program import nothing_recorded
 from flatparam.planning.collector import without_collector
-from flatparam.planning.costs import recorded
-from flatparam.planning.hollow.compiler import without_compiler
-from flatparam.planning.hollow.memory import HollowMemory
-from flatparam.planning.program import TrainingProgram, train
+from flatparam.planning.hollow import HollowMemory, without_compiler
+from flatparam.planning.measuring import recorded
 from flatparam.planning.rehearsal.observer import Observer
 from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram, train
 from flatparam_comm import ByteLedger, NoStreams, Topology, acting_as
 from flatparam_runtime import Unit, units_in
 

@@ -9,16 +9,12 @@ from typing import Any, final
 
 import attrs
 
-from flatparam.planning.costs import STAGES, Costs, Resting, StepCosts
-from flatparam.planning.hollow.log import Log
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal, UnitFacts
-from flatparam.planning.rehearsal.rehearsing import rehearse
+from flatparam.planning.rehearsal import Rehearsal, UnitFacts, rehearse
+from flatparam.planning.repeated.growing import grown_costs, peaks, peaks_of
 from flatparam.planning.repeated.repeats import SHORT, Shortened, Template, runs_of, shortened
 from flatparam.planning.repeated.tape import Growth, Insertion, Tape, compared
 from flatparam.planning.repeated.writing import Written
-from flatparam.planning.setup import Setup
-from flatparam_comm import Totals
+from flatparam.planning.training import Setup, TrainingProgram
 
 __all__ = ["rehearse_repeated"]
 
@@ -26,7 +22,7 @@ __all__ = ["rehearse_repeated"]
 def rehearse_repeated(
     program: TrainingProgram, template: Template, setup: Setup, *, steps: int = 2
 ) -> Rehearsal | None:
-    """What `rehearse` returns, from rehearsals with few of the blocks that repeat; `None` if too few do, or not alike.
+    """The result of `rehearse`, from rehearsals with few of the blocks; `None` if too few repeat, or not alike.
 
     Args:
         template: the model that the program makes.
@@ -63,7 +59,7 @@ class _Extension:
     def rehearsal(self) -> Rehearsal | None:
         """The rehearsal with all blocks, or `None` if a number does not grow with them."""
         found = self.base.found
-        if _peaks(found.entries, found.log, found.stop) != _peaks_of(found.costs):
+        if peaks(found.entries, found.log, found.stop) != peaks_of(found.costs):
             return None
         written = Written()
         changed = self._changed()
@@ -85,7 +81,12 @@ class _Extension:
             at = stop
             if insertion is not None:
                 self._repeat(written, run, insertion)
-        costs = self._costs(written)
+        costs = grown_costs(
+            found.costs,
+            [each.costs for each in self.longer],
+            [(self._more(run), growth.more) for run, growth in enumerate(self.growths)],
+            peaks(written.entries, written.log, len(written.log)),
+        )
         if costs is None:
             return None
         unmeasured = {name for each in (found, *self.longer) for name in each.unmeasured}
@@ -170,46 +171,6 @@ class _Extension:
                 found[token] = _with_sizes(before, grown)
         return found
 
-    def _costs(self, written: Written) -> Costs | None:
-        """The costs: peaks are those of the memory that was laid out, and the rest grows with the blocks."""
-        base = self.base.found.costs
-        all_facts = [dict(each.costs.facts()) for each in self.longer]
-        facts: dict[str, int] = {}
-        for name, value in base.facts():
-            for run, longer in enumerate(all_facts):
-                more = self.growths[run].more
-                difference = (longer.get(name, 0) - dict(base.facts())[name]) * self._more(run)
-                if not name.startswith("peak") and difference % more:
-                    return None
-                value += difference // more
-            facts[name] = value
-        building, peaks = _peaks(written.entries, written.log, len(written.log))
-
-        def resting(what: str) -> dict[str, int]:
-            return {dtype: facts[f"{what} in {dtype}"] for dtype in getattr(base.resting, what)}
-
-        steps = [
-            StepCosts(
-                peaks[number],
-                {
-                    op: Totals(
-                        *(
-                            facts[f"{op} {what} in step {number + 1}"]
-                            for what in ("calls", "bytes", "bytes sent")
-                        )
-                    )
-                    for op in step.collectives
-                },
-            )
-            for number, step in enumerate(base.steps)
-        ]
-        return Costs(
-            Resting(resting("parameters"), resting("gradients"), resting("states")),
-            building,
-            tuple(steps),
-            facts["left after the last step"],
-        )
-
     def _units(self) -> Iterator[UnitFacts]:
         """The units, in the order of the model."""
         waiting: list[tuple[int, str, UnitFacts]] = []
@@ -274,23 +235,3 @@ def _with_sizes(form: Any, sizes: Sequence[Any]) -> Any:
         asked = None if asked is None else (asked[0], sizes[1], asked[2])
         return ("entry", (what, stage, step, sizes[0], asked), *form[2:])
     return (form[0], sizes[0], *form[2:])
-
-
-def _peaks(entries: Sequence[Entry], log: Log, stop: int) -> tuple[int, list[dict[str, int]]]:
-    """The most bytes at once until the model is wrapped, and in the stages of each step."""
-    stages = [entry for entry in entries if entry.kind == "stage"]
-    ends = [*(entry.place for entry in stages[1:]), stop]
-    building = 0
-    steps: dict[int, dict[str, int]] = {}
-    for entry, end in zip(stages, ends, strict=True):
-        peak = log.peak(entry.place, end)
-        if entry.stage in STAGES:
-            peaks = steps.setdefault(entry.step, {})
-            peaks[entry.stage] = max(peaks.get(entry.stage, 0), peak)
-        elif entry.stage != "zero_grad":
-            building = max(building, peak)
-    return building, [steps[number] for number in sorted(steps)]
-
-
-def _peaks_of(costs: Costs) -> tuple[int, list[dict[str, int]]]:
-    return costs.building, [dict(step.peaks) for step in costs.steps]

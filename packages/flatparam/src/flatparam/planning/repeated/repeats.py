@@ -10,8 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
+from flatparam.planning.training import Setup, TrainingProgram
 from flatparam.planning.units import NamedUnits
 from flatparam_core import clean_fqn
 
@@ -56,7 +55,7 @@ class _BlockPart:
     kind: str
     has_parameters: bool
     facts: tuple[Any, ...]
-    """What is the same for blocks that do the same."""
+    """The key that blocks of the same behaviour share."""
 
 
 @final
@@ -130,7 +129,7 @@ def _is_known(wrap: Any) -> bool:
 @final
 @attrs.frozen(eq=False)
 class _Choices:
-    """What a setup says of modules, by their names or classes."""
+    """The settings of modules in a setup, by their names or classes."""
 
     frees: Mapping[str, bool]
     classes: frozenset[str]
@@ -145,7 +144,7 @@ class _Choices:
         return cls({}, frozenset((wrap,) if isinstance(wrap, str) else wrap), checkpointed)
 
     def of_part(self, part: _BlockPart) -> tuple[Any, ...]:
-        """What is chosen for one module."""
+        """The choices for one module."""
         return (self.frees.get(part.whole), part.kind in self.classes, part.whole in self.checkpointed)
 
     def is_unit(self, part: _BlockPart) -> bool:
@@ -171,7 +170,7 @@ def _runs_in(
 
 
 def _shape(parts: Sequence[_BlockPart] | None, choices: _Choices) -> Any:
-    """What is equal for blocks that do the same, or `None` if a block does not stand alone."""
+    """A key that is equal for blocks of the same behaviour, or `None` if a block does not stand alone."""
     if parts is None:
         return None
     found: list[Any] = []
@@ -223,7 +222,7 @@ class Shortened:
     """For each list of modules, what its members are: a run and a number in it, or -1 and their old number."""
 
     def place(self, name: str) -> Place:
-        """What a unit of this name is."""
+        """The place of a unit of this name."""
         for container, numbers in self._numbers.items():
             number, inner = _inside(name, container)
             if number is not None:

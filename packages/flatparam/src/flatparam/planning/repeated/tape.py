@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.planning.rehearsal.rehearsal import Entry, Rehearsal
+from flatparam.planning.rehearsal import Entry, Rehearsal
 from flatparam.planning.repeated.repeats import Shortened
 
 __all__ = ["Growth", "Insertion", "Tape", "compared"]
@@ -20,7 +20,7 @@ _LISTS: Final = ("_foreach_", "stack", "cat", "linalg_vector_norm")
 @final
 @attrs.frozen(eq=False)
 class Tape:
-    """What happened in a rehearsal, in order: births and deaths of memory, kernels, and entries.
+    """The events of a rehearsal, in order: births and deaths of memory, kernels, and entries.
 
     Of each token there is its form, in which no block is named, and the block, as a run and a number in it.
     """
@@ -94,14 +94,14 @@ def _changes(found: Rehearsal) -> list[Any]:
 @final
 @attrs.frozen(eq=False)
 class Insertion:
-    """What a longer run has at a place of the short tape, once for each further block."""
+    """The events that a longer run has at a place of the short tape, once for each further block."""
 
     at: int
     forms: list[Any]
     blocks: list[tuple[int, int] | None]
     """The blocks of the first copy, as they are numbered in the longer tape."""
     step: int
-    """What is added to the numbers from one copy to the next: 1, or -1 if the last block is the first."""
+    """The step of the numbers from one copy to the next: 1, or -1 if the last block comes first."""
 
 
 @final

@@ -9,10 +9,9 @@ from typing import Any, final
 
 import attrs
 
-from flatparam.planning.hollow.kernels import Work
-from flatparam.planning.hollow.log import Log
-from flatparam.planning.rehearsal.ranks import Call
-from flatparam.planning.rehearsal.rehearsal import Entry
+from flatparam.planning.hollow import Log, Work
+from flatparam.planning.rehearsal import Entry
+from flatparam.planning.training import Call
 
 __all__ = ["Written"]
 

@@ -11,8 +11,8 @@ import attrs
 from torch import Tensor
 
 from flatparam_runtime import Topology
-from flatparam_state.publishing.catalogue import Catalogue
-from flatparam_state.publishing.slicing import Slicing
+from flatparam_state.publishing.versions.catalogue import Catalogue
+from flatparam_state.publishing.versions.slicing import Slicing
 
 __all__ = [
     "Channel",
@@ -40,7 +40,7 @@ class VersionId:
 @final
 @attrs.frozen
 class Packet:
-    """What one rank sends one receiver of one version."""
+    """The bytes of one version that one rank sends to one receiver."""
 
     nbytes: int
     sha256: str
@@ -77,7 +77,7 @@ class NewVersion:
     """This rank's packets; the argument says whether all values are wanted."""
 
     def id_with(self, packets: Sequence[Sequence[Packet]]) -> VersionId:
-        """What it is called if these are its packets."""
+        """The name of the version that these packets make."""
         return VersionId(self.stream, self.number, identity_after(self.before, self.number, packets))
 
 
@@ -93,7 +93,7 @@ class Delivery:
 
 @runtime_checkable
 class Channel(Protocol):
-    """What carries versions to receivers. Every rank of a model has one, and calls it with the others."""
+    """Carries versions to receivers. Every rank of a model has a channel, and all ranks call it together."""
 
     @property
     def slicing(self) -> Slicing:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from flatparam_state.forms import is_sharded_tensor
 
-__all__ = ["COUNTERS", "copy_value", "is_equal"]
+__all__ = ["COUNTERS", "State", "copy_value", "is_equal"]
+
+State: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The states of an optimizer: by the name of a parameter, what it has under which name."""
 
 COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 """The 0-d states of torch's optimizers that are not shaped like the parameter."""

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.optimizer.entry import is_equal
-from flatparam_state.optimizer.held import Held, Holding
-from flatparam_state.optimizer.saved_states import State
+from flatparam_state.optimizer.entries import State, is_equal
+from flatparam_state.optimizer.holdings.held import Held, Holding
 
 __all__ = ["complete_groups", "named_group", "settings_of", "with_settings"]
 

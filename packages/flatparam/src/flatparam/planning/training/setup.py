@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -12,14 +12,12 @@ from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.planning.errors import PlanError
-from flatparam.planning.rehearsal.ranks import TRANSPORTS, Call, lone_topology
-from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatparam.planning.training.ranks import TRANSPORTS, Call, lone_topology
+from flatparam.planning.training.wrapping import Wrapping, policy_for
 from flatparam_comm import Collectives, SingleCollectives, Topology
 
-__all__ = ["OPTIMIZERS", "STRATEGIES", "Optimize", "Setup", "Wrapping"]
+__all__ = ["OPTIMIZERS", "STRATEGIES", "Optimize", "Setup"]
 
-Wrapping: TypeAlias = Any
-"""Names of classes, a least number of elements, a policy of `flatparam.wrap`, or `None` for one unit."""
 Optimize: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
 
 STRATEGIES: Final = {
@@ -176,18 +174,7 @@ class Setup:
 
     def policy(self, model: nn.Module) -> Any:
         """The policy that chooses the units of `model`."""
-        wrap = self.wrap
-        if getattr(wrap, "_plans", False):
-            raise PlanError("wrap: planned() plans by itself while a model is wrapped; plan by --fit instead")
-        if isinstance(wrap, str):
-            wrap = (wrap,)
-        if isinstance(wrap, int):
-            return functools.partial(size_based_auto_wrap_policy, min_num_params=wrap)
-        if isinstance(wrap, Sequence):
-            if all(isinstance(each, type) for each in wrap):
-                return ModuleWrapPolicy(wrap)
-            return CustomPolicy(_among(classes_named(model, wrap)))
-        return wrap
+        return policy_for(self.wrap, model)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The optimizer of the wrapped model."""
@@ -208,38 +195,3 @@ class Setup:
             for group in made.param_groups:
                 group["foreach"] = True
         return made
-
-
-def _among(classes: tuple[type[nn.Module], ...]) -> Callable[[nn.Module], bool]:
-    return lambda module: isinstance(module, classes)
-
-
-def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Module], ...]:
-    """The classes of the modules in `model` that have these names.
-
-    Raises:
-        PlanError: if the model has no module of such a class.
-    """
-    kinds = {type(module).__name__: type(module) for module in model.modules()}
-    missing = [name for name in names if name not in kinds]
-    if missing:
-        repeated = [kind for kind in kinds if sum(type(m).__name__ == kind for m in model.modules()) > 1]
-        raise PlanError(
-            f"the model has no module of class {missing[0]!r}; classes that it has several of: "
-            f"{', '.join(sorted(repeated)) or 'none'}"
-        )
-    return tuple(kinds[name] for name in names)
-
-
-def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
-    """The modules in `model` that have these names, as `blocks.3`, or are of a class with such a name.
-
-    Raises:
-        PlanError: if the model has no such module.
-    """
-    modules = dict(model.named_modules())
-    named = [name for name in names if name in modules]
-    classes = classes_named(model, [name for name in names if name not in modules])
-    return {modules[name] for name in named} | {
-        each for each in modules.values() if isinstance(each, classes)
-    }

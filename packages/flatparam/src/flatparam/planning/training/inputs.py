@@ -1,4 +1,4 @@
-"""What a model is called with, and the loss in what it returns."""
+"""The inputs of a model, and the loss in its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatparam.planning.errors import PlanError
 __all__ = ["Inputs", "scalar_of", "tokens_for"]
 
 Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any] | Tensor"
-"""What the model is called with: one tensor, positional arguments, or named ones."""
+"""The inputs of a model: one tensor, positional arguments, or named ones."""
 
 
 def scalar_of(output: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is published: the tensors of a model under the names, and in the dtype, that the receiver wants."""
+"""The published tensors of a model, under the names and in the dtype that the receiver wants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
 from flatparam_state.files import DTYPES, TensorInfo, parse_json
-from flatparam_state.publishing.errors import PublishError
+from flatparam_state.publishing.versions.errors import PublishError
 
 __all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]
 
@@ -85,7 +85,7 @@ class Catalogue:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """What `encode` returned.
+        """The catalogue of which `encode` made these bytes.
 
         Raises:
             PublishError: if it is damaged.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatparam_state.files import TensorInfo
-from flatparam_state.publishing.catalogue import Catalogue, PublishedTensor
+from flatparam_state.publishing.versions.catalogue import Catalogue, PublishedTensor
 
 __all__ = ["Part", "Slicing"]
 
@@ -21,7 +21,7 @@ __all__ = ["Part", "Slicing"]
 @final
 @attrs.frozen
 class Part:
-    """What one receiver has of a tensor: the indices `[start, stop)` of one dimension, seen in memory order.
+    """The part of a tensor that one receiver has: the indices `[start, stop)` of one dimension, seen in memory order.
 
     The tensor is `outer` times `extent` times `inner` elements, of which it has `outer` times `[start, stop)` times
     `inner`. It keeps their order, so elements that follow each other in the tensor follow each other in the part.
@@ -87,7 +87,7 @@ class Slicing:
             self.part(tensor, 0)
 
     def part(self, tensor: PublishedTensor, rank: int) -> Part:
-        """What receiver `rank` has of `tensor`.
+        """The part of `tensor` that receiver `rank` has.
 
         Raises:
             ValueError: naming the tensor, if its dimension does not exist, or is not a multiple of the ranks.

@@ -1,0 +1,51 @@
+"""The modules of a model, by their names or those of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from flatparam.planning.errors import PlanError
+
+__all__ = ["classes_named", "modules_named", "recompute"]
+
+
+def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Module], ...]:
+    """The classes of the modules in `model` that have these names.
+
+    Raises:
+        PlanError: if the model has no module of such a class.
+    """
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in names if name not in kinds]
+    if missing:
+        repeated = [kind for kind in kinds if sum(type(m).__name__ == kind for m in model.modules()) > 1]
+        raise PlanError(
+            f"the model has no module of class {missing[0]!r}; classes that it has several of: "
+            f"{', '.join(sorted(repeated)) or 'none'}"
+        )
+    return tuple(kinds[name] for name in names)
+
+
+def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
+    """The modules in `model` that have these names, as `blocks.3`, or are of a class with such a name.
+
+    Raises:
+        PlanError: if the model has no such module.
+    """
+    modules = dict(model.named_modules())
+    named = [name for name in names if name in modules]
+    classes = classes_named(model, [name for name in names if name not in modules])
+    return {modules[name] for name in named} | {
+        each for each in modules.values() if isinstance(each, classes)
+    }
+
+
+def recompute(model: nn.Module, names: Iterable[str]) -> None:
+    """Have the activations of the modules with these names recomputed in the backward pass."""
+    # A private module of torch, as the guide about activation checkpointing uses it.
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    chosen = modules_named(model, names)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)

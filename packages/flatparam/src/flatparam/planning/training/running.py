@@ -1,0 +1,94 @@
+"""The steps of a training program, for real or in hollow memory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol, final
+
+import attrs
+import torch
+from torch import nn
+
+from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+from flatparam.planning.hollow import Blank
+from flatparam.planning.training.inputs import Inputs
+from flatparam.planning.training.modules import recompute
+from flatparam.planning.training.program import TrainingProgram
+from flatparam.planning.training.setup import Setup
+from flatparam_comm import Topology
+
+__all__ = ["Trained", "Watcher", "train", "train_step"]
+
+
+class Watcher(Protocol):
+    """Is told what a training program is about to do."""
+
+    def stage(self, name: str, step: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, the program is at this stage: building, wrapping, forward, backward, clipping, optimizer."""
+        ...
+
+    def made(self, trained: Trained) -> None:
+        """The model is wrapped, and its optimizer is there."""
+        ...
+
+
+@final
+@attrs.frozen(eq=False)
+class Trained:
+    """A wrapped model, its optimizer, and what it is called with."""
+
+    model: FullyShardedDataParallel
+    optimizer: torch.optim.Optimizer | None
+    inputs: Inputs
+
+
+def train(
+    program: TrainingProgram, setup: Setup, topology: Topology, watcher: Watcher, *, steps: int
+) -> Trained:
+    """Build, wrap and train on the ranks of `topology`, for real or in hollow memory."""
+    with watcher.stage("building", 0):
+        with Blank():
+            model = program.build()
+        model.train()
+        inputs = program.inputs(model)
+        if setup.checkpointing:
+            recompute(model, setup.checkpointing)
+    with watcher.stage("wrapping", 0):
+        arguments = setup.arguments(topology, model)
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            arguments |= {"param_init_fn": _materialise, "device_id": torch.device("cpu")}
+        wrapped = FullyShardedDataParallel(model, **arguments)
+        del model, arguments
+    trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs)
+    watcher.made(trained)
+    for step in range(steps):
+        train_step(program, setup, trained, watcher, step)
+    return trained
+
+
+def train_step(program: TrainingProgram, setup: Setup, trained: Trained, watcher: Watcher, step: int) -> None:
+    """Run one step: the micro-batches, clipping, the optimizer."""
+    model, optimizer = trained.model, trained.optimizer
+    for micro in range(setup.accumulate):
+        last = micro == setup.accumulate - 1
+        with contextlib.nullcontext() if last or not setup.no_sync else model.no_sync():
+            with watcher.stage("forward", step):
+                loss = program.call(model, trained.inputs)
+            with watcher.stage("backward", step):
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+    if setup.max_norm is not None:
+        with watcher.stage("clipping", step):
+            model.clip_grad_norm_(setup.max_norm)
+    if optimizer is not None:
+        with watcher.stage("optimizer", step):
+            optimizer.step()
+    with watcher.stage("zero_grad", step):
+        model.zero_grad(set_to_none=True)
+
+
+def _materialise(module: nn.Module) -> None:
+    """Give a module's own tensors memory: parameters without values, and buffers, which may be indices, zeros."""
+    module.to_empty(device="cpu", recurse=False)
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()
