@@ -456,8 +456,10 @@ TEST_TOOLS = (
     "tomli",
 )
 PYTEST = ("python", "-m", "pytest", "-n", WORKERS, "--dist", "worksteal")
-# No other packages than the environment's, and one thread.
-ISOLATED: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "PYTHONHOME": None}
+# One thread, and bytecode is kept, whatever the shell says: each process of a test would compile our packages again.
+TESTED: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": None}
+# And no other packages than the environment's.
+ISOLATED: dict[str, str | None] = {**TESTED, "PYTHONPATH": None, "PYTHONHOME": None}
 # Leaves the bytecode of what the tests import: without it, each process of a test would compile it again.
 WARM_UP = "import torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor"
 
@@ -544,7 +546,7 @@ def pytest(
 ) -> None:
     """Run pytest in `workers` processes, each with one thread for torch."""
     spread = ["-n", workers, "--dist", "worksteal"] if workers != "0" else []
-    python(session, "-m", "pytest", *spread, *arguments, env={"OMP_NUM_THREADS": "1", **(env or {})})
+    python(session, "-m", "pytest", *spread, *arguments, env={**TESTED, **(env or {})})
 
 
 # Our own packages in it
