@@ -138,7 +138,7 @@ def long(session: nox.Session) -> None:
     where = ["integration_tests", *(f"packages/{name}/tests" for name in LADDER)]
     # Optimizers of whole matrices have a session of their own: `matrix-optimizers`.
     others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
-    pytest(session, "-m", "long and not gpu", *others, *where, *session.posargs)
+    pytest(session, "-m", "long and not gpu", *others, "docs", *where, *session.posargs)
 
 
 @nox.session
@@ -263,7 +263,7 @@ def docs(session: nox.Session) -> None:
 def blocks(session: nox.Session) -> None:
     """Documentation: execute every Python block of the docs and the READMEs, and what else docs tests."""
     install_all_layers(session)
-    pytest(session, "docs", *session.posargs)
+    pytest(session, "-m", "not long", "docs", *session.posargs)
 
 
 @nox.session
