@@ -52,7 +52,7 @@ def train(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every check below, in order, with the time each took at the end: what CI runs."""
-    others = Beside(("types", "site", "wheels"))
+    others = Beside(("simulated", "types", "site", "wheels"))
     checks: dict[str, Callable[[nox.Session], None]] = {
         "lint": lint,
         "layers": layers,
@@ -229,6 +229,13 @@ def overlap(session: nox.Session) -> None:
     install_all_layers(session)
     pictures = ("--pictures", "build/overlap", "--docs", "docs/pictures")
     python(session, "-m", "integration_tests.simulated.overlap", *pictures, *session.posargs)
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """Compile the simulated device for its tests, which else compile it when they begin: a minute, once."""
+    prepare(session)
+    python(session, "-c", "from integration_tests.simulated.build import why_not; print(why_not())")
 
 
 @nox.session
@@ -480,7 +487,7 @@ class Beside:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
     def finish(self, session: nox.Session) -> None:
-        """What ran beside the others: types, the site of the documentation, what is in the wheels."""
+        """What ran beside the others: the simulated device, types, the site of the documentation, the wheels."""
         if self._process is None:
             session.error("They could not be started")
         status = self._process.wait()

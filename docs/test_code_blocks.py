@@ -90,10 +90,13 @@ def documents() -> list[Path]:
 
 
 # It imports torch once, and what torch imports when an optimizer is made, and runs each program in a fork of its own.
-# The fork leaves the loop, goes on as any Python does with its script, and ends as one.
+# The fork leaves the loop, goes on as any Python does with its script, and ends as one. So does a server of ranks.
 SERVER = """
 import json, os, sys
+from multiprocessing import forkserver
 import torch, torch._dynamo
+preload = forkserver.set_forkserver_preload
+forkserver.set_forkserver_preload = lambda names: preload([*names, "torch._dynamo"])
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
