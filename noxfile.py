@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,14 +52,15 @@ def train(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every check below, in order, with the time each took at the end: what CI runs."""
-    checks = {
+    others = Beside(("simulated", "types", "site", "wheels"))
+    checks: dict[str, Callable[[nox.Session], None]] = {
         "lint": lint,
         "layers": layers,
         "alone": alone,
-        "types": types,
+        "beside": others.start,
         "integration": integration,
-        "docs": docs,
-        "wheels": wheels,
+        "docs": blocks,
+        " ".join(others.names): others.finish,
         "gpu": gpu,
     }
     outcomes: dict[str, str] = {}
@@ -111,6 +113,7 @@ def alone(session: nox.Session) -> None:
             pytest(session, "-m", "not gpu and not long", f"packages/{name}/tests", *extra)
         if name == stop:
             return
+    complete_layers(session)
 
 
 @nox.session
@@ -130,10 +133,12 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """The integration tests that take long: tools from end to end, every workload of the benchmark; not in `tests`."""
+    """The tests that take long: whole grids of settings, tools from end to end, every workload; not in `tests`."""
     install_all_layers(session)
-    many_ranks = "packages/flatparam/tests/test_many_ranks.py"
-    pytest(session, "-m", "long and not gpu", "integration_tests", many_ranks, *session.posargs)
+    where = ["integration_tests", *(f"packages/{name}/tests" for name in LADDER)]
+    # Optimizers of whole matrices have a session of their own: `matrix-optimizers`.
+    others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
+    pytest(session, "-m", "long and not gpu", *others, "docs", *where, *session.posargs)
 
 
 @nox.session
@@ -227,6 +232,13 @@ def overlap(session: nox.Session) -> None:
 
 
 @nox.session
+def simulated(session: nox.Session) -> None:
+    """Compile the simulated device for its tests, which else compile it when they begin: a minute, once."""
+    prepare(session)
+    python(session, "-c", "from integration_tests.simulated.build import why_not; print(why_not())")
+
+
+@nox.session
 def sanitise(session: nox.Session) -> None:
     """Tests, and every combination of settings, on the simulated device, looked through for races (`-- --every 10`)."""
     install_all_layers(session)
@@ -251,8 +263,20 @@ TWINS = (
 @nox.session
 def docs(session: nox.Session) -> None:
     """Documentation: execute every Python block of the docs and the READMEs, and build the site, strictly."""
+    blocks(session)
+    site(session)
+
+
+def blocks(session: nox.Session) -> None:
+    """Documentation: execute every Python block of the docs and the READMEs, and what else docs tests."""
     install_all_layers(session)
-    pytest(session, "docs", *session.posargs)
+    pytest(session, "-m", "not long", "docs", *session.posargs)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Documentation: build the site, strictly, into build/site."""
+    install_all_layers(session)
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     # Not `--quiet`: that keeps warnings from being counted, so that nothing is strict any more.
     python(session, "-m", "mkdocs", "build", "--strict", "-f", "tools/mkdocs.yml", env=quiet)
@@ -441,6 +465,37 @@ def clients(session: nox.Session) -> None:
         session.run("python", "-m", "integration_tests.clients.page", env=quiet)
 
 
+# Checks side by side
+
+
+class Beside:
+    """Sessions of one process, which run in a nox of their own beside the checks that come between start and finish."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Take the sessions by their names."""
+        self.names = tuple(names)
+        self._output = ROOT / "build" / "beside.txt"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, session: nox.Session) -> None:
+        """Start the checks that need one process, beside those that follow."""
+        install_all_layers(session)
+        self._output.parent.mkdir(exist_ok=True)
+        command = [str(PYTHON), "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", *self.names]
+        session.log(f"Beside what follows: nox -s {' '.join(self.names)}")
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+    def finish(self, session: nox.Session) -> None:
+        """What ran beside the others: the simulated device, types, the site of the documentation, the wheels."""
+        if self._process is None:
+            session.error("They could not be started")
+        status = self._process.wait()
+        session.log(self._output.read_text(encoding="utf-8", errors="replace"))
+        if status != 0:
+            session.error(f"nox returned {status}")
+
+
 # Filling an environment of its own
 
 
@@ -456,8 +511,10 @@ TEST_TOOLS = (
     "tomli",
 )
 PYTEST = ("python", "-m", "pytest", "-n", WORKERS, "--dist", "worksteal")
-# No other packages than the environment's, and one thread.
-ISOLATED: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "PYTHONHOME": None}
+# One thread, and bytecode is kept, whatever the shell says: each process of a test would compile our packages again.
+TESTED: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": None}
+# And no other packages than the environment's.
+ISOLATED: dict[str, str | None] = {**TESTED, "PYTHONPATH": None, "PYTHONHOME": None}
 # Leaves the bytecode of what the tests import: without it, each process of a test would compile it again.
 WARM_UP = "import torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor"
 
@@ -544,7 +601,7 @@ def pytest(
 ) -> None:
     """Run pytest in `workers` processes, each with one thread for torch."""
     spread = ["-n", workers, "--dist", "worksteal"] if workers != "0" else []
-    python(session, "-m", "pytest", *spread, *arguments, env={"OMP_NUM_THREADS": "1", **(env or {})})
+    python(session, "-m", "pytest", *spread, *arguments, env={**TESTED, **(env or {})})
 
 
 # Our own packages in it
@@ -600,9 +657,15 @@ def install_all_layers(session: nox.Session) -> None:
     session.log("Installing the five packages and the extras")
     pip = ("-m", "pip", "install", "--quiet")
     python(session, *pip, "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
+    complete_layers(session)
+
+
+def complete_layers(session: nox.Session) -> None:
+    """Install the extras beside the five packages of these sources, and note that all is there."""
+    pip = ("-m", "pip", "install", "--quiet")
     locked = ("--no-compile", "--disable-pip-version-check", "--constraint", str(VENV / "constraints.txt"))
     python(session, *pip, *locked, "flatparam[train]")
-    stamp.write_text(sources)
+    (VENV / "layers-installed.txt").write_text(fingerprint_of_sources())
 
 
 def assert_absent(session: nox.Session, name: str) -> None:

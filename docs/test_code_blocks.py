@@ -1,14 +1,16 @@
-"""Every Python block of the documentation runs: one program per Markdown file, in an interpreter of its own.
+"""Every Python block of the documentation runs: one program per Markdown file, in a process of its own.
 
 The blocks of a file share one namespace and run from top to bottom. A line `<!-- not-run: reason -->` right before a
 block leaves it out. The program keeps the line numbers of the Markdown file, so a traceback points into it, and is a
 real file, so that blocks may start processes.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,22 +89,69 @@ def documents() -> list[Path]:
     return [path for path in [*top, *sorted((ROOT / "docs").rglob("*.md"))] if path.exists()]
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_blocks_run(document: Path, tmp_path: Path) -> None:
+# It imports torch once, and what torch imports when an optimizer is made, and runs each program in a fork of its own.
+# The fork leaves the loop, goes on as any Python does with its script, and ends as one. So does a server of ranks.
+SERVER = """
+import json, os, sys
+from multiprocessing import forkserver
+import torch, torch._dynamo
+preload = forkserver.set_forkserver_preload
+forkserver.set_forkserver_preload = lambda names: preload([*names, "torch._dynamo"])
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+script, output = json.loads(line)
+os.chdir(os.path.dirname(script))
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+os.dup2(1, 2)
+sys.argv, sys.path[0] = [script], os.path.dirname(script)
+import runpy
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """A process that runs programs and prints their exit statuses."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+    ) as process:
+        yield process
+
+
+every_document = pytest.mark.parametrize(
+    "document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+
+
+@every_document
+def test_blocks_run(document: Path, tmp_path: Path, server: subprocess.Popen[str]) -> None:
     """Every Python block of the file runs, in order, without an error."""
-    blocks = [
-        block for block in blocks_of(document.read_text(encoding="utf-8")) if block.language == "python"
-    ]
-    left_out = [f"line {block.first_line}: {block.not_run}" for block in blocks if block.not_run]
-    if len(left_out) == len(blocks):
-        pytest.skip("; ".join(left_out) or "it has no Python blocks")
-    script = tmp_path / f"{document.stem}.md.py"
-    script.write_text(program_of(blocks), encoding="utf-8")
-    (tmp_path / "packages").symlink_to(
-        ROOT / "packages"
-    )  # for files that the text names from the root of a checkout
+    script = script_of(document, tmp_path)
+    output = tmp_path / "output.txt"
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps([str(script), str(output)]) + "\n")
+    server.stdin.flush()
+    status = int(server.stdout.readline())
+    assert status == 0, shown(document, output.read_text(encoding="utf-8"))
+
+
+@pytest.mark.long
+@every_document
+def test_blocks_run_in_a_python_of_their_own(document: Path, tmp_path: Path) -> None:
+    """They import whatever they need: nothing is imported before."""
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script_of(document, tmp_path))],
         cwd=tmp_path,
         env={"OMP_NUM_THREADS": "1", **os.environ},
         stdout=subprocess.PIPE,
@@ -110,8 +159,28 @@ def test_blocks_run(document: Path, tmp_path: Path) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    shown = document.relative_to(ROOT).as_posix()
-    assert done.returncode == 0, f"{shown} (line numbers are those of the file):\n{done.stdout}"
+    assert done.returncode == 0, shown(document, done.stdout)
+
+
+def script_of(document: Path, folder: Path) -> Path:
+    """Write the file's program into the folder; if it has none, skip the test."""
+    blocks = [
+        block for block in blocks_of(document.read_text(encoding="utf-8")) if block.language == "python"
+    ]
+    left_out = [f"line {block.first_line}: {block.not_run}" for block in blocks if block.not_run]
+    if len(left_out) == len(blocks):
+        pytest.skip("; ".join(left_out) or "it has no Python blocks")
+    script = folder / f"{document.stem}.md.py"
+    script.write_text(program_of(blocks), encoding="utf-8")
+    (folder / "packages").symlink_to(
+        ROOT / "packages"
+    )  # for files that the text names from the root of a checkout
+    return script
+
+
+def shown(document: Path, output: str) -> str:
+    """What the program of a file has written, for whoever looks for what is wrong."""
+    return f"{document.relative_to(ROOT).as_posix()} (line numbers are those of the file):\n{output}"
 
 
 # The collector itself

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,30 +59,46 @@ def main(fault: str) -> int:
 
 def _run(fault: str, there: list[str]) -> int:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = []
-        for rank in range(4):
+        hosts = []
+        for first, where, device in ((0, [], "cable0"), (2, there, "cable1")):
             environment = {
                 **os.environ,
-                "RANK": str(rank),
                 "WORLD_SIZE": "4",
                 "MASTER_ADDR": _NEAR,
                 "MASTER_PORT": "29571",
-                "GLOO_SOCKET_IFNAME": "cable0" if rank < 2 else "cable1",
+                "GLOO_SOCKET_IFNAME": device,
                 # The system asks every second, not every five.
                 "FLATPARAM_RELAY_SILENCE": "1",
             }
-            command = [sys.executable, "-m", "integration_tests.faults.two_hosts", "--rank", fault, directory]
-            ranks.append(subprocess.Popen([*there, *command] if rank >= 2 else command, env=environment))
+            program = [sys.executable, "-m", "integration_tests.faults.two_hosts"]
+            command = [*where, *program, "--host", str(first), fault, directory]
+            hosts.append(subprocess.Popen(command, env=environment, start_new_session=True))
         deadline = time.monotonic() + _LONGEST
-        for each in ranks:
+        for each in hosts:
             try:
                 each.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                each.kill()
+                os.killpg(each.pid, signal.SIGKILL)
                 each.wait()
         said = [json.loads(path.read_text()) for path in sorted(Path(directory).glob("rank-*"))]
-        print(json.dumps({"said": said, "exits": [each.returncode for each in ranks]}))
+        print(json.dumps({"said": said, "exits": [each.returncode for each in hosts]}))
     return 0
+
+
+def _host(first: str, fault: str, directory: str) -> int:
+    """One host's program: two ranks, forked once everything is imported; 0 if both end with 0."""
+    import torch._dynamo  # noqa: F401  an optimizer imports it
+
+    import flatparam.fully_sharded_data_parallel  # noqa: F401
+
+    children = []
+    for rank in (int(first), int(first) + 1):
+        child = os.fork()
+        if child == 0:
+            os.environ["RANK"] = str(rank)
+            _rank(fault, directory)
+        children.append(child)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
 
 
 def _rank(fault: str, directory: str) -> None:
@@ -128,6 +145,6 @@ def _rank(fault: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
-        _rank(*sys.argv[2:])
+    if sys.argv[1] == "--host":
+        sys.exit(_host(*sys.argv[2:]))
     sys.exit(main(sys.argv[1]))

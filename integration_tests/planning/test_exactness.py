@@ -141,9 +141,18 @@ def setups(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return name, chosen
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(setups())
 def test_a_plan_is_what_happens(chosen: tuple[str, dict[str, Any]]) -> None:
     """Any transformer under any setup: plan and run are equal in every number."""
+    name, setup = chosen
+    assert errors_of(name, **setup) == {}
+
+
+@pytest.mark.long
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(setups())
+def test_many_plans_are_what_happens(chosen: tuple[str, dict[str, Any]]) -> None:
+    """The same for more of them."""
     name, setup = chosen
     assert errors_of(name, **setup) == {}

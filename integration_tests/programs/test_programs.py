@@ -25,14 +25,23 @@ FULL = ("",)
 LOW = tuple(name for name in PRECISIONS if name)
 
 
+SPACES: dict[str, dict[str, Any]] = {
+    "two ranks": {"ranks": (2,), "kinds": SINGLE, "precisions": FULL},
+    "three and four ranks": {"ranks": (3, 4), "kinds": SINGLE, "precisions": FULL},
+    "copies of shards": {"ranks": (2, 4), "kinds": HYBRID, "precisions": FULL},
+    "precisions": {"ranks": (2, 3), "precisions": LOW},
+}
+
+
 @pytest.mark.timeout(4 * PATIENCE)  # to shrink a failure takes minutes
 @pytest.mark.parametrize(
     ("examples", "space"),
     [
-        pytest.param(45, {"ranks": (2,), "kinds": SINGLE, "precisions": FULL}, id="two ranks"),
-        pytest.param(35, {"ranks": (3, 4), "kinds": SINGLE, "precisions": FULL}, id="three and four ranks"),
-        pytest.param(35, {"ranks": (2, 4), "kinds": HYBRID, "precisions": FULL}, id="copies of shards"),
-        pytest.param(35, {"ranks": (2, 3), "precisions": LOW}, id="precisions"),
+        *(pytest.param(15, space, id=name) for name, space in SPACES.items()),
+        *(
+            pytest.param(60, space, id=f"{name}, more", marks=pytest.mark.long)
+            for name, space in SPACES.items()
+        ),
     ],
 )
 def test_sharded_is_unsharded(examples: int, space: dict[str, Any]) -> None:

@@ -23,13 +23,19 @@ THREE = Program(
 TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step()))
 
 
+WAYS = {
+    "checkpointer": ("checkpointer", "asynchronous"),
+    "conversions": ("torch", "dcp", "reshard"),
+    "full state dicts": ("full", "streamed", "broadcast"),
+}
+
+
 @pytest.mark.timeout(4 * PATIENCE)  # to shrink a failure takes minutes
 @pytest.mark.parametrize(
     ("examples", "ways"),
     [
-        pytest.param(12, ("checkpointer", "asynchronous"), id="checkpointer"),
-        pytest.param(8, ("torch", "dcp", "reshard"), id="conversions"),
-        pytest.param(12, ("full", "streamed", "broadcast"), id="full state dicts"),
+        *(pytest.param(6, ways, id=name) for name, ways in WAYS.items()),
+        *(pytest.param(20, ways, id=f"{name}, more", marks=pytest.mark.long) for name, ways in WAYS.items()),
     ],
 )
 def test_what_is_loaded_is_what_was_saved(examples: int, ways: tuple[str, ...]) -> None:

@@ -74,10 +74,10 @@ def baseline(server: Server, tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @pytest.mark.slow
 def test_memory(tmp_path: Path, server: Server, baseline: int) -> None:
-    """Every command keeps the promise on a checkpoint four times as large; measured as the kernel counts it."""
+    """Every command keeps the promise on a checkpoint twice as large; measured as the kernel counts it."""
     run = tmp_path / "run"
-    sparse_run(run, infos(10, SHAPE), world_size=2)
-    assert sum(info.nbytes for info in open_source(run).tensors.values()) > 3.5 * (LARGEST + ALLOWANCE)
+    sparse_run(run, infos(6, SHAPE), world_size=2)
+    assert sum(info.nbytes for info in open_source(run).tensors.values()) > 2 * (LARGEST + ALLOWANCE)
     commands = {
         "inspect": ("inspect", run),
         "verify": ("verify", run),
@@ -95,6 +95,7 @@ def test_memory(tmp_path: Path, server: Server, baseline: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_gigabytes(tmp_path: Path, server: Server, baseline: int) -> None:
     """More than two gigabytes are inspected, and read and exported, within the promise; zeros are written as holes."""
     sparse_run(tmp_path / "run", infos(52, SHAPE), world_size=2)

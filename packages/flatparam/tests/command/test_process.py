@@ -56,12 +56,23 @@ def test_no_traceback_and_no_progress_in_a_pipe(tmp_path: Path) -> None:
     assert (process.returncode, err) == (0, "")
 
 
+SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+
+
 @pytest.mark.parametrize(
-    ("sent", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("kind", "sent"),
+    [
+        ("torch", signal.SIGINT),
+        ("dcp", signal.SIGTERM),
+        ("import", signal.SIGINT),
+        *(
+            pytest.param(*other, marks=pytest.mark.long)
+            for other in [("torch", signal.SIGTERM), ("dcp", signal.SIGINT), ("import", signal.SIGTERM)]
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", ["torch", "dcp", "import"])
 @pytest.mark.slow
-def test_interrupted(sent: signal.Signals, status: int, said: str, kind: str, tmp_path: Path) -> None:
+def test_interrupted(kind: str, sent: signal.Signals, tmp_path: Path) -> None:
     """An interrupt in the middle of writing leaves nothing half, and says so by the exit status."""
     sparse_run(tmp_path / "run", infos(100, (2560, 4096)), world_size=1)  # 4 GB: long enough
     before = entries(tmp_path)
@@ -71,6 +82,7 @@ def test_interrupted(sent: signal.Signals, status: int, said: str, kind: str, tm
         os.sched_yield()
     process.send_signal(sent)
     _, err = process.communicate()
+    status, said = SIGNALS[sent]
     assert process.returncode == status, err
     assert said in err
     assert "Traceback" not in err
