@@ -109,7 +109,12 @@ def load_pretrained(
         TypeError: for a model, a path or a dtype that is none, or a function that returns no module.
         ValueError: for arguments that do not fit each other.
     """
-    topology = _topology(model, arguments)
+    try:
+        topology = _topology(model, arguments)
+    except Exception:
+        # Without ranks there is nobody to tell what is wrong with the arguments.
+        _check_arguments(model, path, dtype, arguments)
+        raise
     if isinstance(arguments.get("process_group"), str):
         # A name makes a group each time that it is resolved.
         arguments["process_group"] = topology.shard
