@@ -8,6 +8,7 @@ from typing import Final
 
 from torch import nn
 
+from flatparam.compat.unloading import guard_adapters
 from flatparam.observing import debug_log, whole_program
 from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving import Resolved, ResolvedTree
@@ -79,6 +80,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         shares=() if resolved.rules is None else resolved.rules.shares,
     )
     repacking.keep_packing(modules, resolved.ignored)
+    guard_adapters()
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
