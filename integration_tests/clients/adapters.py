@@ -47,11 +47,20 @@ def torchao_int4() -> LlamaForCausalLM:
     return model
 
 
+def torchao_float8() -> LlamaForCausalLM:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    model = llama()
+    quantize_(model.model, Float8WeightOnlyConfig())
+    return model
+
+
 BASES: Final[dict[str, Callable[[], LlamaForCausalLM]]] = {
     "plain": llama,
     "nf4": four_bits,
     "torchao int8": torchao_int8,
     "torchao int4": torchao_int4,
+    "torchao float8": torchao_float8,
 }
 
 
@@ -188,15 +197,51 @@ def exported(world: Collectives | None, orig: bool) -> Any:
     }
 
 
-def unloaded(world: Collectives, orig: bool) -> str:
-    """What comes of `merge_and_unload` of a sharded model."""
+def refused(world: Collectives, orig: bool) -> dict[str, str]:
+    """What PEFT's methods that change the model say of a sharded one; it trains on."""
     model = sharded(adapted("plain"), world, use_orig_params=orig)
-    try:
-        with summoned(model, writeback=True):
-            inner(model).merge_and_unload()
-    except Exception as error:
-        return str(error)
-    return ""
+    said = {}
+    for name in ("merge_and_unload", "unload", "merge_adapter", "unmerge_adapter"):
+        for where in (contextlib.nullcontext(), summoned(model, writeback=True)):
+            inside = "" if isinstance(where, contextlib.nullcontext) else " in full"
+            if inside and not name.endswith("unload"):
+                continue
+            try:
+                with where:
+                    getattr(inner(model), name)()
+            except Exception as error:
+                said[f"{name}{inside}"] = f"{type(error).__name__}: {error}"
+    losses(model, world.rank)
+    return said
+
+
+class Int4ByHand(nn.Module):
+    """A weight as `Int4WeightOnlyConfig` makes it on a GPU, and a parameter that is trained."""
+
+    def __init__(self) -> None:
+        from torchao.quantization import Int4Tensor
+
+        super().__init__()
+        torch.manual_seed(0)
+        qdata = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
+        scale, zero = torch.rand(2, 64).bfloat16(), torch.zeros(2, 64).bfloat16()
+        weight = Int4Tensor(qdata, scale, zero, [1, 32], torch.Size([64, 64]))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(1))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        parts = {name: getattr(weight, name).clone() for name in weight.__tensor_flatten__()[0]}
+        self.seen += [parts, type(weight), weight.block_size]
+        return x * self.trained
+
+
+def see_int4(world: Collectives, orig: bool) -> Any:
+    """What a sharded layer sees of its weight, and the bytes of it that this rank keeps."""
+    model = sharded(Int4ByHand(), world, use_orig_params=orig)
+    model(torch.ones(2)).sum().backward()
+    return [*inner(model).seen, quantised.kept_nbytes(model)]
 
 
 def collected(world: Collectives | None, kind: str, installed: bool) -> dict[str, Tensor]:

@@ -56,6 +56,32 @@ def test_training(base: str, settings: str, orig: bool) -> None:
     assert_trained(make, orig)
 
 
+@pytest.mark.skipif(not HAS_TORCHAO, reason="it takes torchao")
+@pytest.mark.parametrize("packing", ["plain", "preshuffled", "plain_int32", "tile_packed_to_4d"])
+def test_int4_of_torchao_needs_a_gpu(packing: str) -> None:
+    """No format of `Int4WeightOnlyConfig` is there for a CPU, sharded or not: the guide says so."""
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    needs = "mslk|does not support device 'cpu'|CUDA"
+    with pytest.raises((ImportError, NotImplementedError, AssertionError), match=needs):
+        quantize_(model, Int4WeightOnlyConfig(group_size=32, int4_packing_format=packing))
+
+
+@EXPOSURES
+@pytest.mark.skipif(not HAS_TORCHAO, reason="it takes torchao")
+def test_int4_weights_from_a_gpu_are_sharded(orig: bool) -> None:
+    """The layer sees torchao's tensor again, with the bytes that it was made of; each rank keeps half of them."""
+    whole = adapters.Int4ByHand().weight
+    parts = {name: getattr(whole, name) for name in whole.__tensor_flatten__()[0]}
+    nbytes = sum(each.numel() * each.itemsize for each in parts.values())
+    for seen, kind, block_size, kept in run_threads(RANKS, adapters.see_int4, orig):
+        assert kind is type(whole)
+        assert block_size == whole.block_size
+        assert_equal(seen, parts)
+        assert kept == nbytes // RANKS
+
+
 @EXPOSURES
 @pytest.mark.parametrize("base", ["plain", "nf4"])
 def test_norms_and_embeddings_are_trained_beside_an_adapter(base: str, orig: bool) -> None:
@@ -101,11 +127,18 @@ def test_a_merged_model_is_exported(orig: bool) -> None:
 
 @EXPOSURES
 def test_an_adapter_is_not_unloaded_from_shards(orig: bool) -> None:
-    """`merge_and_unload` takes modules out of a sharded model, and the error names one, and what to do, on every rank."""
-    for said in run_threads(RANKS, adapters.unloaded, orig):
-        assert "that held 'weight'" in said
-        assert "taken out of the model" in said
-        assert "change the model first, and shard it then" in said
+    """`merge_and_unload`, and merging of parts, are refused before anything has changed, with what to do; training goes on."""
+    for rank, said in enumerate(run_threads(RANKS, adapters.refused, orig)):
+        for name in ("merge_and_unload", "unload"):
+            for where in ("", " in full"):
+                found = said.pop(f"{name}{where}")
+                assert found.startswith(
+                    f"FlatParamError: rank {rank}: {name}(): the model in this LoraModel is sharded"
+                )
+                assert "call merge_adapter() inside summon_full_params and take state_dict()" in found
+        for name in ("merge_adapter", "unmerge_adapter"):
+            assert f"Call {name}() on every rank inside summon_full_params" in said.pop(name)
+        assert not said
 
 
 @pytest.mark.processes

@@ -16,6 +16,8 @@ from flatparam_comm.testing import run_processes, run_threads
 if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "transformers", "peft")):
     pytest.skip("it takes bitsandbytes, transformers and peft", allow_module_level=True)
 
+import bitsandbytes as bnb
+
 from . import quantised
 from .quantised import RANKS, trained, whole
 
@@ -50,6 +52,39 @@ def test_in_processes(shard: str) -> None:
     expected = quantised.losses(whole())
     for rank, found in enumerate(run_processes(RANKS, trained, getattr(quantised, shard), {}, {})):
         assert found == ([of_ranks[rank] for of_ranks in expected], quantised_nbytes() // RANKS)
+
+
+def evaluating(world: Collectives | None, use_orig_params: bool) -> list[Any]:
+    """Train, and answer after each step."""
+    model = whole()
+    if world is None:
+        for layer in model.modules():
+            # On a CPU with AVX512-BF16 it would compute answers in bf16, and train no more.
+            if isinstance(layer, bnb.nn.Linear4bit):
+                layer.support_avx512bf16_for_cpu = False
+    else:
+        for layer in model.modules():
+            # As it is there, so that this is tested everywhere.
+            if isinstance(layer, bnb.nn.Linear4bit):
+                layer.support_avx512bf16_for_cpu = True
+        model = quantised.ours(model, use_orig_params=use_orig_params)
+    answers: list[Any] = []
+
+    def answer() -> None:
+        model.eval()
+        with torch.no_grad():
+            answers.append(model(input_ids=torch.tensor([[1, 2, 3]])).logits.tolist())
+        model.train()
+
+    return [quantised.losses(model, None if world is None else world.rank, answer), answers]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_evaluating_between_steps(use_orig_params: bool) -> None:
+    """Layers keep their bytes where bitsandbytes would repack them; answers between steps are those of one process."""
+    losses, answers = evaluating(None, use_orig_params)
+    found = run_threads(RANKS, evaluating, use_orig_params)
+    assert found == [[[of_ranks[rank] for of_ranks in losses], answers] for rank in range(RANKS)]
 
 
 def publishing(world: Collectives, folder: Path, use_orig_params: bool) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import flatparam
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import SingleCollectives, run_threads
+from flatparam_comm import FlatParamError, SingleCollectives, run_threads
 
 pytestmark = pytest.mark.usefixtures("leftovers_do_not_count")
 
@@ -155,3 +155,60 @@ def test_an_error_leaves_the_names_alone(peft: Any) -> None:
         with pytest.raises(AttributeError):
             peft.set_peft_model_state_dict(model, None)
         assert "named_modules" not in vars(model)
+
+
+class BaseTuner(nn.Module):
+    """As PEFT's: the model with the layers of an adapter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+    def merge_adapter(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, Layer):
+                layer.base.weight.data += layer.lora["mine"].weight.data
+
+    def merge_and_unload(self) -> nn.Module:
+        self.merge_adapter()
+        del self.model.lora
+        return self.model
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_an_adapter_is_merged_in_full_and_not_unloaded(
+    use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merging parts, or taking an adapter out of shards, is refused with what to do; merging full weights works."""
+    home = types.ModuleType("peft.tuners.tuners_utils")
+    # Without the guards of tests before.
+    tuner = home.BaseTuner = type("BaseTuner", (BaseTuner,), dict(vars(BaseTuner)))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    x = torch.ones(2, 3)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return tuner(Layer())
+
+    def rank(world: Any) -> torch.Tensor:
+        model = flatparam.FullyShardedDataParallel(made(), use_orig_params=use_orig_params)
+        with pytest.raises(FlatParamError, match=r"merge_and_unload\(\).*is sharded.*nothing was changed"):
+            model.module.merge_and_unload()
+        with pytest.raises(FlatParamError, match=r"Call merge_adapter\(\) on every rank inside summon"):
+            model.module.merge_adapter()
+        with model.summon_full_params(model):
+            model.module.merge_adapter()
+            with pytest.raises(FlatParamError, match="call merge_adapter.* and take state_dict"):
+                model.module.merge_and_unload()
+        with torch.no_grad():
+            return model(x)  # type: ignore[no-any-return]
+
+    one = made()
+    one.merge_adapter()
+    for found in run_threads(2, rank):
+        assert torch.equal(found, one(x))
+    # A model that is not sharded does as before.
+    assert isinstance(made().merge_and_unload(), Layer)

@@ -24,6 +24,7 @@ from flatparam import (
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm.testing import run_processes
 from flatparam_state import open_source, read_pretrained, write_dcp, write_hugging_face
 from flatparam_state.files import ByteFile
 
@@ -325,6 +326,92 @@ def test_files_of_one_rank(tmp_path: Path) -> None:
             CheckpointError, match="rank 1: .*has other names, shapes or dtypes .* than on rank 0"
         ):
             load_pretrained(mlp, other / "model.safetensors" if second else path)
+
+    on_ranks(2, rank)
+
+
+def wrong_on_one_rank(world: Collectives, path: Path, process_group: str | None) -> list[str]:
+    """Call what raises on rank 1 alone, in every way; the ranks go on together after each."""
+
+    def factory() -> nn.Module:
+        if world.rank == 1:
+            raise KeyError("no configuration")
+        return mlp()
+
+    def mapping(name: str) -> str:
+        return {}[name] if world.rank == 1 else name
+
+    calls: list[Callable[[], object]] = [
+        lambda: load_pretrained(factory, path, process_group=process_group),
+        lambda: load_pretrained(mlp, path, mapping=mapping, process_group=process_group),
+        lambda: load_pretrained(
+            mlp,
+            None if world.rank == 1 else path,
+            process_group=process_group,  # type: ignore[arg-type]
+        ),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        world.barrier()
+    model = load_pretrained(mlp, path, process_group=process_group)
+    assert isinstance(model, FSDP)
+    return said
+
+
+def assert_told(ranks: list[list[str]]) -> None:
+    first, second = ranks
+    assert first[0] == (
+        "CheckpointError: rank 1: KeyError: 'no configuration'; the model was not made there; nothing was read"
+    )
+    assert second[0] == "KeyError: 'no configuration'"
+    assert first[1] == second[1] == "CheckpointError: rank 1: KeyError: '0.bias'"
+    wanted = "TypeError: load_pretrained: expected the path of a file or a folder, found None"
+    assert second[2] == wanted
+    assert first[2] == f"CheckpointError: rank 1: {wanted}; the model was not made there; nothing was read"
+
+
+def test_what_raises_on_one_rank(tmp_path: Path) -> None:
+    """If the model's function, the mapping or an argument is wrong on one rank, the others are told before they wait."""
+    path = written(disturbed(mlp), "one file", tmp_path)
+    assert_told(on_ranks(2, wrong_on_one_rank, path, None))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("process_group", [None, "shared_memory"], ids=["gloo", "shared memory"])
+def test_what_raises_on_one_process(process_group: str | None, tmp_path: Path) -> None:
+    """The same in processes, through gloo and through shared memory, which `process_group` names."""
+    path = written(disturbed(mlp), "one file", tmp_path)
+    assert_told(run_processes(2, wrong_on_one_rank, path, process_group))
+
+
+def test_a_refused_model_keeps_its_dtype(tmp_path: Path) -> None:
+    """A model on the meta device that the files do not fit has the dtypes that it had, whatever `dtype` was asked for."""
+    path = written(disturbed(mlp), "one file", tmp_path)
+
+    def rank(world: Collectives) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(9, 9))
+        with pytest.raises(CheckpointError, match=r"expected shape \(9, 9\), found \(5, 3\)"):
+            load_pretrained(model, path, dtype=torch.bfloat16)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+    on_ranks(2, rank)
+
+
+def test_a_function_that_shards(tmp_path: Path) -> None:
+    """A function may return a sharded model, whose values are replaced; arguments that would have no effect are refused."""
+    expected = disturbed(mlp)
+    path = written(expected, "one file", tmp_path)
+
+    def rank(world: Collectives) -> None:
+        model = load_pretrained(lambda: fully_shard(seeded(mlp)), path)
+        same_values(model.state_dict(), expected.state_dict())
+        with pytest.raises(ValueError, match="sharded already, so dtype would have no effect"):
+            load_pretrained(lambda: fully_shard(seeded(mlp)), path, dtype=torch.bfloat16)
 
     on_ranks(2, rank)
 

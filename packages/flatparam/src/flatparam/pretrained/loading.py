@@ -18,7 +18,7 @@ from torch import nn
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam.pretrained.making import cast_parameters, hollow, materialise, unknown_buffers
 from flatparam.sharding.deferred_init import ValuesLater
-from flatparam_comm import Topology, resolve_topology
+from flatparam_comm import Topology, resolve_topology, telling
 from flatparam_runtime import units_in
 from flatparam_state import CheckpointError, Fit, Names, PretrainedFiles, fit, read_pretrained
 
@@ -104,28 +104,32 @@ def load_pretrained(
 
     Raises:
         CheckpointError: on every rank, if the files are damaged or do not fit on one, or nothing gives values to
-            buffers, naming rank and tensors.
+            buffers, naming rank and tensors. If the function, or an argument, is wrong on some ranks, those raise
+            what it has raised there, and the others this, which says what and where.
         TypeError: for a model, a path or a dtype that is none, or a function that returns no module.
         ValueError: for arguments that do not fit each other.
     """
-    _check_arguments(model, path, dtype, arguments)
-    made = model if isinstance(model, nn.Module) else hollow(model)
-    if not isinstance(made, nn.Module):
-        raise TypeError(
-            f"load_pretrained: expected a function that returns a module, and it returned {made!r}"
-        )
-    if dtype is not None:
-        cast_parameters(made, dtype)
-    topology = _topology(made, arguments)
+    try:
+        topology = _topology(model, arguments)
+    except Exception:
+        # Without ranks there is nobody to tell what is wrong with the arguments.
+        _check_arguments(model, path, dtype, arguments)
+        raise
     if isinstance(arguments.get("process_group"), str):
         # A name makes a group each time that it is resolved.
-        arguments["process_group"] = topology
+        arguments["process_group"] = topology.shard
+    made = _made_by_all(lambda: _made(model, path, dtype, arguments), topology)
+    # A function may have sharded what it returns.
+    topology = _topology(made, arguments)
     files, found = _compared(made, path, mapping, strict, topology)
-    if not units_in(made):
-        made = _sharded(made, files, found, arguments)
     is_first = topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)
-    with _bar(progress, files, is_first, topology) as observe:
-        nbytes_read = read_pretrained(made, files, topology, observe=observe)
+    with telling("load_pretrained"):
+        if not units_in(made):
+            if dtype is not None:
+                cast_parameters(made, dtype)
+            made = _sharded(made, files, found, arguments)
+        with _bar(progress, files, is_first, topology) as observe:
+            nbytes_read = read_pretrained(made, files, topology, observe=observe)
     if is_first:
         _warn(files, found)
     if not output_loading_info:
@@ -148,13 +152,6 @@ def _check_arguments(model: Any, path: Any, dtype: Any, arguments: dict[str, Any
         raise TypeError(f"load_pretrained: expected the path of a file or a folder, found {path!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"load_pretrained: expected a dtype, such as torch.bfloat16, found {dtype!r}")
-    is_sharded = isinstance(model, nn.Module) and bool(units_in(model))
-    if is_sharded and (arguments or dtype is not None):
-        named = [*arguments, *(["dtype"] if dtype is not None else [])]
-        raise ValueError(
-            f"load_pretrained: this {type(model).__name__} is sharded already, so {', '.join(named)} would have no "
-            "effect; leave them out"
-        )
     if arguments.get("sync_module_states"):
         raise ValueError(
             "load_pretrained: sync_module_states sends rank 0's values, and here each rank reads its own; leave it out"
@@ -163,8 +160,58 @@ def _check_arguments(model: Any, path: Any, dtype: Any, arguments: dict[str, Any
         raise ValueError(f"load_pretrained: expected a floating-point dtype, found {dtype}")
 
 
-def _topology(model: nn.Module, arguments: dict[str, Any]) -> Topology:
-    units = units_in(model)
+def _made(model: Any, path: Any, dtype: Any, arguments: dict[str, Any]) -> nn.Module:
+    """The model without values; for the errors see `_check_arguments`."""
+    _check_arguments(model, path, dtype, arguments)
+    made = model if isinstance(model, nn.Module) else hollow(model)
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"load_pretrained: expected a function that returns a module, and it returned {made!r}"
+        )
+    _check_unsharded(made, dtype, arguments)
+    return made
+
+
+def _check_unsharded(model: nn.Module, dtype: torch.dtype | None, arguments: dict[str, Any]) -> None:
+    """Check that a model that is sharded already comes without arguments that say how to shard it.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    named = [*arguments, *(["dtype"] if dtype is not None else [])]
+    if named and units_in(model):
+        raise ValueError(
+            f"load_pretrained: this {type(model).__name__} is sharded already, so {', '.join(named)} would have no "
+            "effect; leave them out"
+        )
+
+
+def _made_by_all(make: Callable[[], nn.Module], topology: Topology) -> nn.Module:
+    """What `make()` returns, if it returns on all ranks: there is no other news of a rank that raises so early.
+
+    Raises:
+        CheckpointError: if it has raised on another rank only; here, its own exception goes on.
+    """
+    made, cause = None, None
+    try:
+        made = make()
+    except Exception as error:
+        cause = error
+    said = "" if cause is None else f"{type(cause).__name__}: {cause}"
+    told = topology.exchange(said, label="make the model")
+    if cause is not None:
+        raise cause
+    for rank, text in enumerate(told):
+        if text:
+            raise CheckpointError(
+                f"rank {rank}: {text}", rank=rank, hint="the model was not made there; nothing was read"
+            )
+    assert made is not None, "nobody has failed"
+    return made
+
+
+def _topology(model: Any, arguments: dict[str, Any]) -> Topology:
+    units = units_in(model) if isinstance(model, nn.Module) else []
     if units:
         return units[0].topology
     chosen = arguments.get("device_mesh")
@@ -186,7 +233,7 @@ def _compared(
         said = _refusal(model, files, found, strict)
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
         result = files, found
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # `mapping` is somebody else's function
         said, cause = f"{type(error).__name__}: {error}", error
     told = topology.exchange((said, facts), label="compare files")
     for rank, (text, theirs) in enumerate(told):

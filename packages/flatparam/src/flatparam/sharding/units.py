@@ -8,10 +8,11 @@ from typing import Final
 
 from torch import nn
 
+from flatparam.compat.unloading import guard_adapters
 from flatparam.observing import debug_log, whole_program
 from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving import Resolved, ResolvedTree
-from flatparam.sharding import compiling, deferred_init, extensions, placement
+from flatparam.sharding import compiling, deferred_init, extensions, placement, repacking
 from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
 
@@ -32,6 +33,7 @@ def shard_tree(
     Raises:
         FlatParamError: if a module was wrapped before, and has got parameters since that no unit holds.
     """
+    repacking.refuse_repacked(module, tree.root.ignored)
     wrap_chosen(module, tree.inside, lambda child: wrap(child, tree.inside[child]))
     return _unit_for(module, tree.root)
 
@@ -54,6 +56,7 @@ def _notice() -> None:
 
 def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
     """Make `module`, which is no unit yet, one as its settings were resolved."""
+    repacking.refuse_repacked(module, resolved.ignored)
     _notice()
     modules = placement.own_modules(module, resolved.ignored)
     tensors = list(placement.own_tensors(modules, resolved.ignored))
@@ -76,6 +79,8 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         rule_of=resolved.rules,
         shares=() if resolved.rules is None else resolved.rules.shares,
     )
+    repacking.keep_packing(modules, resolved.ignored)
+    guard_adapters()
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
