@@ -91,8 +91,8 @@ def count_step(state: Any) -> None:
 class MatrixOptimizer(WholeOptimizer):
     """An optimizer made of a `MatrixStep`, for sharded parameters of any layout; AdamW steps what is no matrix.
 
-    Each matrix is stepped once for each copy of the parameters, by its owner, a rank that holds a part of it; there is
-    what the function keeps, and it is saved and loaded with the rest of the state, at any number of ranks.
+    Each matrix is stepped once in the world, by its owner, a rank that holds a part of it; there is what the function
+    keeps, and it is saved and loaded with the rest of the state, at any number of ranks. Replicas share this work.
     """
 
     def __init__(

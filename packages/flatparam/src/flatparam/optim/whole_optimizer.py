@@ -93,6 +93,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         if "_home" not in vars(self):
             self._prepare()
             allow_shards(self)
+        self._stepper.plan_anew()
         for group in self.param_groups:
             for name, value in self._settings[group[RULE]].items():
                 group.setdefault(name, value)
