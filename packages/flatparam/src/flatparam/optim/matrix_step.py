@@ -9,7 +9,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, adamw_settings, are_matrices
+from flatparam.optim.whole_optimizer import (
+    Choice,
+    WholeOptimizer,
+    adamw_settings,
+    add_scaled,
+    are_matrices,
+)
 
 __all__ = ["MatrixOptimizer", "MatrixStep"]
 
@@ -78,7 +84,7 @@ class _FunctionRule:
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
         rate = float(settings["lr"])
         part.mul_(1 - rate * settings["weight_decay"])
-        part.add_(update, alpha=-rate)
+        add_scaled(part, update, -rate)
 
 
 def count_step(state: Any) -> None:
