@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam.optim import Muon
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.optim import MatrixOptimizer, Muon
 from flatparam.optim.muon import orthogonalised
+from flatparam_comm import Collectives
 
-from .whole_cases import Case, all_cases, check, few_cases
+from ..worlds import on_ranks
+from .whole_cases import Case, Sign, all_cases, assert_same, check, few_cases
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.01, "adamw_betas": (0.9, 0.95)}
 
@@ -73,3 +76,31 @@ def test_orthogonalised_is_that_of_torch(shape: tuple[int, int]) -> None:
         theirs = _zeropower_via_newtonschulz(before.clone(), (3.4445, -4.7750, 2.0315), 4, 1e-7)
         assert found.dtype is torch.bfloat16
         assert torch.equal(found, theirs)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "MatrixOptimizer"])
+def test_half_precision_is_exact(kind: str, use_orig_params: bool) -> None:
+    """Parameters in half precision have the bits of the same optimizer in one process, wherever they are cut."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return Muon(parameters, **SETTINGS) if kind == "Muon" else MatrixOptimizer(parameters, Sign(), lr=0.1)
+
+    def build_half() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 10), nn.Linear(10, 16)).to(torch.bfloat16)
+
+    def train(model: nn.Module) -> nn.Module:
+        optimizer = make(model.parameters())
+        for step in range(3):
+            model.zero_grad()
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model
+
+    def rank(world: Collectives) -> Any:
+        return dict(train(FSDP(build_half(), world, use_orig_params=use_orig_params)).state_dict())
+
+    expected = dict(train(build_half()).state_dict())
+    for found in on_ranks(4, rank):
+        assert_same(found, expected)

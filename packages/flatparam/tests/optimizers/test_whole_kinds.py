@@ -9,7 +9,7 @@ import torch
 
 from flatparam.optim import Adafactor, MatrixOptimizer, Shampoo, TransformersAdafactor
 
-from .whole_cases import HYBRID, Case, Sign, all_cases, check, few_cases
+from .whole_cases import Case, Sign, all_cases, check, few_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -34,9 +34,7 @@ PLAIN: dict[str, Any] = {
 
 def is_exact(kind: str, case: Case) -> None:
     make, whole = KINDS[kind]
-    # If a rule keeps state, each replica has it, and steps all.
-    replicas = {HYBRID: case.ranks // 2, "NO_SHARD": case.ranks}.get(case.strategy, 1)
-    check(case, make, lambda model: [PLAIN[kind](model.parameters())], whole=whole * replicas)
+    check(case, make, lambda model: [PLAIN[kind](model.parameters())], whole=whole)
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=str)

@@ -238,3 +238,70 @@ def test_distributed_checkpoints(cases: list[tuple[str, Case, Case]], tmp_path: 
     for each in run_processes(4, resume_each, tmp_path, cases):
         for kind, found in each:
             assert_same(found, expected(kind))
+
+
+# Where state is that owners keep
+
+
+def kept_by(optimizer: Any) -> list[int]:
+    """The parameters that are stepped as wholes, by number, of which this rank has more than each part has."""
+    parts = optimizer._rule.part_states
+    (group,) = (group for group in optimizer.param_groups if group["rule"] != "adamw")
+    return [
+        number for number, each in enumerate(group["params"]) if set(optimizer.state.get(each, ())) - parts
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(4, "blocks", HYBRID, True), Case(2, "one unit", "NO_SHARD", False)], ids=str
+)
+@pytest.mark.parametrize("kind", ["adafactor", "shampoo", "own"])
+def test_replicas_share_state(kind: str, case: Case) -> None:
+    """One rank in the world keeps what belongs to a matrix; after a load, which all have, the same is so after a step."""
+
+    def rank(world: Collectives) -> Any:
+        model, optimizer = wrapped(kind, case, world)
+        train(model, optimizer, stop=2)
+        first, steps = kept_by(optimizer), optimizer.whole_steps
+        state = FSDP.optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+        loaded = kept_by(optimizer)
+        train(model, optimizer, start=2)
+        assert_same(results(model, optimizer), expected(kind))
+        return first, loaded, kept_by(optimizer), steps
+
+    told = on_ranks(case.ranks, rank)
+    matrices = [number for numbers in told for number in numbers[0]]
+    assert len(matrices) == len(set(matrices)) == 6
+    assert sum(steps for *_, steps in told) == 2 * (16 if kind == "adafactor" else 6)
+    assert all(set(loaded) >= set(first) for first, loaded, _, _ in told)
+    again = [number for numbers in told for number in numbers[2]]
+    assert sorted(again) == sorted(matrices)
+
+
+def test_state_of_one_rank_stays_with_its_owner() -> None:
+    """Each rank's own `state_dict()` goes on in a new optimizer, though its matrices would be dealt out otherwise."""
+
+    def make(world: Collectives) -> tuple[FSDP, list[nn.Parameter]]:
+        model = Case(3, "layers", "NO_SHARD").wrap(world)
+        return model, [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+    def some(model: FSDP, optimizer: Any, start: int, stop: int) -> None:
+        train(model, optimizer, start=start, stop=stop)
+
+    def rank(world: Collectives, resumes: bool) -> Any:
+        model, (first, *others) = make(world)
+        optimizer = Shampoo([first])
+        some(model, optimizer, 0, 2)
+        optimizer.add_param_group({"params": others})
+        some(model, optimizer, 2, 4)
+        if resumes:
+            values, state = dict(model.state_dict()), optimizer.state_dict()
+            model, (first, *others) = make(world)
+            model.load_state_dict(values)
+            optimizer = Shampoo([{"params": others}, {"params": [first]}][::-1])
+            optimizer.load_state_dict(state)
+        some(model, optimizer, 4, 6)
+        return dict(model.state_dict())
+
+    assert_same(on_ranks(3, rank, True)[0], on_ranks(3, rank, False)[0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.optim import Muon
+from flatparam.optim import Adafactor, Muon, Shampoo
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import (
     ByteLedger,
@@ -39,25 +39,39 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) ->
     optimizer.step()
 
 
-@pytest.mark.parametrize("bucket", [1, 300, 1 << 22])
+KINDS: dict[str, tuple[Any, int, int]] = {
+    "Muon": (Muon, 2, 2),
+    "Adafactor": (Adafactor, 8, 4),
+    "Shampoo": (Shampoo, 4, 4),
+}
+"""The optimizers, and the bytes of an element that travel to the owner and back: float32 but Muon's, Adafactor's twice."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket"),
+    [("Muon", 1), ("Muon", 300), ("Muon", 1 << 22), ("Adafactor", 300), ("Shampoo", 300)],
+)
 @pytest.mark.parametrize("case", few_cases(), ids=str)
-def test_bytes_are_the_formula(case: Case, bucket: int) -> None:
-    """A rank sends its parts of cut matrices to their owners in bfloat16, and gets as much back, with a flag for each."""
-    nbytes = torch.bfloat16.itemsize
+def test_bytes_are_the_formula(case: Case, kind: str, bucket: int) -> None:
+    """A rank sends its parts of cut matrices to their owners, and gets as much back, with a flag for each, also replicas."""
+    make, given, returned = KINDS[kind]
+    streams = 2 if kind == "Adafactor" else 1
 
     def rank(world: Collectives) -> Any:
         ledger = ByteLedger()
         model = case.wrap(RecordingCollectives(world, ledger))
-        optimizer = Muon(model.parameters())
+        optimizer = make(model.parameters())
         with BUCKET.set_to(bucket):
             step(model, optimizer)
         found = [
             ledger.by_label()[label].sent_nbytes if label in ledger.by_label() else 0 for label in LABELS
         ]
+        if not optimizer._stepper.routes:
+            return found, found, found[:2]
         (routes,) = optimizer._stepper.routes
         shards, replicas = routes.ranks, routes.replicas
-        place = (world.rank // shards) * shards + world.rank % shards if replicas > 1 else world.rank
-        replica, own = divmod(place, shards)
+        assert shards * replicas == case.ranks
+        replica, own = divmod(world.rank, shards)
         to_owners = from_owner = 0
         for number, matrix in enumerate(routes.matrices):
             at, owner = divmod(routes.owners[number], shards)
@@ -65,10 +79,12 @@ def test_bytes_are_the_formula(case: Case, bucket: int) -> None:
                 continue
             for holder, span in matrix.spans.items():
                 if holder == own != owner:
-                    to_owners += (span.numel + 1) * nbytes
+                    to_owners += span.numel * given + given // streams
                 if own == owner != holder:
-                    from_owner += (span.numel + 1) * nbytes
-        planned = [nbytes * numel for numel in routes.sent_numels(place)]
+                    from_owner += (span.numel + 1) * returned
+        numels = routes.sent_numels(world.rank, streams)
+        nbytes = (given // streams, returned, returned)
+        planned = [each * numel for each, numel in zip(nbytes, numels, strict=True)]
         return found, planned, [to_owners, from_owner]
 
     for found, planned, counted in on_ranks(case.ranks, rank):
@@ -281,6 +297,34 @@ def test_a_gradient_on_some_ranks_only_is_refused() -> None:
         return all(map(torch.equal, before, model.parameters()))
 
     assert on_ranks(3, rank) == [True] * 3
+
+
+@pytest.mark.parametrize("kind", [Muon, Shampoo])
+def test_a_gradient_in_one_replica_only_is_refused(kind: Any) -> None:
+    """If each replica has the whole matrix, the one whose gradient differs from the owner's says so."""
+
+    def rank(world: Collectives) -> str:
+        model = FSDP(
+            nn.Linear(8, 8, bias=False),
+            world,
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+        )
+        optimizer = kind(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        before = next(model.parameters()).detach().clone()
+        if world.rank == 1:
+            next(model.parameters()).grad = None
+        try:
+            optimizer.step()
+        except FlatParamError as error:
+            assert torch.equal(before, next(model.parameters()))
+            return str(error)
+        return ""
+
+    told = on_ranks(3, rank)
+    assert "has no gradient on this rank" in told[1]
+    assert not told[0]
 
 
 def test_other_parameters_on_other_ranks_are_refused() -> None:

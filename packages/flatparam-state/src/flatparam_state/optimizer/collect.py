@@ -74,7 +74,8 @@ def optimizer_state_dict(
         if all_agree(places, not raw["state"] and made is not None):
             states, kind = made or {}, FirstState
     found: dict[str, dict[str, Any]] = {}
-    for place, fqn, name, value in sharded_states(places, states, form):
+    with_owners = any(item.part_states is not None for item in holding.items)
+    for place, fqn, name, value in sharded_states(places, states, form, with_owners=with_owners):
         if form.keeps(place):
             found.setdefault(fqn, kind())[name] = value
     for item, values in states.items():

@@ -76,15 +76,40 @@ def _local(place: Place, states: Mapping[Held, Mapping[str, Any]]) -> dict[str, 
     return found
 
 
+def _bring_together(replicas: Collectives, mine: Sequence[dict[str, _Local]]) -> None:
+    """Add what only other replicas have of states that are not cut."""
+    plain = [{name: local.plain for name, local in named.items()} for named in mine]
+    for told in replicas.exchange(plain, label="optimizer state of owners"):
+        for named, theirs in zip(mine, told, strict=True):
+            for name, values in theirs.items():
+                local = named.setdefault(name, _Local())
+                for index, value in values.items():
+                    if index not in local.parts:
+                        local.plain.setdefault(index, value)
+
+
 def sharded_states(
-    places: Sequence[Place], states: Mapping[Held, Mapping[str, Any]], form: StateForm
+    places: Sequence[Place],
+    states: Mapping[Held, Mapping[str, Any]],
+    form: StateForm,
+    *,
+    with_owners: bool = False,
 ) -> Iterator[tuple[Place, str, str, Any]]:
     """The states of the parameters of `places`: of each its place, the parameter, its name and its value.
 
     Every rank calls it. The ranks of a group agree first: a rank may hold no element of a parameter, and so no state.
+
+    Args:
+        places: the flat parameters.
+        states: what this rank has.
+        form: of the values.
+        with_owners: some states may be on one rank alone, in one of the replicas; see `Held.is_kept_once`.
     """
-    for group, batch in itertools.groupby(places, key=lambda place: place.unit.plan.topology.shard):
-        agreement = _Agreement.reach(group, [(place, _local(place, states)) for place in batch])
+    for topology, batch in itertools.groupby(places, key=lambda place: place.unit.plan.topology):
+        found = [(place, _local(place, states)) for place in batch]
+        if with_owners and topology.replicate is not None:
+            _bring_together(topology.replicate, [local for _, local in found])
+        agreement = _Agreement.reach(topology.shard, found)
         for number in range(len(agreement.locals)):
             yield from agreement.states(number, form)
 

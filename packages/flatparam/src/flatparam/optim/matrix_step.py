@@ -9,7 +9,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, adamw_settings, are_matrices
+from flatparam.optim.whole_optimizer import (
+    Choice,
+    WholeOptimizer,
+    adamw_settings,
+    add_scaled,
+    are_matrices,
+)
 
 __all__ = ["MatrixOptimizer", "MatrixStep"]
 
@@ -78,7 +84,7 @@ class _FunctionRule:
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
         rate = float(settings["lr"])
         part.mul_(1 - rate * settings["weight_decay"])
-        part.add_(update, alpha=-rate)
+        add_scaled(part, update, -rate)
 
 
 def count_step(state: Any) -> None:
@@ -91,8 +97,8 @@ def count_step(state: Any) -> None:
 class MatrixOptimizer(WholeOptimizer):
     """An optimizer made of a `MatrixStep`, for sharded parameters of any layout; AdamW steps what is no matrix.
 
-    Each matrix is stepped once for each copy of the parameters, by its owner, a rank that holds a part of it; there is
-    what the function keeps, and it is saved and loaded with the rest of the state, at any number of ranks.
+    Each matrix is stepped once in the world, by its owner, a rank that holds a part of it; there is what the function
+    keeps, and it is saved and loaded with the rest of the state, at any number of ranks. Replicas share this work.
     """
 
     def __init__(

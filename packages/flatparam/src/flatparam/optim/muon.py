@@ -10,7 +10,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import Choice, WholeOptimizer, adamw_settings, are_matrices
+from flatparam.optim.whole_optimizer import (
+    Choice,
+    WholeOptimizer,
+    adamw_settings,
+    add_scaled,
+    are_matrices,
+)
 from flatparam_runtime import newton_schulz_flops
 
 __all__ = ["Muon", "orthogonalised"]
@@ -97,7 +103,7 @@ class _Orthogonal:
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
         rate = float(settings["lr"])
         part.mul_(1 - rate * settings["weight_decay"])
-        part.add_(update, alpha=-_adjusted(rate, settings["adjust_lr_fn"], shape))
+        add_scaled(part, update, -_adjusted(rate, settings["adjust_lr_fn"], shape))
 
 
 def _adjusted(rate: float, rule: AdjustRate | None, shape: Sequence[int]) -> float:

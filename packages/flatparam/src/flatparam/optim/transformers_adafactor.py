@@ -12,11 +12,9 @@ from torch import Tensor
 
 from flatparam.optim.adafactor import NewValues, are_all
 from flatparam.optim.matrix_step import count_step
-from flatparam.optim.whole_optimizer import WholeOptimizer
+from flatparam.optim.whole_optimizer import HALF, WholeOptimizer
 
 __all__ = ["TransformersAdafactor"]
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @final
@@ -34,7 +32,7 @@ class _Relative(NewValues):
         return frozenset({"step", "exp_avg_sq"})
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        wide = torch.float32 if dtype in _HALF else dtype
+        wide = torch.float32 if dtype in HALF else dtype
         return wide, wide
 
     def prepare(self, part: Tensor, gradient: Tensor, state: Any, settings: Any) -> Sequence[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatparam_core import FLAT_PARAM, clean_fqn
 from flatparam_runtime import (
@@ -19,13 +19,15 @@ from flatparam_runtime import (
     step_in_segments,
 )
 
-__all__ = ["ADAMW", "Choice", "WholeOptimizer", "adamw_settings", "are_matrices"]
+__all__ = ["ADAMW", "HALF", "Choice", "WholeOptimizer", "adamw_settings", "add_scaled", "are_matrices"]
 
 ADAMW: Final = "adamw"
 """The value under `RULE` of a group of parameters that AdamW steps."""
 RULE: Final = "rule"
 """The key of a group that says who steps its parameters."""
 _PREFIX: Final = "adamw_"
+HALF: Final = (torch.float16, torch.bfloat16)
+"""The dtypes of half precision."""
 
 Choice: TypeAlias = Callable[[str, tuple[int, ...]], bool]
 """A function of a parameter's name and full shape: whether it is stepped as a whole."""
@@ -39,6 +41,19 @@ def adamw_settings(lr: float, betas: tuple[float, float], eps: float, weight_dec
 def are_matrices(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter has two dimensions."""
     return len(shape) == 2
+
+
+def add_scaled(part: Tensor, update: Tensor, scale: float) -> None:
+    """Add `scale` times `update` to `part`, each element as torch adds it in the middle of a tensor, wherever it lies.
+
+    On a CPU torch rounds the last elements of a tensor in half precision otherwise than those before, which it takes a
+    register at a time: those it computes in float32, with the scale in half precision.
+    """
+    if part.dtype != update.dtype or part.dtype not in HALF or part.device.type != "cpu":
+        part.add_(update, alpha=scale)
+        return
+    rounded = torch.tensor(scale, dtype=part.dtype).item()
+    part.copy_(torch.add(part.to(torch.float32), update.to(torch.float32), alpha=rounded))
 
 
 class WholeOptimizer(torch.optim.Optimizer):
@@ -93,6 +108,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         if "_home" not in vars(self):
             self._prepare()
             allow_shards(self)
+        self._stepper.plan_anew()
         for group in self.param_groups:
             for name, value in self._settings[group[RULE]].items():
                 group.setdefault(name, value)

@@ -17,6 +17,10 @@ __all__ = ["Job", "choose_owners", "lower_bound", "newton_schulz_flops"]
 
 _TOLERANCE: Final = 105
 """The most that any place does, in percent of the lower bound, if matrices stay where they are for the most part."""
+_MANY: Final = 16
+"""If more of a size fit into one bin, bins can be filled so well that the sum of all sizes is the better bound."""
+_HEAVY: Final = 8
+"""The sizes of which any two are looked at: those that are most of the work."""
 
 
 @final
@@ -28,8 +32,8 @@ class Job:
     """In any unit; all jobs of a plan have the same."""
     holders: Sequence[tuple[int, int]]
     """Ranks that hold elements of it, each with their number; at least one."""
-    stays: bool = False
-    """Whether it has to be stepped by a rank that holds elements of it."""
+    places: Sequence[int] = ()
+    """The places that may step it; empty stands for all."""
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
@@ -46,23 +50,53 @@ def lower_bound(costs: Sequence[int], places: int) -> int:
     """The least that the busiest of `places` does, however `costs` are dealt out.
 
     It is the least capacity of bins, as large as the largest cost and as the mean, that `places` of them may be enough
-    for by two counts of the bins that are needed. For each `k`: a bin with a size above `capacity - k` has no other
-    size of `k` or more, and of those up to half the capacity the rest needs bins by the sum of its sizes (bound L2 of
-    S. Martello, P. Toth, "Lower bounds and reduction procedures for the bin packing problem", Discrete Applied
-    Mathematics 28 (1990), section 3), and by their number, since at most `capacity // k` of them fit into one bin.
+    for by three counts. For each `k`: a bin with a size above `capacity - k` has no other size of `k` or more, and of
+    those up to half the capacity the rest needs bins by the sum of its sizes (bound L2 of S. Martello, P. Toth, "Lower
+    bounds and reduction procedures for the bin packing problem", Discrete Applied Mathematics 28 (1990), section 3),
+    and by their number, since at most `capacity // k` of them fit into one bin. For any two of the sizes that are
+    most of the work: see `_room_beside`.
     """
     if not costs:
         return 0
     least = max(max(costs), -(-sum(costs) // places))
     sizes = sorted(Counter(costs).items())
+    heavy = sorted(sorted(sizes, key=lambda each: (-each[0] * each[1], each))[:_HEAVY])
     most = 2 * least
     while least < most:
         middle = (least + most) // 2
-        if _bins(sizes, middle) > places:
+        if _bins(sizes, middle) > places or not _pairs_fit(heavy, middle, places):
             least = middle + 1
         else:
             most = middle
     return least
+
+
+def _pairs_fit(sizes: Sequence[tuple[int, int]], capacity: int, places: int) -> bool:
+    """Whether `places` bins may be enough for the sizes, each with its count, if all but any two are left out."""
+    for at, (small, smalls) in enumerate(sizes):
+        for large, larges in sizes[at + 1 :]:
+            if capacity // large <= _MANY and _room_beside(large, larges, small, capacity, places) < smalls:
+                return False
+    return True
+
+
+def _room_beside(large: int, larges: int, small: int, capacity: int, places: int) -> int:
+    """How many of size `small` fit, at most, into `places` bins that `larges` of size `large` are dealt out to.
+
+    A bin with `n` large ones has room for `(capacity - n large) // small`. The bins have `larges / places` large ones
+    on the average, so that their average room lies below the upper hull of these points.
+    """
+    most = capacity // large
+    if larges > most * places:
+        return -1
+    room = [(capacity - count * large) // small for count in range(most + 1)]
+    low, more = divmod(larges, places)
+    best = 0 if more else room[low] * places
+    for left in range(low + 1):
+        for right in range(max(left + 1, -(-larges // places)), most + 1):
+            chord = room[left] * (right * places - larges) + room[right] * (larges - left * places)
+            best = max(best, chord // (right - left))
+    return best
 
 
 def _bins(sizes: Sequence[tuple[int, int]], capacity: int) -> int:
@@ -84,9 +118,7 @@ def _bins(sizes: Sequence[tuple[int, int]], capacity: int) -> int:
     return found
 
 
-def choose_owners(
-    jobs: Sequence[Job], ranks: int, replicas: int = 1, *, at_holders: bool = False
-) -> list[int]:
+def choose_owners(jobs: Sequence[Job], ranks: int, replicas: int = 1) -> list[int]:
     """The place that steps each of `jobs`; see this module for the numbers of places.
 
     A matrix stays with a rank that holds elements of it, most of them if possible, as long as nobody does more than
@@ -96,7 +128,6 @@ def choose_owners(
         jobs: in the same order on every rank.
         ranks: the ranks that share the parameters.
         replicas: how many times the parameters are there.
-        at_holders: a matrix has to stay with a rank that holds elements of it, however uneven the work is.
     """
     places = ranks * replicas
     order = sorted(range(len(jobs)), key=lambda number: (-jobs[number].cost, number))
@@ -104,12 +135,11 @@ def choose_owners(
     load = [0] * places
     rest = []
     for number in order:
-        if at_holders or jobs[number].stays:
-            # The work is what there is to choose by.
+        if jobs[number].places:
+            # The work is what there is to choose by, however uneven it is.
+            held = dict(jobs[number].holders)
             owners[number] = min(
-                (load[place], -numel, place)
-                for rank, numel in jobs[number].holders
-                for place in range(rank, places, ranks)
+                (load[place], -held.get(place % ranks, 0), place) for place in jobs[number].places
             )[-1]
             load[owners[number]] += jobs[number].cost
         else:

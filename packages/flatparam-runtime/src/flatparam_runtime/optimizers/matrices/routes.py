@@ -9,7 +9,7 @@ part of an owner does not travel.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import final
 
@@ -74,8 +74,7 @@ class Routes:
         ranks: int,
         replicas: int = 1,
         *,
-        at_holders: bool = False,
-        known: Mapping[int, int] | None = None,
+        keepers: Sequence[Sequence[int]] | None = None,
     ) -> Self:
         """Choose owners and buckets.
 
@@ -83,16 +82,18 @@ class Routes:
             matrices: none of them empty, in the same order on every rank.
             ranks: the ranks over which they are sharded.
             replicas: how many times the shards are there.
-            at_holders: see `choose_owners`.
-            known: owners that are to stay what they are, by the number of the matrix; with `at_holders` only.
+            keepers: if owners keep state: for each matrix the places that have it, one of which is to be the owner; if
+                there are none, the owner will be a rank that holds elements.
         """
+        places = range(ranks * replicas)
         jobs = []
         for number, each in enumerate(matrices):
             holders = [(rank, span.numel) for rank, span in each.spans.items()]
-            if known and number in known:
-                holders = [(known[number], each.numel)]
-            jobs.append(Job(each.cost, holders, each.is_kept_whole))
-        owners = choose_owners(jobs, ranks, replicas, at_holders=at_holders)
+            may: Sequence[int] = keepers[number] if keepers else ()
+            if not may and (each.is_kept_whole or keepers is not None):
+                may = [place for place in places if place % ranks in each.spans]
+            jobs.append(Job(each.cost, holders, may))
+        owners = choose_owners(jobs, ranks, replicas)
         return cls(tuple(matrices), ranks, replicas, tuple(owners), BUCKET.value)
 
     @cached_property

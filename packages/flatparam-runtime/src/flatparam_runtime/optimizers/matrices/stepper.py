@@ -23,7 +23,8 @@ __all__ = ["MatrixStepper"]
 class MatrixStepper:
     """A matrix stepper has the whole parameters of one optimizer stepped, each once in the world if it is sharded.
 
-    It plans at the first step, and again when parameters were added, frozen or sharded anew.
+    It plans at the first step, and again when parameters were added, frozen or sharded anew, or a state was loaded.
+    What owners keep stays where it is.
     """
 
     rule: WholeStep
@@ -31,8 +32,6 @@ class MatrixStepper:
     _alone: list[Member] = attrs.field(factory=list)
     _travels: list[Travel] = attrs.field(factory=list)
     _stepped_alone: int = 0
-    _owners: dict[int, int] = attrs.field(factory=dict)
-    """By the `id` of a parameter, its owner that keeps state, so that a new plan leaves it where it is."""
 
     @property
     def stepped(self) -> int:
@@ -75,7 +74,7 @@ class MatrixStepper:
     def _drop_others_state(self, travel: Travel, state_of: Callable[[Any], StateOf]) -> None:
         """Drop what only owners keep and other ranks have loaded, too: it would grow old here."""
         for member, owner in zip(travel.members, travel.routes.owners, strict=True):
-            state = state_of(member.parameter) if owner != travel.rank and member.parameter.numel() else {}
+            state = state_of(member.parameter) if owner != travel.place and member.parameter.numel() else {}
             for name in [name for name in state if name not in self.rule.part_states]:
                 del state[name]
 
@@ -128,33 +127,50 @@ class MatrixStepper:
         self._travels = []
         self._stepped_alone = 0
         for (topology, device, dtypes), found in _alike(members, self.rule).items():
-            _check_alike(topology, found)
-            self._travels.append(
-                Travel(self._routes(topology, found), found, topology, self.rule, state_of, device, *dtypes)
-            )
+            routes = self._routes(topology, found, self._keepers(topology, found, state_of))
+            self._travels.append(Travel(routes, found, topology, self.rule, state_of, device, *dtypes))
         self._key = key
+
+    def plan_anew(self) -> None:
+        """Plan at the next step, since the state is a new one; every rank calls it."""
+        self._key = ()
 
     @staticmethod
     def _again(old: Sequence[Member], members: Sequence[Member]) -> list[Member]:
         known = {id(each.parameter): each for each in members}
         return [known[id(each.parameter)] for each in old]
 
-    def _routes(self, topology: Topology, members: Sequence[Member]) -> Routes:
+    def _keepers(
+        self, topology: Topology, members: Sequence[Member], state_of: Callable[[Any], StateOf]
+    ) -> list[list[int]] | None:
+        """For each of `members` the places with state that owners keep; `None` if the rule has none.
+
+        Every rank calls it.
+
+        Raises:
+            FlatParamError: on every rank, if the ranks' parameters are not the same.
+        """
+        mine = []
+        for member in members:
+            names = state_of(member.parameter) if self.rule.keeps_state and member.parameter.numel() else ()
+            has_kept = any(name not in self.rule.part_states for name in names)
+            mine.append((member.spec.fqn, member.spec.shape, has_kept))
+        told = topology.exchange(mine, label="parameters that are stepped as wholes")
+        _check_alike([[each[:2] for each in one] for one in told], [each[:2] for each in mine])
+        if not self.rule.keeps_state:
+            return None
+        return [[place for place, one in enumerate(told) if one[number][2]] for number in range(len(mine))]
+
+    def _routes(
+        self, topology: Topology, members: Sequence[Member], keepers: list[list[int]] | None
+    ) -> Routes:
         matrices = []
         for member in members:
             assert member.handle is not None, "it has a topology"
             cost = self.rule.cost(member.spec.shape, member.settings)
             matrices.append(Matrix(member.handle.layout, member.index, cost))
-        keeps = self.rule.keeps_state
-        # State is the same in each replica, which therefore steps all matrices.
-        replicas = 1 if topology.replicate is None or keeps else topology.replicate.size
-        owners = [self._owners.get(id(each.parameter)) for each in members]
-        known = {number: owner for number, owner in enumerate(owners) if owner is not None}
-        routes = Routes.plan(matrices, topology.shard.size, replicas, at_holders=keeps, known=known)
-        if keeps:
-            for member, owner in zip(members, routes.owners, strict=True):
-                self._owners[id(member.parameter)] = owner
-        return routes
+        replicas = 1 if topology.replicate is None else topology.replicate.size
+        return Routes.plan(matrices, topology.shard.size, replicas, keepers=keepers)
 
 
 def _nothing() -> None:
@@ -174,10 +190,11 @@ def _alike(
     return found
 
 
-def _check_alike(topology: Topology, members: Sequence[Member]) -> None:
-    """Refuse to step parameters that are not the same on all ranks; every rank calls it."""
-    mine = [(member.spec.fqn, member.spec.shape) for member in members]
-    for rank, theirs in enumerate(topology.exchange(mine, label="parameters that are stepped as wholes")):
+def _check_alike(
+    told: Sequence[Sequence[tuple[str, Sequence[int]]]], mine: Sequence[tuple[str, Sequence[int]]]
+) -> None:
+    """Refuse to step parameters, by name and shape, that are not the same on all ranks."""
+    for rank, theirs in enumerate(told):
         if theirs == mine:
             continue
         both = zip(theirs, mine, strict=False)

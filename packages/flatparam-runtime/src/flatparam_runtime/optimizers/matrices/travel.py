@@ -265,11 +265,18 @@ class Travel:
             has = "no gradient" if number in bucket.absent else "a gradient"
             self._refusals.append(
                 f"rank {self.rank}: parameter {spec.fqn!r}, of shape {spec.shape}, has {has} on this rank, unlike on "
-                "another rank that holds a part of it, so it was not stepped: give or drop the gradient of a parameter "
-                "on all ranks"
+                "another rank that holds it or a part of it, so it was not stepped: give or drop the gradient of a "
+                "parameter on all ranks"
             )
         elif flag == _GIVEN:
             bucket.updates[number] = update
+
+    def _check_replica(self, bucket: _BucketUnderWay, parts: Sequence[tuple[int, Span]]) -> None:
+        """Refuse parts that were stepped by a different replica, if only one of the two has a gradient."""
+        for number, span in parts:
+            if (number in bucket.updates) == (number in bucket.absent):
+                bucket.updates.pop(number, None)
+                self._take(bucket, number, torch.empty(span.numel), _MIXED)
 
     def _spread(self, bucket: _BucketUnderWay) -> None:
         bucket.pending.wait()
@@ -324,6 +331,7 @@ class Travel:
                     numbers = self.routes.in_replica(replica, bucket.number)
                     parts = self.routes.parts(numbers, self.rank)
                     self._take_all(bucket, parts, bucket.received, replica * numel)
+                    self._check_replica(bucket, parts)
         for number, update in bucket.updates.items():
             member = self.members[number]
             part = member.parameter

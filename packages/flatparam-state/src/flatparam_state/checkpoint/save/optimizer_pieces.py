@@ -94,7 +94,7 @@ class _Adding:
                 raise CheckpointError(f"a state of {item.fqns[0]!r} is called {name!r}", fqn=item.fqns[0])
             if _is_shaped_like(value, item, name):
                 self._add_shaped(item, name, value.detach())
-            elif item.place is None or _is_first_replica(item):
+            elif item.place is None or _is_first_replica(item) or item.is_kept_once(name):
                 self._add_rank_value(item, name, value)
 
     def _add_shaped(self, item: Held, name: str, value: Tensor) -> None:

@@ -43,6 +43,10 @@ class Held:
             return False
         return self.part_states is None or name in self.part_states
 
+    def is_kept_once(self, name: str) -> bool:
+        """Whether the optimizer's state `name` may be on one rank alone, in one of the replicas."""
+        return self.part_states is not None and name not in self.part_states
+
     @property
     def is_elsewhere(self) -> bool:
         """Whether it is an original of which other ranks have all elements, so that it is never stepped here."""
