@@ -110,7 +110,8 @@ class Sites:
         row = self._row or self._attributes()
         modules = self._modules(row)
         registries = [module._parameters for module in modules]
-        repeats, shown = row.repeats, self.shown
+        repeats = row.repeats
+        shown: Sequence[torch.Tensor | None] = self.shown
         found = list(map(dict.get, registries, row.names))
         if repeats:
             shown = row.spread(shown)

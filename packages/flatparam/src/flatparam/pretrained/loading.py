@@ -187,7 +187,7 @@ def _check_unsharded(model: nn.Module, dtype: torch.dtype | None, arguments: dic
 
 
 def _made_by_all(make: Callable[[], nn.Module], topology: Topology) -> nn.Module:
-    """What `make()` returns, if it returns on all ranks: there is no other news of a rank that raises so early.
+    """The result of `make()`, if it returns on all ranks: there is no other news of a rank that raises so early.
 
     Raises:
         CheckpointError: if it has raised on another rank only; here, its own exception goes on.

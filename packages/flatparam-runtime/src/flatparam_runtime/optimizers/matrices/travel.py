@@ -33,7 +33,7 @@ class _BucketUnderWay:
     pending: Pending = COMPLETED
     received: Tensor | None = None
     own: dict[int, Sequence[Tensor]] = attrs.field(factory=dict)
-    """What this rank prepared of its own matrices, which does not travel."""
+    """The parts of its own matrices that this rank has prepared, which do not travel."""
     absent: set[int] = attrs.field(factory=set)
     """The matrices of which this rank has a part and no gradient."""
     updates: dict[int, Tensor] = attrs.field(factory=dict)
@@ -61,7 +61,7 @@ class Travel:
     stepped: int = 0
     """The matrices that this rank has stepped, since the object was made."""
     _refusals: list[str] = attrs.field(factory=list)
-    """What is wrong with the gradients of matrices in this step: told at its end, so that no rank waits in vain."""
+    """The faults of the gradients of matrices in this step: told at its end, so that no rank waits in vain."""
 
     @property
     def rank(self) -> int:
@@ -140,7 +140,7 @@ class Travel:
         )
 
     def _prepare(self, bucket: _BucketUnderWay, number: int) -> Sequence[Tensor]:
-        """What travels of this rank's part of a matrix; nothing if it has no gradient."""
+        """The tensors that travel of this rank's part of a matrix; none if it has no gradient."""
         member = self.members[number]
         gradient = member.parameter.grad
         if gradient is None:

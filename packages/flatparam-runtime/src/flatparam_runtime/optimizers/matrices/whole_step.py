@@ -39,11 +39,11 @@ class WholeStep(Protocol):
         ...
 
     def cost(self, shape: Sequence[int], settings: Settings) -> int:
-        """What `step` costs for a parameter of `shape`, in a unit of the rule's own."""
+        """The cost of `step` for a parameter of `shape`, in a unit of the rule's own."""
         ...
 
     def prepare(self, part: Tensor, gradient: Tensor, state: StateOf, settings: Settings) -> Sequence[Tensor]:
-        """What has to travel: `streams` tensors that are shaped like `part`, this rank's part of the parameter.
+        """The tensors that have to travel: `streams` of them, shaped like `part`, this rank's part of the parameter.
 
         `state` is that of the part; what is shaped like the part belongs there.
         """
