@@ -661,11 +661,11 @@ def install_all_layers(session: nox.Session) -> None:
 
 
 def complete_layers(session: nox.Session) -> None:
-    """Install the extras beside the five packages of these sources, and note that all is there."""
+    """Install the extras beside the five packages, and note of which sources they are: those of the wheels in dist/."""
     pip = ("-m", "pip", "install", "--quiet")
     locked = ("--no-compile", "--disable-pip-version-check", "--constraint", str(VENV / "constraints.txt"))
     python(session, *pip, *locked, "flatparam[train]")
-    (VENV / "layers-installed.txt").write_text(fingerprint_of_sources())
+    (VENV / "layers-installed.txt").write_text((DIST / ".sources").read_text())
 
 
 def assert_absent(session: nox.Session, name: str) -> None:

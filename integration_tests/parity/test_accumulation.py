@@ -94,10 +94,15 @@ def quiet(model: nn.Module) -> AbstractContextManager[None]:
     return model.no_sync() if isinstance(model, FullyShardedDataParallel) else no_sync(model)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", ["nested", "transformer", "checkpoint-around-unit"])
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("SHARD_GRAD_OP", 3)]
+    ("program", "name", "strategy", "ranks"),
+    [
+        # Each program with each model and in each way, and each model in each way; the other combinations are long.
+        pytest.param(program, name, *way, marks=() if (a + b + c) % 3 == 0 else pytest.mark.long)
+        for a, program in enumerate(PROGRAMS)
+        for b, name in enumerate(("nested", "transformer", "checkpoint-around-unit"))
+        for c, way in enumerate((("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("SHARD_GRAD_OP", 3)))
+    ],
 )
 def test_bits_of_unusual_steps(program: str, name: str, strategy: str, ranks: int) -> None:
     """Each program leaves the gradients and parameters that local gradients, reduced where it says, leave: bit for bit.

@@ -87,14 +87,22 @@ def interrupted_run(
     return run
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+ERRORS = [(OutOfLuck, True), (RuntimeError, False), (KeyboardInterrupt, True), (KeyboardInterrupt, False)]
+"""What is raised, and whether the model is wrapped."""
+
+
 @pytest.mark.parametrize(
-    ("error", "wrapped"),
-    [(OutOfLuck, True), (RuntimeError, False), (KeyboardInterrupt, True), (KeyboardInterrupt, False)],
+    ("place", "error", "wrapped", "strategy"),
+    [
+        # Each place with each error under one strategy, in turn; under the other one it is long.
+        pytest.param(place, *error, strategy, marks=() if (a + b + c) % 2 == 0 else pytest.mark.long)
+        for a, place in enumerate(PLACES)
+        for b, error in enumerate(ERRORS)
+        for c, strategy in enumerate(("FULL_SHARD", "SHARD_GRAD_OP"))
+    ],
 )
 def test_the_next_step_knows_nothing_of_it(
-    place: str, error: type[BaseException], strategy: str, wrapped: bool
+    place: str, error: type[BaseException], wrapped: bool, strategy: str
 ) -> None:
     """All ranks raise in the same place, again and again; the steps between have the bits of an undisturbed run.
 

@@ -31,6 +31,9 @@ FOUR_WAYS = (
 )
 """For the rest of the zoo: each choice comes up with each other one, but not with each pair of them."""
 
+IN_FULL = ("tied", "nested", "transformer")
+"""Of those that are trained every way, the ones whose every way is short; of the others, four are, and the rest is long."""
+
 WAYS: list[Way] = [
     (name, *way)
     for name in ZOO
@@ -53,7 +56,11 @@ def words(value: object) -> str | None:
 
 
 def over(chosen: list[Way]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("name", "ranks", "strategy", "original", "optimizer"), chosen, ids=words)
+    cases = [
+        way if way[1:] in FOUR_WAYS or way[0] in IN_FULL else pytest.param(*way, marks=pytest.mark.long)
+        for way in chosen
+    ]
+    return pytest.mark.parametrize(("name", "ranks", "strategy", "original", "optimizer"), cases, ids=words)
 
 
 @functools.cache

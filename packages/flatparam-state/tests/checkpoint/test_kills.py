@@ -61,14 +61,15 @@ def test_killed_at_each_moment(moment: Moment, asynchronous: bool, tmp_path: Pat
     run.checkpointer.close()
 
 
-def test_killed_at_random(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [RANDOM_KILLS // 5, pytest.param(RANDOM_KILLS, marks=pytest.mark.long)])
+def test_killed_at_random(kills: int, tmp_path: Path) -> None:
     """Each time the latest checkpoint is whole, nothing that was saved is lost, and all kills later the run is the same.
 
     A kill comes at a call that is drawn at random, of three saves and what is between, however long calls take.
     """
     root, generator = tmp_path / "run", random.Random(5)
     uninterrupted(tmp_path / "before", 10)  # imports what is imported late, which is no run's work
-    total, lost, step, within = 40 * RANDOM_KILLS, 0, 0, 0
+    total, lost, step, within = 40 * kills, 0, 0, 0
     progress = tmp_path / "progress"
 
     def work(kill: KillAtCall) -> None:
@@ -80,7 +81,7 @@ def test_killed_at_random(tmp_path: Path) -> None:
             run.train(run.step + 5)
             progress.write_text(f"{run.step}")
 
-    for _ in range(RANDOM_KILLS):
+    for _ in range(kills):
         kill = KillAtCall(generator.randrange(1, 4 * CALLS_OF_A_SAVE))
         assert end_of(fork(lambda kill=kill: work(kill))) == -signal.SIGKILL  # type: ignore[misc]
         if root.exists():
@@ -94,7 +95,7 @@ def test_killed_at_random(tmp_path: Path) -> None:
             step = report.step
     assert lost == 0, "a step was said to be saved, and is not there"
     assert step > 0
-    assert within >= RANDOM_KILLS // 20, "hardly any kill came within a save"
+    assert within >= kills // 20, "hardly any kill came within a save"
     run = SmallRun(root, keep=2)
     run.resume()
     run.train(run.step + 5)
