@@ -291,6 +291,40 @@ def test_tied(tmp_path: Path) -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_tied_under_both_names(tmp_path: Path, strategy: ShardingStrategy) -> None:
+    """If files have a tied parameter twice, both are read and compared; different values are an error on every rank."""
+    expected = disturbed(Transformer)
+    state = {name: value.detach().clone() for name, value in expected.state_dict().items()}
+    path, other = tmp_path / "same.safetensors", tmp_path / "other.safetensors"
+    torch.save(state, tmp_path / "same.bin")
+    # The last elements are on the last rank.
+    state["head.weight"][-1, -1] += 1
+    torch.save(state, tmp_path / "other.bin")
+    for file in (path, other):
+        write_hugging_face(open_source(tmp_path / f"{file.stem}.bin"), file)
+
+    def load(path: Path, **options: Any) -> Any:
+        return load_pretrained(
+            Transformer, path, sharding_strategy=strategy, output_loading_info=True, **options
+        )
+
+    def rank(world: Collectives) -> tuple[int, int]:
+        model, report = load(path, strict=True)
+        assert_same_state(model.state_dict(), expected.state_dict())
+        said = "'embed.weight' and 'head.weight' are one parameter .*different values.*without that tie"
+        with pytest.raises(CheckpointError, match=said):
+            load(other)
+        model, _ = load(other, mapping={"head.weight": "old"})
+        assert_same_state(model.state_dict(), expected.state_dict())
+        return report.nbytes_read, report.nbytes
+
+    with pytest.warns(UserWarning, match="'old', which the model lacks"):
+        results = on_ranks(2, rank)
+    # Each byte is read once, of both.
+    assert sum(read for read, _ in results) == results[0][1]
+
+
 def test_what_does_not_fit(tmp_path: Path) -> None:
     """Shapes and dtypes that differ are named on every rank before a model that was passed is touched."""
     state = disturbed(mlp).state_dict()

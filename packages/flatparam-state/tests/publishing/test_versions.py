@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import rectangle, run_threads
 from flatparam_runtime import UnitPlan, shard_module
-from flatparam_state import Mailbox, Publisher, PublishError, Receiver, Slicing, publish
+from flatparam_state import GroupChannel, Mailbox, Publisher, PublishError, Receiver, Slicing, publish
 from flatparam_state.checkpoint.model_tensors import model_tensors
 
 from ..models import CASES, mlp
@@ -287,6 +287,34 @@ def test_slices(tmp_path: Path) -> None:
     run_threads(3, program)
 
 
+def test_receivers_that_cut_in_a_different_way(tmp_path: Path) -> None:
+    """A receiver whose slicing has as many parts of different dimensions would mix up elements, and is refused by name."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    publish(model, Mailbox(tmp_path, slicing=Slicing(2, {"*.weight": 0})))
+    for dims, message in [
+        (
+            {"*.weight": 1},
+            "cuts dimension 0 of '0.weight', and the slicing of this receiver cuts dimension 1 of",
+        ),
+        ({"0.weight": 0}, "cuts dimension 0 of '1.weight', and the slicing of this receiver does not cut"),
+        ({"*": 0}, "does not cut '0.bias', and the slicing of this receiver cuts dimension 0 of"),
+    ]:
+        found: dict[str, torch.Tensor] = {}
+        with pytest.raises(PublishError, match=message):
+            Receiver(found, Mailbox(tmp_path, slicing=Slicing(2, dims)), part=1).receive()
+        assert not found
+
+    def rank(world: Collectives) -> str:
+        dims = {"*.weight": 0 if world.rank == 0 else 1}
+        channel = GroupChannel(world, receivers=[1, 2], slicing=Slicing(2, dims))
+        act = Publisher(model, channel).publish if world.rank == 0 else Receiver({}, channel).receive
+        with pytest.raises(PublishError, match=r"rank 1: .*cuts dimension 0 of '0.weight'"):
+            act()
+        return "told"
+
+    assert run_threads(3, rank) == ["told"] * 3
+
+
 def test_slices_that_do_not_fit(tmp_path: Path) -> None:
     """A dimension that does not exist, or cannot be cut in equal parts, is refused by name before anything is sent."""
     for dims, message in [
@@ -300,6 +328,8 @@ def test_slices_that_do_not_fit(tmp_path: Path) -> None:
     publish(mlp(), Mailbox(tmp_path, slicing=Slicing(2)))
     with pytest.raises(PublishError, match="expected a part from 0 to 1, .* found 2"):
         Receiver({}, Mailbox(tmp_path, slicing=Slicing(2)), part=2).receive()
+    with pytest.raises(PublishError, match=r"found None: pass Receiver\(part=\)"):
+        Receiver({}, Mailbox(tmp_path, slicing=Slicing(2))).receive()
     with pytest.raises(PublishError, match="the publisher's slicing has 2 parts, and this one 1"):
         Receiver({}, Mailbox(tmp_path)).receive()
 

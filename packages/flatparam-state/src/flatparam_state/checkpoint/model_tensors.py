@@ -57,8 +57,8 @@ def bring_to_rest(model: nn.Module) -> None:
         refuse_in_a_pass(unit)
         if unit.pins or unit.phase is Phase.INSPECTING:
             raise FlatParamError(
-                f"unit {unit.name!r}: a checkpoint is neither saved nor loaded while full parameters are summoned; "
-                "leave summon_full_params() first"
+                f"unit {unit.name!r}: its shards are not saved, loaded, published or moved while full parameters are "
+                "summoned; leave summon_full_params() first"
             )
         unit.reshard()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -71,6 +71,17 @@ class PretrainedFiles:
     def found(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that are there."""
         return [name for name in names if name in self.paths]
+
+    def different(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of `names`, which are there, that the format does not tell to be another one of them (tied weights)."""
+        if len(names) == 1:
+            return names
+        aliases = self.source.aliases()
+        by_tensor: dict[str, str] = {}
+        for name in names:
+            path = self.paths[name]
+            by_tensor.setdefault(aliases.get(path, path), name)
+        return [*by_tensor.values()]
 
 
 def _renamed(name: str, names: Names | None) -> str:

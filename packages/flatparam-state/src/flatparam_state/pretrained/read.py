@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import attrs
@@ -43,14 +43,15 @@ def read_pretrained(
         The bytes that this rank has read of the tensors.
 
     Raises:
-        CheckpointError: on every rank, if one could not read; the values of the model are of no use then.
+        CheckpointError: on every rank, if one could not read, or if files have a tied parameter under several of its
+            names with different values; the values of the model are of no use then.
     """
     bring_to_rest(model)
     reading = _RankReading(files, topology, observe)
     for tensor in model_tensors(model):
         found = files.found(tensor.names)
         if found and tensor.info.numel:
-            reading.fill(tensor, found[0])
+            reading.fill(tensor, files.different(found))
     reading.agree()
     return reading.nbytes
 
@@ -66,56 +67,70 @@ class _RankReading:
     nbytes: int = 0
     error: Exception | None = None
 
-    def fill(self, tensor: ModelTensor, name: str) -> None:
-        """Read `tensor`, which the files have under `name`."""
+    def fill(self, tensor: ModelTensor, names: Sequence[str]) -> None:
+        """Read `tensor`, which the files have under each of `names`."""
         if tensor.place is None:
-            self._fill_whole(tensor, name)
+            self._fill_whole(tensor, names)
             return
         replicate = tensor.place.unit.topology.replicate
         if replicate is None or replicate.size == 1:
-            self._read(name, tensor, tensor.span, tensor.local)
+            self._read(names, tensor, tensor.span, tensor.local)
         elif tensor.span:
-            self._fill_shared(tensor, name, replicate)
+            self._fill_shared(tensor, names, replicate)
 
-    def _fill_shared(self, tensor: ModelTensor, name: str, replicate: Collectives) -> None:
+    def _fill_shared(self, tensor: ModelTensor, names: Sequence[str], replicate: Collectives) -> None:
         """Read this rank's part of what several ranks hold, and get theirs."""
         numel, each = tensor.span.numel, -(-tensor.span.numel // replicate.size)
         start, stop = (min(numel, each * rank) for rank in (replicate.rank, replicate.rank + 1))
         full = tensor.local.new_zeros(each * replicate.size)
         own = full[replicate.rank * each :][:each]
         mine = Span(tensor.span.start + start, tensor.span.start + stop)
-        self._read(name, tensor, mine, own[: stop - start])
-        replicate.all_gather(full, own, label=f"load {name}").wait()
+        self._read(names, tensor, mine, own[: stop - start])
+        replicate.all_gather(full, own, label=f"load {names[0]}").wait()
         tensor.local.copy_(full[:numel])
 
-    def _fill_whole(self, tensor: ModelTensor, name: str) -> None:
+    def _fill_whole(self, tensor: ModelTensor, names: Sequence[str]) -> None:
         """Read on the first rank what every rank has whole, and send it to the others."""
         groups = [each for each in (self.topology.replicate, self.topology.shard) if each is not None]
         whole = tensor.local.new_empty(tensor.info.numel)
         if all(group.rank == 0 for group in groups):
-            self._read(name, tensor, Span(0, tensor.info.numel), whole)
+            self._read(names, tensor, Span(0, tensor.info.numel), whole)
         for group in groups:
             if group.size > 1:
-                group.broadcast(whole, root=0, label=f"load {name}").wait()
+                group.broadcast(whole, root=0, label=f"load {names[0]}").wait()
         tensor.put(whole)
 
-    def _read(self, name: str, tensor: ModelTensor, span: Span, target: Tensor) -> None:
+    def _read(self, names: Sequence[str], tensor: ModelTensor, span: Span, target: Tensor) -> None:
         """Fill `target` with the elements `span`; after an error, here or before, leave it."""
         if self.error is not None or not span:
             return
-        stored = self.files.source.stored[self.files.paths[name]]
-        is_row_major = tensor.place is None or tensor.stride is None
         try:
-            if is_row_major and isinstance(stored, StridedTensor) and stored.can_fill(target):
-                for nbytes in stored.read_into(span, target):
-                    self._count(nbytes)
-                return
-            at = 0
-            for chunk in self._chunks(name, span, None if is_row_major else tensor.stride):
-                target[at : at + chunk.numel()].copy_(chunk)
-                at += chunk.numel()
+            self._fill(names[0], tensor, span, target)
+            for name in names[1:]:
+                other = torch.empty_like(target)
+                self._fill(name, tensor, span, other)
+                if not torch.equal(other.view(torch.uint8), target.view(torch.uint8)):
+                    raise CheckpointError(
+                        f"{names[0]!r} and {name!r} are one parameter of the model, and the files have different "
+                        "values for them; make the model without that tie (tie_word_embeddings=False in its "
+                        "configuration), or give one of them a different name with mapping=, so that it is left out",
+                        fqn=name,
+                    )
         except (CheckpointError, OSError, RuntimeError) as error:
             self.error = error
+
+    def _fill(self, name: str, tensor: ModelTensor, span: Span, target: Tensor) -> None:
+        """Fill `target` with the elements `span` of what the files have under `name`."""
+        stored = self.files.source.stored[self.files.paths[name]]
+        is_row_major = tensor.place is None or tensor.stride is None
+        if is_row_major and isinstance(stored, StridedTensor) and stored.can_fill(target):
+            for nbytes in stored.read_into(span, target):
+                self._count(nbytes)
+            return
+        at = 0
+        for chunk in self._chunks(name, span, None if is_row_major else tensor.stride):
+            target[at : at + chunk.numel()].copy_(chunk)
+            at += chunk.numel()
 
     def _chunks(self, name: str, span: Span, stride: tuple[int, ...] | None) -> Iterator[Tensor]:
         """The elements `span` in the memory order of `stride`; if that is not row-major, the tensor is read whole."""

@@ -109,7 +109,7 @@ class GroupChannel:
 
     def deliver(self, new: NewVersion, topology: Topology) -> Delivery:
         """Send the packets of this rank, a bucket at a time."""
-        sending = _Sending(new, self._slicing.size, self._bucket)
+        sending = _Sending(new, self._slicing, self._bucket)
         packets = self._rounds(sending.bucket, _ignore)
         # The receivers compare digests now.
         self._exchange(None)
@@ -118,7 +118,9 @@ class GroupChannel:
 
     # The receiver's side
 
-    def fetch(self, held: VersionId | None, part: int, check: Callable[[Catalogue], object]) -> list[Update]:
+    def fetch(
+        self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
+    ) -> list[Update]:
         """Wait for the next version; `part` is given by the rank in the group."""
         if self._group.rank not in self._receivers:
             raise PublishError(f"rank {self._group.rank} of the group is a trainer, and cannot receive")
@@ -200,8 +202,8 @@ class _Announced:
     """For each part; empty if there is no bucket."""
     packets: list[Packet] = attrs.field(factory=list)
     """For each part, with the last bucket."""
-    header: tuple[str, int, VersionId | None, bytes] | None = None
-    """Stream, number, version before and catalogue, with the first bucket."""
+    header: tuple[str, int, VersionId | None, bytes, tuple[int | None, ...]] | None = None
+    """Stream, number, version before, catalogue and which dimensions are cut, with the first bucket."""
 
 
 @final
@@ -217,11 +219,11 @@ class _Round:
 class _Sending:
     """The packets of one trainer, cut into buckets."""
 
-    def __init__(self, new: NewVersion, parts: int, nbytes: int) -> None:
-        self._new, self._nbytes = new, nbytes
+    def __init__(self, new: NewVersion, slicing: Slicing, nbytes: int) -> None:
+        self._new, self._slicing, self._nbytes = new, slicing, nbytes
         self._frames = new.frames(new.before is None)
-        self._digests = [hashlib.sha256() for _ in range(parts)]
-        self._sent = [0] * parts
+        self._digests = [hashlib.sha256() for _ in range(slicing.size)]
+        self._sent = [0] * slicing.size
         self._rest: tuple[int, Tensor] | None = None
         self._is_begun = self._is_over = False
 
@@ -251,7 +253,8 @@ class _Sending:
             self._sent[part] += of_part.numel()
         new, header = self._new, None
         if not self._is_begun:
-            header = (new.stream, new.number, new.before, new.catalogue.encode())
+            cuts = self._slicing.cuts(new.catalogue)
+            header = (new.stream, new.number, new.before, new.catalogue.encode(), cuts)
             self._is_begun = True
         packets = [
             Packet(nbytes, digest.hexdigest())
@@ -286,8 +289,9 @@ class _Receiving:
         Raises:
             PublishError: if they are not.
         """
-        stream, number, before, catalogue = self._header
+        stream, number, before, catalogue, cuts = self._header
         whole = Catalogue.decode(catalogue)
+        slicing.check_cuts(whole, cuts)
         data = {sender: torch.cat(pieces) for sender, pieces in self._pieces.items()}
         self._pieces.clear()
         found = sorted(hashlib.sha256(each.numpy().data).hexdigest() for each in data.values())

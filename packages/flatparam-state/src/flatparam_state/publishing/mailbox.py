@@ -157,7 +157,8 @@ class Mailbox:
         if base is None:
             assert before is not None, "there are changes to something"
             base, deltas = before.base, (*before.deltas, step)
-        manifest = _Manifest(self._slicing.size, catalogue, new.catalogue.digest, base, deltas)
+        cuts = self._slicing.cuts(new.catalogue)
+        manifest = _Manifest(self._slicing.size, cuts, catalogue, new.catalogue.digest, base, deltas)
         self._replace(self.folder / _MANIFEST, manifest.encode())
         named = {*manifest.files()}
         for path in self.folder.glob(f"*{_SUFFIX}"):
@@ -171,11 +172,13 @@ class Mailbox:
 
     # The receiver's side
 
-    def fetch(self, held: VersionId | None, part: int, check: Callable[[Catalogue], object]) -> list[Update]:
+    def fetch(
+        self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
+    ) -> list[Update]:
         """The steps from `held` to the version that the manifest names; the newest base first if there is a gap.
 
         Raises:
-            PublishError: if a file is damaged, or `part` does not exist.
+            PublishError: if a file is damaged, `part` does not exist, or the publisher cuts tensors in a different way.
         """
         while True:
             seen = self._look()
@@ -214,12 +217,21 @@ class Mailbox:
             raise PublishError(f"{path} is damaged: {error}; publish all values again") from error
 
     def _updates(
-        self, manifest: _Manifest, held: VersionId | None, part: int, check: Callable[[Catalogue], object]
+        self,
+        manifest: _Manifest,
+        held: VersionId | None,
+        asked: int | None,
+        check: Callable[[Catalogue], object],
     ) -> list[Update]:
-        if not 0 <= part < manifest.parts:
+        if self._slicing.size != manifest.parts:
+            raise PublishError(
+                f"{self.folder}: the publisher's slicing has {manifest.parts} parts, and this one {self._slicing.size}"
+            )
+        part = 0 if asked is None and manifest.parts == 1 else asked
+        if part is None or not 0 <= part < manifest.parts:
             raise PublishError(
                 f"{self.folder}: expected a part from 0 to {manifest.parts - 1}, as the publisher's slicing has them, "
-                f"found {part}"
+                f"found {part}: pass Receiver(part=), the rank among the receivers"
             )
         steps = manifest.steps_from(held)
         if not steps:
@@ -234,11 +246,9 @@ class Mailbox:
         data = (self.folder / manifest.catalogue).read_bytes()
         if hashlib.sha256(data).hexdigest() != manifest.catalogue_sha256:
             raise PublishError(f"{self.folder / manifest.catalogue} is damaged; publish all values again")
-        if self._slicing.size != manifest.parts:
-            raise PublishError(
-                f"{self.folder}: the publisher's slicing has {manifest.parts} parts, and this one {self._slicing.size}"
-            )
-        return self._slicing.catalogue(Catalogue.decode(data), part)
+        whole = Catalogue.decode(data)
+        self._slicing.check_cuts(whole, manifest.cuts)
+        return self._slicing.catalogue(whole, part)
 
     def _packets(self, step: _Step, part: int) -> Iterator[Tensor]:
         for of_rank in step.packets:
@@ -340,6 +350,8 @@ class _Manifest:
     """The contents of the folder: one version with all values, and changes that lead to the newest version."""
 
     parts: int
+    cuts: tuple[int | None, ...]
+    """The dimension that is cut of each tensor of the catalogue, if one is."""
     catalogue: str
     catalogue_sha256: str
     base: _Step
@@ -376,6 +388,7 @@ class _Manifest:
         tree = {
             "format": 1,
             "parts": self.parts,
+            "cuts": self.cuts,
             "catalogue": [self.catalogue, self.catalogue_sha256],
             "base": self.base.tree(),
             "deltas": [step.tree() for step in self.deltas],
@@ -392,4 +405,4 @@ class _Manifest:
         if Path(catalogue).name != catalogue:
             raise ValueError(f"{catalogue!r} is no name of a file in the folder")
         deltas = tuple(_Step.of_tree(each) for each in tree["deltas"])
-        return cls(tree["parts"], catalogue, sha256, _Step.of_tree(tree["base"]), deltas)
+        return cls(tree["parts"], tuple(tree["cuts"]), catalogue, sha256, _Step.of_tree(tree["base"]), deltas)

@@ -28,7 +28,7 @@ class Receiver:
         target: nn.Module | dict[str, Tensor],
         source: UpdateSource,
         *,
-        part: int = 0,
+        part: int | None = None,
         device: torch.device | str = "cpu",
         strict: bool = True,
     ) -> None:
@@ -38,7 +38,7 @@ class Receiver:
             target: a module that is not sharded, whose parameters and persistent buffers have the published names, or a
                 dict, which gets a tensor for each.
             source: a `Mailbox` of the publisher's folder, or a `GroupChannel`.
-            part: the rank of this receiver, if the publisher slices tensors.
+            part: the rank of this receiver among those that have slices, if the publisher's `Mailbox` slices tensors.
             device: of the tensors of a dict.
             strict: a module has to get every one of its tensors; if not, those that are not published stay as they are.
 

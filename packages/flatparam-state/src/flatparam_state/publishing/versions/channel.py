@@ -130,12 +130,14 @@ class Update:
 class UpdateSource(Protocol):
     """Where a receiver gets versions from."""
 
-    def fetch(self, held: VersionId | None, part: int, check: Callable[[Catalogue], object]) -> list[Update]:
+    def fetch(
+        self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
+    ) -> list[Update]:
         """The steps from `held` to the newest version, in order; empty if there is none that is newer.
 
         Args:
             held: the version that the receiver has.
-            part: which part of tensors it has.
+            part: which part of tensors it has; None if nobody has said.
             check: raises if the receiver cannot take such tensors.
         """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import final
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flatparam_state.files import TensorInfo
 from flatparam_state.publishing.versions.catalogue import Catalogue, PublishedTensor
+from flatparam_state.publishing.versions.errors import PublishError
 
 __all__ = ["Part", "Slicing"]
 
@@ -86,6 +87,27 @@ class Slicing:
         for tensor in catalogue.tensors:
             self.part(tensor, 0)
 
+    def cuts(self, catalogue: Catalogue) -> tuple[int | None, ...]:
+        """The dimension that is cut of each tensor, if one is."""
+        return tuple(self._dim(tensor) for tensor in catalogue.tensors)
+
+    def check_cuts(self, catalogue: Catalogue, theirs: Sequence[int | None]) -> None:
+        """Check that the publisher cuts in the same way: as many elements of a different dimension would be others.
+
+        Raises:
+            PublishError: naming the first tensor that it does not.
+        """
+        for tensor, dim in zip(catalogue.tensors, theirs, strict=True):
+            try:
+                own = self._dim(tensor)
+            except ValueError as error:
+                raise PublishError(str(error)) from error
+            if own != dim:
+                raise PublishError(
+                    f"the publisher {_cut(dim)} {tensor.name!r}, and the slicing of this receiver {_cut(own)} it; give "
+                    "both the same Slicing"
+                )
+
     def part(self, tensor: PublishedTensor, rank: int) -> Part:
         """The part of `tensor` that receiver `rank` has.
 
@@ -152,6 +174,10 @@ class Slicing:
             )
 
         return sliced
+
+
+def _cut(dim: int | None) -> str:
+    return "does not cut" if dim is None else f"cuts dimension {dim} of"
 
 
 def _info(tensor: Tensor) -> TensorInfo:
