@@ -1,4 +1,4 @@
-"""Gathers and sums of shards that differ in length, over engines that move equal parts."""
+"""Gathers and sums of shards that differ in length: over engines, with the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatparam_comm import (
     ByteLedger,
     Collectives,
     CommHooks,
+    CompressedCollectives,
     FlatParamError,
     FlatParamHandle,
     Gather,
+    HookedCollectives,
+    Pending,
     RecordingCollectives,
     Reducer,
     Residency,
     Topology,
     gather_shards,
+    shared_memory,
 )
 from flatparam_comm.testing import run_processes, run_threads
 from flatparam_core import flatten_module
@@ -52,7 +56,7 @@ def gathered_and_reduced(group: Collectives) -> Any:
     reduction = Reducer(Topology(recorded)).issue([handle], label="layer")
     reduction.replicate()
     (reduced,) = reduction.settle()
-    moved = [(each.op, each.payload_nbytes) for each in ledger.transfers]
+    moved = [(each.op, each.payload_nbytes, each.sent_nbytes) for each in ledger.transfers]
     return full, reduced.gradient, handle.layout, moved
 
 
@@ -69,6 +73,40 @@ def test_shards_of_different_lengths_over_gloo() -> None:
     check(run_processes(3, gathered_and_reduced))
 
 
+def through_shared_memory(group: Collectives) -> Any:
+    return gathered_and_reduced(shared_memory(group))
+
+
+@pytest.mark.processes
+def test_shards_of_different_lengths_through_shared_memory() -> None:
+    """The same through shared memory."""
+    check(run_processes(3, through_shared_memory))
+
+
+def cast(group: Collectives) -> Any:
+    return gathered_and_reduced(CompressedCollectives(group, torch.bfloat16))
+
+
+def hooked(group: Collectives) -> Any:
+    def call(inner: Collectives, output: Tensor, given: Tensor, label: str) -> Pending:
+        calls.append(label)
+        return inner.all_gather(output, given, label=label)
+
+    calls: list[str] = []
+    found = gathered_and_reduced(HookedCollectives(group, all_gather=call))
+    assert calls == ["layer"]
+    return found
+
+
+@pytest.mark.parametrize("decorate", [cast, hooked])
+def test_what_changes_a_gather_gets_equal_parts(decorate: Any) -> None:
+    """A decorator that casts, or calls a function, is not passed by: parts are as long as the longest."""
+    for full, _, layout, moved in run_threads(3, decorate):
+        torch.testing.assert_close(full[0], layer().weight.detach(), rtol=1e-2, atol=1e-2)
+        nbytes = 3 * max(layout.shard_numels) * 4
+        assert [each[:2] for each in moved] == [("all_gather", nbytes), ("reduce_scatter", nbytes)]
+
+
 def check(found: list[Any]) -> None:
     plain = layer()
     mean = torch.cat([torch.full((35,), 2.0), torch.full((7,), 4.0)])
@@ -79,8 +117,8 @@ def check(found: list[Any]) -> None:
         span = layout.shard_span(rank)
         wanted = torch.nn.functional.pad(mean, (0, layout.numel - mean.numel()))[span.as_slice()]
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
-        nbytes = 3 * max(layout.shard_numels) * 4
-        assert moved == [("all_gather", nbytes), ("reduce_scatter", nbytes)]
+        own, every = 4 * layout.shard_numels[rank], 4 * layout.numel
+        assert moved == [("all_to_all", 3 * own, 2 * own), ("all_to_all", every, every - own)]
 
 
 def test_equal_shares_move_the_flat_parameter_itself() -> None:

@@ -95,7 +95,7 @@ def test_uneven_shares_train_the_same_bits(rule: str, setting: str, use_orig_par
 
 @pytest.mark.processes
 def test_uneven_shares_over_processes() -> None:
-    """The same over gloo, through the padded form."""
+    """The same over gloo."""
     arguments = {"use_orig_params": True}
     found = run_processes(3, trained, layout.row, SHARES, arguments)
     expected = run_processes(3, trained, layout.element, (), arguments)

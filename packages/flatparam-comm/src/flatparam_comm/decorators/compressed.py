@@ -41,6 +41,11 @@ class CompressedCollectives(ForwardingCollectives):
             )
         self.dtype = dtype
 
+    @property
+    def needs_equal_parts(self) -> bool:
+        """An all-to-all would not be cast."""
+        return True
+
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         if not self._shrinks(shard):

@@ -38,6 +38,11 @@ class ForwardingCollectives(abc.ABC):
         """The size of `inner`."""
         return self.inner.size
 
+    @property
+    def needs_equal_parts(self) -> bool:
+        """Whether gathers and reduce-scatters mean more than what moves, so that no other call may take their place."""
+        return bool(getattr(self.inner, "needs_equal_parts", False))
+
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         return self.inner.all_gather(output, shard, label=label)

@@ -45,6 +45,12 @@ class HookedCollectives(ForwardingCollectives):
         self._reduce_scatter = reduce_scatter
         self._all_reduce = all_reduce
 
+    @property
+    def needs_equal_parts(self) -> bool:
+        """Whether there are hooks that an all-to-all would pass by."""
+        is_hooked = self._all_gather is not None or self._reduce_scatter is not None
+        return is_hooked or super().needs_equal_parts
+
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         if self._all_gather is None:

@@ -1,7 +1,9 @@
 """The gather and the scattered sum of shards that may differ in length.
 
-Every engine moves equal parts. Shards of uneven length travel in parts as long as the longest: each rank moves
-`size * longest` elements in place of the flat parameter's, and holds as many while they are under way.
+On a CPU each rank sends as much as there is: of shards of `n_r` elements, `N` in all, rank `r` of `W` sends
+`(W - 1) n_r` elements in a gather, and `N - n_r` in a scattered sum, and holds `W n_r` while they are under way.
+Accelerators, and decorators that change what travels, move equal parts: then shards travel in parts as long as the
+longest, `W` of them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,14 @@ def gather_shards(
     """
     if not layout.uneven_numels:
         return group.all_gather(full, shard, label=label)
+    if _takes_any_lengths(group, full):
+        return group.all_to_all(
+            full,
+            shard.detach().repeat(group.size),
+            output_numels=layout.shard_numels,
+            given_numels=[shard.numel()] * group.size,
+            label=label,
+        )
     longest = max(layout.shard_numels)
     staged = full.new_zeros(group.size * longest)
     mine = staged[group.rank * longest :][:longest]
@@ -56,6 +66,8 @@ def scatter_sums(
         full: 1-D, `layout.numel` elements, of the dtype of `output`.
         label: names the call in errors and ledgers.
     """
+    if not isinstance(group, Scaled) and _takes_any_lengths(group, full):
+        return _exchanged_and_added(group, layout, output, full, label)
     longest = max(layout.shard_numels)
     staged = full.new_zeros(layout.world_size * longest)
     for own, part in _parts(layout, full, staged):
@@ -67,6 +79,34 @@ def scatter_sums(
         output.copy_(target[: output.numel()])
 
     return ContinuedPending(group.reduce_scatter(target, staged, label=label), take)
+
+
+def _exchanged_and_added(
+    group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, label: str
+) -> Pending:
+    received = full.new_empty(group.size * output.numel())
+
+    @torch.no_grad()
+    def add() -> None:
+        first, *others = received.view(group.size, -1).unbind()
+        output.copy_(first)
+        for other in others:
+            # In rank order, as every engine adds.
+            output.add_(other)
+
+    pending = group.all_to_all(
+        received,
+        full,
+        output_numels=[output.numel()] * group.size,
+        given_numels=layout.shard_numels,
+        label=label,
+    )
+    return ContinuedPending(pending, add)
+
+
+def _takes_any_lengths(group: Collectives, tensor: Tensor) -> bool:
+    """Whether parts of different lengths of `tensor` may travel through `group` as they are."""
+    return tensor.device.type == "cpu" and not getattr(group, "needs_equal_parts", False)
 
 
 def _parts(layout: FlatLayout, full: Tensor, staged: Tensor) -> list[tuple[Tensor, Tensor]]:
