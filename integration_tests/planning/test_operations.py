@@ -77,6 +77,9 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "quantile": lambda y: y.quantile(0.3, dim=1),
     "complex_product": lambda y: (torch.complex(y, y) @ torch.complex(y, y).mH).real,
+    "product_of_groups": lambda y: torch._grouped_mm(
+        y.reshape(-1, 36), torch.ones(4, 36, 20), offs=torch.tensor([9, 20, 20, 192], dtype=torch.int32)
+    ).square(),
     "linear_of_columns": lambda y: functional.linear(y.transpose(1, 2), torch.ones(7, 24), torch.ones(7)),
     "linear_of_four": lambda y: functional.linear(y.view(2, 4, 24, 36), torch.ones(7, 36), torch.ones(7)),
     "product_and_sum": lambda y: y.transpose(1, 2) @ torch.ones(24, 7) + torch.ones(7),

@@ -143,7 +143,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
         named["device"] = torch.device("meta")
     named.pop("pin_memory", None)
     try:
-        result = func(*there(args), **named)
+        result = _grouped(*args) if func is ATEN._grouped_mm.default else func(*there(args), **named)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, PlanError):
             raise
@@ -172,6 +172,21 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
         # What it leaves for the backward kernel has no size on the meta device.
         results[3] = func(*zeros_as(args), **kwargs)[3].to("meta")
     return results
+
+
+def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+    """What a product of groups of rows returns, on the meta device, where torch knows bfloat16 only.
+
+    Rows begin at multiples of 16 bytes.
+    """
+    groups = (len(one),) if one.dim() == other.dim() == 3 else ()
+    if one.dim() == other.dim() == 2:
+        groups = (0 if ends is None else len(ends),)
+    shape = (*groups, one.shape[-2], other.shape[-1])
+    aligned = 16 // one.itemsize
+    row = -(-shape[-1] // aligned) * aligned
+    strides = (shape[-2] * row, row, 1)[-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
 
 
 def room_of(func: Any, args: tuple[Any, ...]) -> int:
