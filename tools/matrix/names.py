@@ -50,6 +50,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_parameters": "torch.nn.Module()",
     "_process_group_name": "torch.distributed.distributed_c10d",
     "_schema": "torch.ops.aten.add.Tensor",
+    "_sequence_nr": "torch.ones(1, requires_grad=True).exp().grad_fn",
     "_swap_data_ptr_": "torch.UntypedStorage",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
     "_unsafe_view": "torch.ops.aten",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,6 +98,32 @@ def test_who_needs_the_compiler_gets_it(monkeypatch: pytest.MonkeyPatch) -> None
         assert stands.is_compiling == "the compiler's"
         assert stands.was_needed
         assert COMPILER not in sys.modules
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_checkpointing_needs_no_compiler() -> None:
+    """The setting that it asks for is there, so a plan with recomputed activations imports no compiler."""
+    layer, x = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    with without_compiler() as stands:
+        assert stands is not None
+        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+        assert not stands.was_needed
+    assert COMPILER not in sys.modules
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_other_settings_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for as if nothing stood for it."""
+    there = types.ModuleType(COMPILER)
+    there.config = types.SimpleNamespace(cache_size_limit=8)  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        "flatparam.planning.hollow.compiler.importlib",
+        types.SimpleNamespace(import_module={COMPILER: there}.__getitem__),
+    )
+    with without_compiler() as stands:
+        assert stands is not None
+        assert stands.config.cache_size_limit == 8
+        assert stands.was_needed
 
 
 def sums_in_backward(make_loss: Callable[[Tensor], Tensor]) -> list[bool]:

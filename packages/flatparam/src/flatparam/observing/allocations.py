@@ -18,7 +18,7 @@ _MARK: Final = "flatparam: a place"
 @final
 @attrs.define(eq=False)
 class Allocations:
-    """The sizes of allocations (positive) and frees (negative) of a thread, in order, once the context has ended."""
+    """The sizes of allocations (positive) and frees (negative), in order, once the context has ended."""
 
     sizes: list[int] = attrs.field(factory=list)
     places: list[int] = attrs.field(factory=list)
@@ -70,13 +70,20 @@ def allocations() -> Iterator[Allocations]:
     try:
         yield found
     finally:
-        events = torch._C._autograd._disable_profiler_legacy()
-        every: Any = itertools.chain.from_iterable(events)
-        for event in every:
+        for event in _in_order(torch._C._autograd._disable_profiler_legacy()):
             if event.kind() == "memory_alloc":
                 found.sizes.append(event.cpu_memory_usage())
             elif event.kind() == "push" and event.name() == _MARK:
                 found.places.append(len(found.sizes))
+
+
+def _in_order(events: Any) -> list[Any]:
+    """The events of all threads as they happened; a backward pass within many others has a thread of its own."""
+    threads = [each for each in events if each]
+    if len(threads) == 1:
+        return list(threads[0])
+    every = list(itertools.chain.from_iterable(threads))
+    return sorted(every, key=every[0].cpu_elapsed_us) if every else []
 
 
 def mark() -> None:

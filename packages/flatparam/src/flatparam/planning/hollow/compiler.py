@@ -17,6 +17,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @final
+class Config:
+    """Stands for the compiler's settings: the one that checkpointing asks for is here, others are the compiler's."""
+
+    error_on_nested_fx_trace: Final = True
+    """It matters while a graph is made, and none is."""
+
+    def __init__(self, compiler: ModuleType) -> None:
+        """Ask `compiler` for other settings."""
+        self._compiler = compiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiler.__getattr__("config"), name)
+
+
+@final
 class StandIn(ModuleType):
     """Stands for `torch._dynamo` until somebody asks for more than not to compile a function."""
 
@@ -25,6 +40,7 @@ class StandIn(ModuleType):
         super().__init__(_NAME)
         self._disabled: list[Any] = []
         self.was_needed = False
+        self.config = Config(self)
 
     def disable(self, function: _Function, recursive: bool = True, *, wrapping: bool = True) -> _Function:
         """The function itself: nothing is compiled now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from flatparam.observing.allocations import allocations
 
-__all__ = ["Kernel", "Temporaries", "Work", "operands_of"]
+__all__ = ["Kernel", "Temporaries", "Trial", "Work", "operands_of"]
 
 _ATEN: Final = torch.ops.aten
 _NUMBER_NBYTES: Final = 8
@@ -84,17 +84,9 @@ _CLEAN: Final = frozenset(
         "threshold_backward",
         "tanh_backward",
         "sigmoid_backward",
-        "_softmax",
-        "_log_softmax",
-        "_softmax_backward_data",
-        "_log_softmax_backward_data",
-        "nll_loss_forward",
-        "nll_loss_backward",
         "amax",
         "amin",
         "argmax",
-        "tril",
-        "triu",
         "where",
         "masked_fill",
         "native_dropout",
@@ -106,6 +98,19 @@ _CLEAN: Final = frozenset(
     ]
 )
 """Operations whose kernels take nothing."""
+_CLEAN_BY_ROWS: Final = frozenset(
+    [
+        "_softmax",
+        "_log_softmax",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "tril",
+        "triu",
+    ]
+)
+"""Operations whose kernels take nothing if all of their tensors are laid out by rows, and copy others."""
 
 _RNN_SIZES: Final = (
     "reverse",
@@ -191,6 +196,23 @@ class Work:
 
 
 @final
+@attrs.frozen(eq=False)
+class Trial:
+    """What a kernel has done when it ran once, on zeros."""
+
+    taken: int
+    """The bytes that it takes beside its results."""
+    results: tuple[Any, ...]
+    """What it returns, on the meta device: tensors that share memory share it here, and memory is as large."""
+
+
+_Key: TypeAlias = Any
+_trials: dict[_Key, Trial | None] = {}
+"""What kernels have done, by operation, kinds of arguments and what else it depends on; `None` if they raise."""
+_MANY: Final = 20_000
+
+
+@final
 @attrs.define(eq=False)
 class Temporaries:
     """The bytes that kernels take inside, by operation and shapes.
@@ -204,42 +226,118 @@ class Temporaries:
     """Whether the CPU's kernels run; those of an accelerator take memory that nothing here knows."""
     unmeasured: set[str] = attrs.field(factory=set)
 
-    def nbytes(self, kernel: Kernel) -> int:
-        """The bytes that `kernel` takes beside its results."""
+    def nbytes(self, kernel: Kernel, key: _Key = None) -> int:
+        """The bytes that `kernel` takes beside its results; equal keys are of kernels that take as many."""
         if not self.are_the_cpus:
             return 0
-        found = _by_rule(kernel)
-        return self._by_running(kernel) if found is None else found
-
-    def _by_running(self, kernel: Kernel) -> int:
-        if kernel.name in _CLEAN or not kernel.results:
+        if not kernel.results:
             return 0
-        if not self.measures or kernel.nbytes > AFFORDABLE_NBYTES:
+        if not _is_complex(kernel):
+            found = _by_rule(kernel)
+            if found is not None or kernel.name in _CLEAN:
+                return found or 0
+        trial = self._tried(kernel, key)
+        if trial is None:
             self.unmeasured.add(kernel.name)
-            return 0
-        if torch.Tag.nondeterministic_seeded in kernel.operation.tags:
-            return 0
-        return taken_by_running(kernel)
+        return 0 if trial is None else trial.taken
+
+    def results(self, kernel: Kernel, key: _Key) -> list[Any] | None:
+        """What `kernel` really returns, on the meta device; `None` if that is what its shapes say, or not known."""
+        if not self.are_the_cpus or not kernel.results:
+            return None
+        makes = any(each.alias_info is None for each in kernel.operation._schema.returns)
+        if not makes:
+            return None
+        if not _is_complex(kernel) and (
+            kernel.name in _CLEAN or kernel.name in _CLEAN_BY_ROWS or _by_rule(kernel) is not None
+        ):
+            return None
+        trial = self._tried(kernel, key)
+        return None if trial is None else list(trial.results)
+
+    def _tried(self, kernel: Kernel, key: _Key) -> Trial | None:
+        if not self.measures or kernel.nbytes > AFFORDABLE_NBYTES:
+            return None
+        if key is None:
+            return tried(kernel)
+        key = (key, torch.get_num_threads(), torch.get_default_dtype())
+        if key not in _trials:
+            if len(_trials) >= _MANY:
+                _trials.clear()
+            _trials[key] = tried(kernel)
+        return _trials[key]
 
 
 def taken_by_running(kernel: Kernel) -> int:
     """The bytes that the kernel takes beside its results, found by running it on zeros."""
-    written = [each for each in kernel.operation._schema.returns if each.alias_info is None]
-    args, kwargs = zeros_as(kernel.args), {name: zeros_as(value) for name, value in kernel.kwargs.items()}
+    trial = tried(kernel)
+    return 0 if trial is None else trial.taken
+
+
+def tried(kernel: Kernel) -> Trial | None:
+    """Run a kernel on zeros; `None` if it raises an error then, as some do that decompose matrices."""
+    args = zeros_as(kernel.args)
+    kwargs = {name: zeros_as(value) for name, value in kernel.kwargs.items() if name != "generator"}
     if kernel.operation is _ATEN.mkldnn_rnn_layer_backward.default:
         args = (*args[:-1], rnn_workspace(args))
+    for argument, value in zip(kernel.operation._schema.arguments, args, strict=False):
+        if argument.name == "bag_size":
+            # No bag is empty.
+            value.fill_(1)
     needs_backward = kernel.operation is _ATEN.mkldnn_rnn_layer.default
-    with torch.set_grad_enabled(needs_backward), allocations() as found:
-        result = kernel.operation(*args, **kwargs)
-        kept = sum(each.untyped_storage().nbytes() for each in operands_of(result)) if written else 0
-        del result
-    return max(0, found.peak - kept)
+    state = torch.default_generator.get_state() if _is_random(kernel) else None
+    try:
+        with torch.set_grad_enabled(needs_backward), allocations() as found:
+            result = kernel.operation(*args, **kwargs)
+            results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+            del result
+    except (RuntimeError, ValueError):
+        return None
+    finally:
+        if state is not None:
+            torch.default_generator.set_state(state)
+    makes = any(each.alias_info is None for each in kernel.operation._schema.returns)
+    sizes = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in operands_of(results)
+    }
+    kept = sum(sizes.values()) if makes else 0
+    return Trial(max(0, found.peak - kept), _on_meta(results))
+
+
+def _is_complex(kernel: Kernel) -> bool:
+    """Whether it computes with complex numbers, of which the rules know nothing."""
+    return any(each.is_complex() for each in (*kernel.results, *operands_of(kernel.args)))
+
+
+def _is_random(kernel: Kernel) -> bool:
+    return torch.Tag.nondeterministic_seeded in kernel.operation.tags
+
+
+def _on_meta(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same tensors on the meta device, in memory of the same size, which they share as these do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def there(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(there, value))
+        if not isinstance(value, Tensor):
+            return value
+        own = value.untyped_storage()
+        if own.data_ptr() not in storages or not own.nbytes():
+            storages[own.data_ptr()] = torch.empty(
+                own.nbytes(), dtype=torch.uint8, device="meta"
+            ).untyped_storage()
+        made = torch.empty(0, dtype=value.dtype, device="meta")
+        return made.set_(storages[own.data_ptr()], value.storage_offset(), value.shape, value.stride())
+
+    return tuple(map(there, results))
 
 
 def zeros_as(value: Any) -> Any:
     """Arguments as these, with tensors of zeros that have memory."""
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+        return made.conj() if value.is_conj() else made
     if isinstance(value, (tuple, list)):
         return type(value)(map(zeros_as, value))
     return value
@@ -269,6 +367,8 @@ def _by_rule(kernel: Kernel) -> int | None:
     if name in ("embedding", "embedding_dense_backward"):
         indices = kernel.args[1]
         return 0 if indices.is_contiguous() else int(indices.nbytes)
+    if name in _CLEAN_BY_ROWS and not _copies(*operands_of(kernel.args)):
+        return 0
     if name == "native_layer_norm":
         return _copies(kernel.args[0])
     if name == "native_layer_norm_backward":
@@ -335,8 +435,7 @@ def _promoted(one: Any, other: Any) -> Any:
 def _of_reduction(kernel: Kernel) -> int:
     """A reduction to another dtype casts all of its input; a mean is a sum that is divided by a number."""
     given, result = kernel.args[0], kernel.results[0]
-    wanted = kernel.kwargs.get("dtype")
-    taken = given.numel() * result.itemsize if wanted is not None and wanted != given.dtype else 0
+    taken = given.numel() * result.itemsize if result.dtype != given.dtype else 0
     if kernel.name == "mean":
         taken = max(taken, _NUMBER_NBYTES + result.itemsize)
     return taken

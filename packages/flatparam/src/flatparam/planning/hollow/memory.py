@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
+import attrs
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatparam.planning.errors import PlanError
 from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.arena import Arena, Block
+from flatparam.planning.hollow.composing import Composing, looks_at_values
 from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
 from flatparam.planning.hollow.log import Log
 from flatparam.planning.hollow.operations import (
@@ -42,6 +45,16 @@ _MANY: Final = 20_000
 
 
 @final
+@attrs.frozen(eq=False)
+class Shapes:
+    """What an operation returns, on the meta device."""
+
+    results: list[Any]
+    are_tried: bool
+    """Whether it was run: then the memory of the results is as large as it really is, and shared as it really is."""
+
+
+@final
 class HollowMemory(TorchDispatchMode):
     """Inside this context, tensors on the CPU take addresses and no memory, and no kernel computes on them.
 
@@ -58,6 +71,8 @@ class HollowMemory(TorchDispatchMode):
         self._on_kernel = on_kernel
         self._unknown: set[int] = set()
         self.temporaries = Temporaries()
+        self._composing = Composing()
+        self._shapes: dict[Any, Shapes] = {}
         self._kept_number: weakref.ref[Tensor] | None = None
         self.works: list[Work] = []
         """The different kernels that would run."""
@@ -161,14 +176,36 @@ class HollowMemory(TorchDispatchMode):
 
     def _make(self, like: Tensor, room: int = 0) -> Tensor:
         """A hollow tensor as the one on the meta device is, with room for so many elements at least."""
-        size, stride = like.shape, like.stride()
+        size, stride, offset = like.shape, like.stride(), like.storage_offset()
         extent = room
         if like.numel() and not room:
-            extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+            offset, extent = (
+                0,
+                1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)),
+            )
         if not extent:
             return torch.empty_strided(size, stride, dtype=like.dtype)
         flat = torch.frombuffer(self._arena.take(extent * like.itemsize), dtype=like.dtype)
-        return flat if flat.shape == size else flat.as_strided(size, stride)
+        return flat if flat.shape == size else flat.as_strided(size, stride, offset)
+
+    def _make_all(self, shapes: Shapes, room: int) -> list[Any]:
+        """Hollow tensors for all results of an operation; some share their memory."""
+        if not shapes.are_tried:
+            return [self._make(each, room) if isinstance(each, Tensor) else each for each in shapes.results]
+        made: list[Any] = []
+        owners: dict[int, Tensor] = {}
+        for each in shapes.results:
+            if not isinstance(each, Tensor):
+                made.append(each)
+                continue
+            storage = each.untyped_storage()
+            owner = owners.get(storage._cdata)
+            if owner is None or owner.dtype != each.dtype:
+                owner = owners[storage._cdata] = self._make(each, storage.nbytes() // each.itemsize)
+                made.append(owner)
+            else:
+                made.append(owner.as_strided(each.shape, each.stride(), each.storage_offset()))
+        return made
 
     # Kernels
 
@@ -183,12 +220,30 @@ class HollowMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._kept_number is not None:
             self._keep_number()
+        frame = sys._getframe(1)
         if func is ATEN.add.Tensor and adds_in_place(args, kwargs, self._alone):
             func = ATEN.add_.Tensor
+        written = self._composing.in_place(func, args, frame)
+        if written is not None:
+            # Autograd wants another tensor than the one that it gave.
+            self._dispatched(written, args, kwargs)
+            return args[0].detach()
+        looks = looks_at_values(func, frame)
+        if looks is not None:
+            self.temporaries.unmeasured.add(looks)
+        result = self._dispatched(func, args, kwargs)
+        self._composing.note(func, result, frame)
+        return result
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation returns, with its memory noted."""
         trait = self._traits.get(func)
         if trait is None:
             trait = self._traits[func] = Trait.of(func)
         if trait.kind == "view":
+            if func is ATEN.lift_fresh.default and args[0].is_cpu and not self.is_hollow(args[0]):
+                # torch has made it of Python's numbers, and nobody saw.
+                self._note_real(args[0])
             return func(*args, **kwargs)
         tensors: list[Tensor] = []
         key: Any = (
@@ -250,7 +305,7 @@ class HollowMemory(TorchDispatchMode):
         if wanted is not None and torch.device(wanted).type != "cpu":
             return trait.operation(*args, **kwargs)
         shapes = self._shapes_of_results(trait, key, args, kwargs)
-        if not hollow and sum(each.nbytes for each in operands_of(shapes)) <= SMALL_NBYTES:
+        if not hollow and sum(each.nbytes for each in operands_of(shapes.results)) <= SMALL_NBYTES:
             result = trait.operation(*args, **kwargs)
             fresh = operands_of(result)
             for tensor in fresh:
@@ -263,7 +318,7 @@ class HollowMemory(TorchDispatchMode):
                 self._note_number(args, result)
             return result
         room = room_of(trait.operation, args)
-        made = [self._make(each, room) if isinstance(each, Tensor) else each for each in shapes]
+        made = self._make_all(shapes, room)
         self._account(trait, key, args, kwargs, made)
         if trait.returns_list:
             return made
@@ -282,7 +337,7 @@ class HollowMemory(TorchDispatchMode):
             kernel = Kernel(trait.operation, args, kwargs, operands_of(results))
             number = len(self.works)
             self.works.append(Work.of(kernel))
-            known = self._accounts[key] = (self.temporaries.nbytes(kernel), number)
+            known = self._accounts[key] = (self.temporaries.nbytes(kernel, key), number)
         if known[0]:
             self.log.passing(known[0])
         if self._on_kernel is not None:
@@ -290,14 +345,20 @@ class HollowMemory(TorchDispatchMode):
 
     def _shapes_of_results(
         self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The results of the operation on the meta device; it runs once for equal arguments."""
+    ) -> Shapes:
+        """The results of the operation on the meta device; equal arguments are looked at once."""
+        shapes = self._shapes.get(key)
+        if shapes is not None:
+            return shapes
         found = self._results.get(key)
         if found is None:
             if len(self._results) >= _MANY:
                 self._results.clear()
             found = self._results[key] = on_meta(trait.operation, args, kwargs)
-        return found
+        kernel = Kernel(trait.operation, args, kwargs, operands_of(found))
+        tried = self.temporaries.results(kernel, key)
+        shapes = self._shapes[key] = Shapes(found if tried is None else tried, tried is not None)
+        return shapes
 
     # Numbers that autograd keeps
 

@@ -26,8 +26,9 @@ _ALIASES: Final = (
 )
 """Operations that return their argument's memory, of which the schema does not always tell."""
 _TURNS_IN_PLACE: Final = tuple(
-    getattr(ATEN, name).default
+    getattr(getattr(ATEN, name), overload)
     for name in ("as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_")
+    for overload in getattr(ATEN, name).overloads()
 )
 """Operations that change the shape of their argument, and write nothing to its memory."""
 _MEAN: Final = 1
@@ -110,11 +111,15 @@ def appearance(value: Any, tensors: list[Tensor]) -> Any:
     """Collect the tensors in `value`; returns what is equal for arguments that make equal shapes."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return (value.shape, value.stride(), value.dtype)
+        dtype = value.dtype
+        return (value.shape, value.stride(), dtype, dtype.is_complex and value.is_conj())
     if isinstance(value, (tuple, list)):
         return tuple([appearance(each, tensors) for each in value])
-    if isinstance(value, (bool, float)):
-        return type(value)
+    if isinstance(value, bool):
+        # True is equal to 1.
+        return (bool, value)
+    if isinstance(value, float):
+        return float
     # Generators are the only arguments that cannot be keys.
     return value if not isinstance(value, torch.Generator) else None
 
@@ -138,7 +143,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
         named["device"] = torch.device("meta")
     named.pop("pin_memory", None)
     try:
-        result = func(*there(args), **named)
+        result = _grouped(*args) if func is ATEN._grouped_mm.default else func(*there(args), **named)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, PlanError):
             raise
@@ -147,11 +152,19 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
             f"{str(error).splitlines()[0]}; plan the program without it"
         ) from error
     results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if any(each.layout is not torch.strided for each in operands_of(results)):
+        raise PlanError(
+            f"expected tensors with a value for each element, found a sparse one that {func} makes: how many elements "
+            "it has depends on what is computed; plan with sparse=False"
+        )
     if func is ATEN.native_layer_norm.default and all(
         each is None or each.dtype == args[0].dtype for each in args[2:4]
     ):
         # The CPU's kernel keeps mean and deviation in the dtype of its input, unless the weights have another.
         results[1:] = [each.to(args[0].dtype) for each in results[1:]]
+    if func is ATEN.native_batch_norm.default and not args[5]:
+        # Without training the CPU's kernel keeps no means.
+        results[1:] = [each.new_empty(0) for each in results[1:]]
     if (
         func is ATEN.mkldnn_rnn_layer.default
         and sum(each.nbytes for each in (*operands_of(args), *results)) <= AFFORDABLE_NBYTES
@@ -159,6 +172,21 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
         # What it leaves for the backward kernel has no size on the meta device.
         results[3] = func(*zeros_as(args), **kwargs)[3].to("meta")
     return results
+
+
+def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+    """What a product of groups of rows returns, on the meta device, where torch knows bfloat16 only.
+
+    Rows begin at multiples of 16 bytes.
+    """
+    groups = (len(one),) if one.dim() == other.dim() == 3 else ()
+    if one.dim() == other.dim() == 2:
+        groups = (0 if ends is None else len(ends),)
+    shape = (*groups, one.shape[-2], other.shape[-1])
+    aligned = 16 // one.itemsize
+    row = -(-shape[-1] // aligned) * aligned
+    strides = (shape[-2] * row, row, 1)[-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
 
 
 def room_of(func: Any, args: tuple[Any, ...]) -> int:
