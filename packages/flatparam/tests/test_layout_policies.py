@@ -201,7 +201,11 @@ def test_a_subclass_has_the_rules_of_its_base() -> None:
 
 
 REFUSED: list[Any] = [
-    (lambda: layout.for_optimizer(optimizer_named("Mystery")), ValueError, "not known what Mystery looks at"),
+    (
+        lambda: layout.for_optimizer(optimizer_named("Mystery")),
+        ValueError,
+        "does not know the rule of Mystery",
+    ),
     (
         lambda: layout.for_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)),
         TypeError,

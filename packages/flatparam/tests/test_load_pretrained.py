@@ -270,7 +270,7 @@ def test_missing_and_unexpected(tmp_path: Path, use_orig_params: bool) -> None:
     with pytest.warns(UserWarning, match="pytorch_model.bin") as caught:
         results = on_ranks(2, rank)
     told = [str(each.message) for each in caught]
-    assert ["begin anew" in each or "'old', which the model lacks" in each for each in told] == [True] * 2
+    assert ["initial values" in each or "'old', which the model lacks" in each for each in told] == [True] * 2
     for found, report in results:
         same_values(found, {**state, "4.weight": begun.weight, "4.bias": begun.bias})
         assert sorted(report.missing_keys) == ["4.bias", "4.weight"]
@@ -461,7 +461,8 @@ def test_files_that_change(tmp_path: Path) -> None:
 
     def rank(world: Collectives) -> None:
         with pytest.raises(
-            CheckpointError, match=r"rank 1: CheckpointError: .*expected.*the model has no values"
+            CheckpointError,
+            match=r"rank 1: CheckpointError: .*expected.*the values of the model are not usable",
         ):
             load_pretrained(mlp, path)
 

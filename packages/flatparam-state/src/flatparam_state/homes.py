@@ -91,8 +91,8 @@ class _WholeHome:
         tensor = held.get(self.attribute)
         if tensor is None:
             raise FlatParamError(
-                f"{self.name!r} is not in its module any more: it was removed, or the model was sharded after its "
-                "average was begun; make a new ShardedEMA of the model as it is"
+                f"{self.name!r} is no longer in its module: it was removed, or the model was sharded after its "
+                "average started; make a new ShardedEMA of the model"
             )
         return tensor
 

@@ -15,7 +15,7 @@ __all__ = ["Check", "BytesRead", "Soundness", "examine"]
 @final
 @attrs.frozen
 class Soundness:
-    """The bytes of a checkpoint that were read, and what is wrong with them: nothing, if `problems` is empty.
+    """The result of a verification: the bytes that were read, and their problems; a sound checkpoint has none.
 
     `unproven_nbytes` of the `nbytes` that were read have no checksum in their format: they are there, and that is all
     that can be said.
@@ -29,7 +29,7 @@ class Soundness:
 @final
 @attrs.frozen
 class BytesRead:
-    """Bytes that a check has read, and whether a checksum proves that they are what was written."""
+    """The bytes that a check has read, and whether a checksum proves that they are unchanged."""
 
     nbytes: int
     is_proven: bool = True

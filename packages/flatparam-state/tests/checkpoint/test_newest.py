@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_in_the_way(how: str, tmp_path: Path) -> None:
     run.checkpointer.load(5)
     run.step = 5
     with pytest.warns(
-        UserWarning, match=r"step 10 in .* is damaged, and is saved anew.*step-00000010\.damaged-"
+        UserWarning, match=r"step 10 in .* is damaged, and is saved again.*step-00000010\.damaged-"
     ):
         run.train(10)
     run.checkpointer.close()
@@ -130,7 +130,7 @@ def test_a_sound_checkpoint_in_the_way(tmp_path: Path) -> None:
     run = SmallRun(root)
     run.checkpointer.load(5)
     run.step = 5
-    with pytest.raises(CheckpointError, match="there is a checkpoint of step 10 already"):
+    with pytest.raises(CheckpointError, match="a checkpoint of step 10 exists already"):
         run.train(10)
     assert SmallRun(root).resume() == 10
 

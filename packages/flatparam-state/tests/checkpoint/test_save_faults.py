@@ -220,7 +220,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         model, optimizer = SETUP.build(world)
         with Checkpointer(tmp_path, model, optimizer, ranks=world) as checkpointer:
             checkpointer.save(1)
-            with pytest.raises(CheckpointError, match="there is a checkpoint of step 1 already"):
+            with pytest.raises(CheckpointError, match="a checkpoint of step 1 exists already"):
                 checkpointer.save(1)
 
     run_threads(2, run)

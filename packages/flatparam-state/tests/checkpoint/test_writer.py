@@ -121,7 +121,7 @@ def test_announcements_are_binding(tmp_path: Path) -> None:
 def test_a_step_is_written_once(tmp_path: Path) -> None:
     """What is committed stays; the error says what to do."""
     write(tmp_path, step=3)
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 3 already.*a different directory"):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 3 exists already.*a different directory"):
         write(tmp_path, step=3)
     assert verify_checkpoint(tmp_path).is_sound
 

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ShardingStrategy(LikeTorchs):
-    """A choice of what is sharded over which ranks, and when full parameters are freed.
+    """Chooses the tensors that are sharded, the ranks that share them, and the time at which full parameters are freed.
 
     `docs/memory.md` has the bytes that each strategy takes and sends.
     """
@@ -47,7 +47,7 @@ class ShardingStrategy(LikeTorchs):
 
 
 class BackwardPrefetch(LikeTorchs):
-    """When the next unit of the backward pass is gathered: before this one's gradients are computed, or after."""
+    """Chooses when the backward pass gathers the next unit: before it computes this unit's gradients, or after."""
 
     BACKWARD_PRE = enum.auto()
     BACKWARD_POST = enum.auto()
@@ -62,7 +62,7 @@ class StateDictType(LikeTorchs):
 
 
 class OptimStateKeyType(LikeTorchs):
-    """How an optimizer state dict names its parameters."""
+    """Chooses the keys of an optimizer state dict: names of parameters, or numbers."""
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -83,7 +83,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards live in CPU memory while they are not gathered."""
+    """Chooses whether shards stay in CPU memory while they are not gathered."""
 
     offload_params: bool = False
 

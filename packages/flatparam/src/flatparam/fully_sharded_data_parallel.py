@@ -281,7 +281,7 @@ class FullyShardedDataParallel(nn.Module):
         return [handle.flat_param for handle in self._unit.handles]
 
     def check_is_root(self) -> bool:
-        """Return whether no other wrapper contains this one, as far as any forward pass has shown."""
+        """Return whether no other wrapper contains this one, as far as forward passes have shown."""
         return self._is_root
 
     @staticmethod
@@ -319,16 +319,16 @@ class FullyShardedDataParallel(nn.Module):
         prefetching.set_forward_prefetch(self._unit, units)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Gather the units of `modules` when this unit's forward begins; `None`: those that the last pass suggests."""
+        """Gather the units of `modules` when this unit's forward begins; `None` follows the order of the last pass."""
         prefetching.set_units_to_forward_prefetch(self._unit, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Gather the units of `modules` when this unit's backward begins; `None`: those that the forward suggests."""
+        """Gather the units of `modules` when this unit's backward begins; `None` follows the order of the forward."""
         prefetching.set_units_to_backward_prefetch(self._unit, modules)
 
     @property
     def skipped_steps(self) -> int:
-        """How often the steps after a backward pass were left out, on all ranks, by `nonfinite="skip"`."""
+        """The number of backward passes after which `nonfinite="skip"` skipped the step on all ranks."""
         return runtime.skipped_steps(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -427,11 +427,11 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def offload(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `flatparam.offload(self, ...)`, or, if the wrapped module has a method `offload`, that one."""
+        """Call `flatparam.offload(self, ...)`, or the method `offload` of the wrapped module, if it has one."""
         return self._own_or("offload", offload)(*args, **kwargs)
 
     def onload(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `flatparam.onload(self, ...)`, or, if the wrapped module has a method `onload`, that one."""
+        """Call `flatparam.onload(self, ...)`, or the method `onload` of the wrapped module, if it has one."""
         return self._own_or("onload", onload)(*args, **kwargs)
 
     def _own_or(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def blocks(numel: int) -> LayoutRule:
 @final
 @attrs.frozen(repr=False)
 class LayoutPolicy:
-    """A choice of the rule of every parameter of a model; `by` and `for_optimizer` make it."""
+    """Chooses a rule for every parameter of a model; `by` and `for_optimizer` make it."""
 
     _choose: Callable[[str, nn.Parameter, nn.Module], LayoutRule]
     _told: str
@@ -95,7 +95,7 @@ def by(
     otherwise: LayoutRule = ELEMENT,
     shares: Sequence[float] = (),
 ) -> LayoutPolicy:
-    """Give rules by the class of the module that has a parameter, by a pattern of its name, or by a function.
+    """Make a layout that chooses rules by the class of a parameter's module, by a pattern of its name, or a function.
 
     Args:
         rules: a rule for each class of modules, or pattern of dotted names as in a shell (`"*.experts.*"`): the first
@@ -166,7 +166,7 @@ _ALONE: Final = (
 
 
 def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] = ()) -> LayoutPolicy:
-    """Give the rules with which every step of the optimizer `kind` is the one that it makes in a single process.
+    """Make a layout with which the optimizer `kind` computes every step as in a single process.
 
     An optimizer of matrices (Muon, Shampoo, SOAP) has each parameter of two or more dimensions whole; one that looks at
     the rows or the norm of each parameter (Adafactor, LAMB) has all whole; one with states in blocks (8-bit Adam) has
@@ -180,7 +180,7 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
 
     Raises:
         TypeError: for anything but a class of optimizers.
-        ValueError: for a class of which it is not known what it looks at, or a share that is no positive number.
+        ValueError: for a class whose rule flatparam does not know, or a share that is not a positive number.
     """
     asked: Any = kind
     if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
@@ -189,8 +189,8 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
     matrices, other = next(filter(None, map(_rules_for, names)), (None, None))
     if matrices is None or other is None:
         raise ValueError(
-            f"layout.for_optimizer: it is not known what {kind.__qualname__} looks at; give the rules yourself, for "
-            "example layout=flatparam.layout.by({}, otherwise=flatparam.layout.whole)"
+            f"layout.for_optimizer: flatparam does not know the rule of {kind.__qualname__}; give the rules yourself, "
+            "for example layout=flatparam.layout.by({}, otherwise=flatparam.layout.whole)"
         )
     return LayoutPolicy(
         lambda name, parameter, module: matrices if parameter.dim() > 1 else other,
@@ -211,7 +211,7 @@ def _rules_for(name: str) -> tuple[LayoutRule, LayoutRule] | None:
 
 
 def as_policy(layout: LayoutPolicy | RuleFunction) -> LayoutPolicy:
-    """The policy that `layout` is, or that it says as a function of name and parameter.
+    """Return `layout` as a policy: it may be one, or a function of name and parameter.
 
     Raises:
         TypeError: for anything else; a rule by itself is refused, since it does not say of which parameters.

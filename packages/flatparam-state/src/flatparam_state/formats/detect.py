@@ -107,7 +107,7 @@ def _format_of_directory(path: Path) -> str:
     names = sorted(each.name for each in path.iterdir())
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise UnknownFormatError(
-        f"{path} is no checkpoint that is known; it holds {shown or 'nothing'}",
+        f"{path} is not a checkpoint of a known format; it holds {shown or 'nothing'}",
         path=path,
         hint=(
             f"expected {MANIFEST} or step-* (flatparam), .metadata (torch.distributed.checkpoint), "

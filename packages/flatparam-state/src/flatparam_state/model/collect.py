@@ -154,7 +154,7 @@ def model_state_dict(
 
 
 def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
-    """Rename the entries of `state` below `prefix` to what they are called in the unsharded model, in place."""
+    """Rename the entries of `state` below `prefix` to their names in the unsharded model, in place."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[prefix + clean_fqn(key[len(prefix) :])] = state.pop(key)
     metadata = getattr(state, "_metadata", None)

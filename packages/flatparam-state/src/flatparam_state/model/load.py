@@ -23,7 +23,7 @@ __all__ = ["ModelLoad", "load_model_state", "refused_anywhere"]
 @final
 @attrs.define(eq=False)
 class ModelLoad:
-    """One loading of a state into flat parameters, through torch's traversal.
+    """Loads one state into flat parameters, through torch's traversal.
 
     While it is open, a hook of each module, which runs after the module's own, takes the entries of its sharded
     parameters out of the state, and of what torch would copy itself: under the names and at the moment at which torch
@@ -163,7 +163,7 @@ class ModelLoad:
         return self._handles.get(clean_fqn(key)) in handles
 
     def commit(self) -> None:
-        """Copy what was taken to the shards, if all of it fits; every rank calls it."""
+        """Copy the taken values to the shards, if all of them fit; every rank calls it."""
         if not self.refused:
             for target, wanted, value in self._copies:
                 target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
@@ -172,7 +172,7 @@ class ModelLoad:
         self.forget()
 
     def forget(self) -> None:
-        """Copy nothing of what was taken."""
+        """Drop the taken values without copying them."""
         self._copies.clear()
         self._plain.clear()
 

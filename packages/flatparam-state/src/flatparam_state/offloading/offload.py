@@ -36,7 +36,7 @@ def offload(
     gradients: bool = True,
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
 ) -> int:
-    """Move what this rank holds of `model` out of the memory of its device; every rank calls it.
+    """Move this rank's part of `model` out of the memory of its device; every rank calls it.
 
     Values are kept to the bit. What is moved already stays where it is. Until `onload`, forward passes, gathers of full
     parameters and steps of an optimizer that holds the parameters are refused. A `Checkpointer` can save the model as
@@ -93,7 +93,7 @@ def onload(
     gradients: bool = True,
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
 ) -> int:
-    """Bring back to its device what `offload` has moved; every rank calls it. What is there already stays as it is.
+    """Move the tensors that `offload` has moved back to their device; every rank calls it. Other tensors do not move.
 
     Args:
         parameters: bring back the shards, and parameters that are whole on every rank.

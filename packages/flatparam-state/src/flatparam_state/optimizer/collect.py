@@ -119,8 +119,8 @@ def _first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[He
         return dict(first_states(optimizer, holding))
     except Exception as error:
         warnings.warn(
-            f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): there "
-            "is nothing to load its saved state into, and it would start anew; load a full state instead",
+            f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): its "
+            "saved state cannot be loaded, and the optimizer would start from zero; load a full state instead",
             stacklevel=4,
         )
         return None

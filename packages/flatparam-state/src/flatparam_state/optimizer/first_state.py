@@ -23,10 +23,10 @@ _FIRST_STATE_OF: Final = "first_state_of"
 
 @final
 class FirstState(dict[str, Any]):
-    """The entry of a parameter in a state dict if its optimizer has no state yet: what the first step will start from.
+    """A parameter's entry in a state dict if its optimizer has no state yet: the state that its first step starts from.
 
-    Programs load a checkpoint into the tensors of such a state dict. A parameter that the checkpoint has no state of is
-    one that was never stepped: its entry may be cleared, and the parameter then starts without any state again.
+    Programs load a checkpoint into the tensors of such a state dict. A parameter without a state in the checkpoint was
+    never stepped: its entry may be cleared, and the parameter then starts without any state again.
     """
 
 

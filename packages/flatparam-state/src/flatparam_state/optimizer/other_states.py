@@ -40,7 +40,7 @@ def check_states(
                     raise FlatParamError(
                         f"optimizer state of {fqn!r}: expected {_listed(needed or held)}, which "
                         f"{type(optimizer).__name__} has, found {_listed(found)}: it is the state of a different "
-                        "optimizer, or of other settings; make the optimizer that was saved, or load "
+                        "optimizer, or of different settings; make the optimizer that was saved, or load "
                         "with other_states=True"
                     )
 

@@ -30,7 +30,7 @@ def read_pretrained(
     *,
     observe: Callable[[int], object] = _nothing,
 ) -> int:
-    """Read what `files` have of `model`, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
+    """Read the tensors of `model` from `files`, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
 
     A rank reads the elements of its shards. Ranks that hold copies of a shard read a part each, and send it to each
     other. What is whole on every rank is read by the first one, and sent. Memory: one tensor at a time, at most.
@@ -165,5 +165,5 @@ class _RankReading:
                     f"rank {rank}: {text}",
                     rank=rank,
                     path=self.files.path,
-                    hint="the model has no values of use now",
+                    hint="the values of the model are not usable now",
                 ) from self.error

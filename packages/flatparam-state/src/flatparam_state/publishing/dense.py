@@ -35,7 +35,7 @@ def publish(
     every_rank: bool = False,
     only: Callable[[str], bool] | None = None,
 ) -> Catalogue:
-    """Give the full tensors of `model` to `sink`, one after the other; every rank calls it, outside of passes.
+    """Pass the full tensors of `model` to `sink`, one after the other; every rank calls it, outside of passes.
 
     Each flat parameter is gathered once, in the dtype in which it is published. While the sink has the tensors of one
     bucket, the next is gathered. Ranks that hold copies of shards take no part, unless they call the sink as well.

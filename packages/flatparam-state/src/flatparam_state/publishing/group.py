@@ -299,6 +299,8 @@ class _Receiving:
         if found != expected:
             raise PublishError(f"the bytes of version {number} are not those that were sent; publish again")
         if before is not None and before != held:
-            raise PublishError(f"version {number} is changes to {before}, and this receiver has {held}")
+            raise PublishError(
+                f"version {number} has the changes since {before}, but this receiver has {held}"
+            )
         new = NewVersion(number, stream, before, whole, lambda wants_all: iter(()))
         return Update(new.id_with(packets), before, slicing.catalogue(whole, part), tuple(data.values()))

@@ -62,7 +62,7 @@ class Mailbox:
 
     @classmethod
     def in_memory(cls, name: str, *, slicing: Slicing | None = None) -> Self:
-        """Use a folder of this user in the memory of this host, which has `name`.
+        """Use the folder `name` of this user in the memory of this host.
 
         Raises:
             PublishError: if the system has no such memory, or somebody else has a folder of this name there.
@@ -75,7 +75,7 @@ class Mailbox:
         folder = root / f"flatparam-{os.getuid()}-{name}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise PublishError(f"{folder} belongs to somebody else: choose a different name")
+            raise PublishError(f"{folder} belongs to a different user: choose a different name")
         return cls(folder, slicing=slicing)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Mailbox:
         return self._slicing
 
     def clear(self) -> None:
-        """Delete what the folder holds of publications, and the folder if it is empty then."""
+        """Delete the files of publications in the folder, and the folder itself if it is empty then."""
         for path in [*self.folder.glob(f"*{_SUFFIX}"), self.folder / _MANIFEST]:
             path.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
@@ -148,7 +148,7 @@ class Mailbox:
         before = self._readable()
         if new.before is not None and (before is None or before.version != new.before):
             raise PublishError(
-                f"{self.folder} was changed by somebody else while version {new.number} was written"
+                f"{self.folder} was changed by a different publisher while version {new.number} was written"
             )
         catalogue = f"{new.stream}-{new.catalogue.digest[:16]}-catalogue{_SUFFIX}"
         if not (self.folder / catalogue).exists():

@@ -55,7 +55,7 @@ class Published:
 
 @final
 class Publisher:
-    """Sends versions of a sharded model to receivers: all values first, and then only what has changed since.
+    """Sends versions of a sharded model to receivers: all values first, and then only the changes.
 
     Nothing is gathered: each rank compares its shards, in the dtype in which they are published, with a snapshot of
     what receivers have, and sends its own changes, bit for bit. Ranks that hold copies of a shard share the work.
@@ -115,7 +115,7 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self) -> Published:
-        """Send the model as it is now as the next version; every rank calls it, outside of passes.
+        """Send the current model as the next version; every rank calls it, outside of passes.
 
         All values are sent if receivers do not have the version before: at first, and after they, or this program, were
         started again. Of a part of a tensor that has changed a lot all values are sent, if these are fewer bytes.

@@ -70,7 +70,7 @@ class Receiver:
 
     @torch.no_grad()
     def receive(self) -> bool:
-        """Bring the target to the newest version; returns whether that is a new one.
+        """Bring the target to the newest version; returns whether the target has changed.
 
         From a `Mailbox` it returns at once if there is none. From a `GroupChannel` it waits for the publisher.
 
@@ -83,7 +83,8 @@ class Receiver:
         for update in updates:
             if update.before is not None and update.before != self._held:
                 raise PublishError(
-                    f"version {update.version.number} is changes to {update.before}, and this receiver has {self._held}"
+                    f"version {update.version.number} has the changes since {update.before}, but this receiver has "
+                    f"{self._held}"
                 )
             self._begun = _Application.of(update, self._target.values(update.catalogue))
             self._finish()

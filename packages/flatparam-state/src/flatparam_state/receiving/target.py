@@ -20,7 +20,7 @@ _SHOWN = 5
 @final
 @attrs.frozen(eq=False)
 class Value:
-    """One tensor of a target, and what is published of it."""
+    """One tensor of a target, and its published part."""
 
     published: PublishedTensor
     tensors: tuple[Tensor, ...]
@@ -45,7 +45,7 @@ class Target(Protocol):
     """The tensors that a receiver writes to."""
 
     def check(self, catalogue: Catalogue) -> None:
-        """Check that it can take such tensors.
+        """Check that the target can take these tensors.
 
         Raises:
             PublishError: naming those that it cannot take; nothing is changed.
@@ -53,7 +53,7 @@ class Target(Protocol):
         ...
 
     def values(self, catalogue: Catalogue) -> list[Value]:
-        """Its tensors, one for each of the catalogue."""
+        """The tensors of the target, one for each tensor of the catalogue."""
         ...
 
 

@@ -63,7 +63,7 @@ class Installation:
 
 
 def install() -> Installation:
-    """Make the names of FSDP1 in `torch.distributed.fsdp` those of flatparam, wherever programs take them from.
+    """Make the names of FSDP1 in `torch.distributed.fsdp` refer to flatparam, wherever programs import them from.
 
     That is: torch's modules, the modules that have imported a name already, and the functions of
     `torch.distributed.checkpoint.state_dict`. FSDP2 and the compiler are left alone. Call it before a model is wrapped,
@@ -90,7 +90,7 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Undo `install`: each attribute that was patched has the object again that it had. Does nothing if there is none.
+    """Undo `install`: each patched attribute gets its old object back. Without an installation, this does nothing.
 
     A module that took a name while it was ours keeps it.
     """

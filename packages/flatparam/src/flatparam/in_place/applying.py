@@ -177,7 +177,7 @@ def _check_module(module: Any) -> None:
     for child_name, child in module.named_modules():
         if any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(child).__mro__):
             raise FlatParamError(
-                f"fully_shard: {child_name or name!r} is sharded by torch's FSDP already; take flatparam's fully_shard "
+                f"fully_shard: {child_name or name!r} is sharded by torch's FSDP already; use flatparam's fully_shard "
                 "for every module"
             )
 

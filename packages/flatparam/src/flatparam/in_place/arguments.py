@@ -51,7 +51,7 @@ def resolve_in_place(
     device = resolve_device(_device_of(mesh), module, ignored, offload=offloads)
     if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and _is_accelerator(device, module):
         raise ValueError(
-            "offload_policy: CPU memory beside an accelerator is pinned always; pass CPUOffloadPolicy()"
+            "offload_policy: with an accelerator CPU memory is always pinned; pass CPUOffloadPolicy()"
         )
     plan = UnitPlan(
         topology,

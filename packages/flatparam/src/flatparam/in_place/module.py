@@ -119,7 +119,7 @@ class FSDPModule(_Base):
         self._unit.change_freeing(unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather the parameters of `modules` when this module's forward begins; none: those that a pass suggests.
+        """Gather the parameters of `modules` when this module's forward begins; without modules, as a pass suggests.
 
         Raises:
             ValueError: if a module is not sharded.
@@ -127,7 +127,7 @@ class FSDPModule(_Base):
         prefetching.set_units_to_forward_prefetch(self._unit, list(modules) or None)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather the parameters of `modules` when this module's backward begins; none: those that a pass suggests.
+        """Gather the parameters of `modules` when this module's backward begins; without modules, as a pass suggests.
 
         Raises:
             ValueError: if a module is not sharded.
@@ -146,7 +146,7 @@ class FSDPModule(_Base):
 
     @property
     def skipped_steps(self) -> int:
-        """How often the steps after a backward pass were left out, on all ranks, by `nonfinite="skip"`."""
+        """The number of backward passes after which `nonfinite="skip"` skipped the step on all ranks."""
         return runtime.skipped_steps(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -155,7 +155,7 @@ class FSDPModule(_Base):
         runtime.drop_waiting(self._units(recurse=True))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward pass is the last of several; this changes nothing.
+        """Accept FSDP2's call: it has no effect, because each backward pass completes its reductions.
 
         In torch, a pass that is not the last leaves reductions under way. Here each pass completes its reductions.
 
@@ -208,7 +208,7 @@ class FSDPModule(_Base):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """List names and this rank's parts of parameters, also where the module shows full parameters at the moment.
+        """List names and this rank's parts of parameters, even while the module shows full parameters.
 
         Full parameters are listed while the module computes.
         """
@@ -225,7 +225,7 @@ class FSDPModule(_Base):
             return super().apply(fn)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Give buffers on the meta device memory; what `fully_shard` has initialised stays as it is.
+        """Give buffers on the meta device memory; tensors that `fully_shard` has initialised do not change.
 
         For programs that shard a module on the meta device, call this, and then `reset_parameters()` or
         `init_weights()`, which have full parameters in place: for one sharded module after the other.

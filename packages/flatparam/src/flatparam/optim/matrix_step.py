@@ -23,7 +23,7 @@ Cost = Callable[[tuple[int, ...]], int]
 
 
 class MatrixStep(Protocol):
-    """A function of (matrix, gradient, state) to an update, which sees whole matrices only."""
+    """A function that takes a matrix, its gradient and its state, all whole, and returns an update."""
 
     def __call__(self, matrix: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         """The update `U`: the matrix becomes `(1 - lr * weight_decay) * matrix - lr * U`.
@@ -95,7 +95,7 @@ def count_step(state: Any) -> None:
 
 
 class MatrixOptimizer(WholeOptimizer):
-    """An optimizer made of a `MatrixStep`, for sharded parameters of any layout; AdamW steps what is no matrix.
+    """An optimizer made of a `MatrixStep`, for sharded parameters of any layout; AdamW steps the other parameters.
 
     Each matrix is stepped once in the world, by its owner, a rank that holds a part of it; there is what the function
     keeps, and it is saved and loaded with the rest of the state, at any number of ranks. Replicas share this work.

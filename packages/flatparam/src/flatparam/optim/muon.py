@@ -116,7 +116,7 @@ def _adjusted(rate: float, rule: AdjustRate | None, shape: Sequence[int]) -> flo
 
 @final
 class Muon(WholeOptimizer):
-    """`torch.optim.Muon` for sharded parameters of any layout, and AdamW for those that are no matrices.
+    """`torch.optim.Muon` for sharded parameters of any layout, and AdamW for parameters that are not matrices.
 
     The numbers are those of `torch.optim.Muon` in one process, to the bit. Each matrix is made orthogonal once in the
     world, by its owner; owners share the work equally, over replicas too. Momentum stays sharded like the parameters,

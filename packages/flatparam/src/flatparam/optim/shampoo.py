@@ -52,7 +52,7 @@ def _inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
 
 @final
 class Shampoo(MatrixOptimizer):
-    """Shampoo for sharded parameters of any layout, with the numbers of one process; AdamW steps what is no matrix.
+    """Shampoo for sharded parameters of any layout, with the numbers of one process; AdamW steps other parameters.
 
     A matrix of shape `(m, n)` has `2 (m^2 + n^2)` numbers of state, on its owner alone.
     """

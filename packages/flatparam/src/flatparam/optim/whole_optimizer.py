@@ -57,7 +57,7 @@ def add_scaled(part: Tensor, update: Tensor, scale: float) -> None:
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps some parameters as wholes by a rule, and the others by AdamW.
+    """An optimizer that steps some parameters whole by a rule, and the others by AdamW.
 
     It holds original parameters: a flat parameter that it is given stands for those in it. Each group that it is given
     becomes up to two, one of whole parameters and one of others, which have the key `"rule"`. In a group that it is

@@ -28,18 +28,18 @@ def setup_here(setup: Setup, transport: str) -> Setup:
     """
     if setup.device != "cpu":
         raise PlanError(
-            f"this-machine: expected the schedule of a cpu, which is what is measured, found device="
-            f"{setup.device!r}; choose the profile of an accelerator"
+            f"this-machine: expected the schedule of a cpu, because the steps are measured on one, found "
+            f"device={setup.device!r}; choose the profile of an accelerator"
         )
     if setup.world_size > _MOST_RANKS:
         raise PlanError(
             f"this-machine: expected a world of at most {_MOST_RANKS} ranks, which are all started here, found "
-            f"{setup.world_size}; choose a smaller world, or another profile"
+            f"{setup.world_size}; choose a smaller world, or a different profile"
         )
     if torch.distributed.is_initialized():
         raise PlanError(
             "this-machine: expected no process group, since ranks are started to measure their steps, found one; plan "
-            "before init_process_group, or choose another profile"
+            "before init_process_group, or choose a different profile"
         )
     return attrs.evolve(setup, transport=transport)
 

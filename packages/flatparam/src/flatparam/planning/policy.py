@@ -53,8 +53,8 @@ class PlannedPolicy(_Policy):
             raise PlanError("planned: expected to be the auto_wrap_policy of flatparam's wrapper")
         if ignored_modules or root_kwargs["ignored_states"]:
             raise PlanError(
-                "planned: expected a model of which nothing is ignored and nothing is wrapped yet; wrap it by a "
-                "policy that names its units, or plan it by flatparam plan --fit"
+                "planned: expected a model without ignored or wrapped modules, found one that has some; wrap it with "
+                "a policy that names its units, or plan it with flatparam plan --fit"
             )
         found: Any = None
         if topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0):

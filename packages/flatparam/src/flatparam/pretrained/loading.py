@@ -304,7 +304,7 @@ def _bar(
 def _warn(files: PretrainedFiles, found: Fit) -> None:
     if found.missing:
         warnings.warn(
-            f"{files.path} lacks {_some(found.missing)}: they begin anew, so train them before they are used",
+            f"{files.path} lacks {_some(found.missing)}: they have initial values, so train them before you use them",
             stacklevel=3,
         )
     if found.unexpected:

@@ -165,7 +165,7 @@ def full_param_padded(flat_param: FlatParameter) -> torch.Tensor:
 def _handle(flat_param: FlatParameter) -> FlatParamHandle:
     handle = handle_of(flat_param)
     if handle is None:
-        raise AttributeError("this flat parameter belongs to no model, or to none that is left")
+        raise AttributeError("this flat parameter belongs to no model, or its model was deleted")
     return handle
 
 

@@ -92,7 +92,7 @@ def prepare_averages(
         raise CheckpointError(
             f"{reader.path} has no averages at {join_path(at)!r}",
             path=reader.path,
-            hint="load without them, or with strict=False: then they are begun anew by the next update()",
+            hint="load without them, or with strict=False: then the next update() starts them again",
         )
     prepared = averages.in_place(
         lambda: prepare_tensors(

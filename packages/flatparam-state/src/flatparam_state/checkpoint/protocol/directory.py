@@ -219,7 +219,7 @@ class CheckpointDirectory:
         raise CheckpointError(
             f"{self.root}: none of the checkpoints {steps} is sound" + (f": {why}" if why else ""),
             path=self.root,
-            hint="restore one from a copy, or start anew in a different directory",
+            hint="restore one from a copy, or start again in a different directory",
         )
 
     def clean(self) -> None:

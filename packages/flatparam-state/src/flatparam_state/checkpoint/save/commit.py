@@ -97,22 +97,22 @@ class Committer:
         return ticket
 
     def _make_way(self, step: int) -> None:
-        """Set aside a checkpoint of `step` that is damaged: a job that began anew before it has come to it again."""
+        """Set aside a damaged checkpoint of `step`, which a job that resumed from an earlier step has reached again."""
         path = self.directory.path_of(step)
         if not path.exists():
             return
         problem = damage_of(path)
         if not problem:
             raise CheckpointError(
-                f"{path}: there is a checkpoint of step {step} already, and nothing committed is ever changed",
+                f"{path}: a checkpoint of step {step} exists already, and a committed checkpoint is never changed",
                 path=path,
                 hint="delete it, or save to a different directory",
             )
         aside = self.directory.set_aside(step)
         self._numbers.pop(step, None)
         warnings.warn(
-            f"the checkpoint of step {step} in {self.directory.root} is damaged, and is saved anew; what was there is "
-            f"now in {aside.name}, and can be deleted: {problem}",
+            f"the checkpoint of step {step} in {self.directory.root} is damaged, and is saved again; its files "
+            f"are now in {aside.name}, which can be deleted: {problem}",
             stacklevel=8,
         )
 
@@ -154,7 +154,9 @@ class Committer:
         moment(Moment.TEMPORARY_SYNCED)
         final = directory.path_of(ticket.step)
         if final.exists():
-            raise CheckpointError(f"{final}: somebody has made this directory meanwhile", path=final)
+            raise CheckpointError(
+                f"{final}: a different process has made this directory in the meantime", path=final
+            )
         temporary.rename(final)
         moment(Moment.RENAMED)
         sync_directory(directory.root)

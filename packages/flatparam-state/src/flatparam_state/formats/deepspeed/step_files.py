@@ -57,7 +57,7 @@ def step_directory(path: Path) -> Path:
         raise CheckpointError(
             f"{latest} says {tag!r}, and there is no such directory",
             path=step,
-            hint="copy it to its place, or give the directory of a different step",
+            hint="copy the directory to its place, or give the directory of a different step",
         )
     return step
 
@@ -93,13 +93,13 @@ class Files:
                 f"{step} has no file zero_pp_rank_0_mp_rank_00_optim_states.pt: it was saved without ZeRO (stage 0), "
                 "or its optimizer files were not copied",
                 path=step,
-                hint="copy them to it; of stage 0, import its mp_rank_00_model_states.pt as a file of torch.save",
+                hint="copy these files there; for stage 0, import mp_rank_00_model_states.pt as a file of torch.save",
             )
         if not (model := _by_rank(step, _MODEL)):
             raise CheckpointError(
-                f"{step} has no file that ends in mp_rank_00_model_states.pt, in which the names are",
+                f"{step} has no file that ends in mp_rank_00_model_states.pt, which holds the names",
                 path=step,
-                hint="copy it to it; rank 0 wrote it",
+                hint="copy the file there; rank 0 wrote it",
             )
         return cls(step, optim, model)
 

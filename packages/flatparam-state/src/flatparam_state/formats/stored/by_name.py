@@ -26,10 +26,10 @@ def by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) 
 
     Args:
         model: the model's tensors by name; empty if they are not known.
-        file: where it comes from, for errors.
+        file: the file of the state, for errors.
 
     Raises:
-        CheckpointError: if it cannot be known which parameter a state belongs to.
+        CheckpointError: if flatparam cannot tell to which parameter a state belongs.
     """
     if not ("state" in optimizer or "param_groups" in optimizer):
         return _unflattened(optimizer, model, file)
@@ -82,8 +82,8 @@ def _names(
             return found
         why = f"the state of number {odd[0]} is not shaped like {found[odd[0]]!r}"
     raise CheckpointError(
-        f"{file} keys the optimizer's state by number, and which parameter a number means cannot be known: {why}. "
-        "Save the state by name: FSDP.optim_state_dict, torch.distributed.checkpoint.state_dict."
+        f"{file} keys the optimizer's state by number, and flatparam cannot tell which parameter a number means: "
+        f"{why}. Save the state by name: FSDP.optim_state_dict, torch.distributed.checkpoint.state_dict."
         "get_optimizer_state_dict, or an optimizer that was made from model.named_parameters()"
     )
 

@@ -67,7 +67,7 @@ def _root_of(file: Path) -> Any:
         return {"model": read_shards(file, _tensors_in)}
     if not is_archive(file):
         raise CheckpointError(
-            f"{file} is no zip archive, as torch.save has written since torch 1.6",
+            f"{file} is not a zip archive, which torch.save writes since torch 1.6",
             path=file,
             hint="if it is an older file, load it and save it again",
         )

@@ -87,7 +87,7 @@ class Hole:
     def message(self) -> str:
         """The whole text but the hint."""
         return (
-            f"the optimizer of rank {self.rank} {self.what}, unlike that of another rank: the part of rank "
+            f"the optimizer of rank {self.rank} {self.what}, unlike that of a different rank: the part of rank "
             f"{self.rank} would be missing from the optimizer's state"
         )
 
@@ -186,8 +186,8 @@ def agree_on_holdings(
         for rank, told in enumerate(ranks):
             if told.model != ranks[0].model:
                 raise FlatParamError(
-                    f"rank {rank} has units with other parameters than rank 0: build and wrap the model in the same "
-                    "way on every rank"
+                    f"the units of rank {rank} have different parameters than those of rank 0: build and wrap "
+                    "the model in the same way on every rank"
                 )
         fqns = [fqn for place in batch for fqn in place.fqns]
         hole = first_hole(dict(enumerate(ranks)), fqns)

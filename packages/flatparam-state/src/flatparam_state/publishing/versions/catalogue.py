@@ -109,7 +109,7 @@ def published_tensors(
     dtype: torch.dtype | None,
     only: Callable[[str], bool] | None = None,
 ) -> list[tuple[ModelTensor, PublishedTensor]]:
-    """The tensors of `model` that are published, each with what the receiver gets of it.
+    """The tensors of `model` that are published, each with its form on the receiver.
 
     Args:
         names: what tensors are called there, if not as in the model.

@@ -30,7 +30,7 @@ __all__ = [
 @final
 @attrs.frozen
 class VersionId:
-    """Which version it is, of which publisher, and a digest of all bytes that have led to it."""
+    """Identifies a version: its publisher, its number, and a digest of all bytes that have led to it."""
 
     stream: str
     number: int
@@ -116,7 +116,7 @@ class Channel(Protocol):
 @final
 @attrs.frozen(eq=False)
 class Update:
-    """A step of a receiver from one version to the next, whose bytes are all there and were compared with digests."""
+    """A step of a receiver from one version to the next; all its bytes have arrived and match their digests."""
 
     version: VersionId
     before: VersionId | None
@@ -128,7 +128,7 @@ class Update:
 
 
 class UpdateSource(Protocol):
-    """Where a receiver gets versions from."""
+    """The source from which a receiver gets versions."""
 
     def fetch(
         self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]

@@ -63,7 +63,7 @@ def _heard(pipes: list[Connection]) -> list[Any]:
         if not ready:
             raise PlanError(
                 f"this-machine: expected ranks to run their steps within {_PATIENCE} s, found that they did not; plan "
-                "a smaller program, or choose another profile"
+                "a smaller program, or choose a different profile"
             )
         for pipe in ready:
             assert isinstance(pipe, Connection), "nothing else is waited for"
