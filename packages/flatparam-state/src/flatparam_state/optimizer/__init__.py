@@ -8,6 +8,7 @@ from flatparam_state.optimizer.held import Held, Holding, held_by, held_paramete
 from flatparam_state.optimizer.inventory import Inventory, first_hole, group_numbers
 from flatparam_state.optimizer.load import load_optimizer_state
 from flatparam_state.optimizer.per_rank import PerRank
+from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.optimizer.saved_states import AsItIs
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "held_parameters",
     "load_optimizer_state",
     "optimizer_state_dict",
+    "spread_out",
 ]

@@ -17,6 +17,7 @@ from flatparam_state.optimizer.first_state import FirstState, first_states
 from flatparam_state.optimizer.groups import complete_groups, named_group
 from flatparam_state.optimizer.held import Held, Holding
 from flatparam_state.optimizer.inventory import agree_on_holdings, all_agree
+from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.places import places_in
 
 __all__ = ["optimizer_state_dict"]
@@ -105,13 +106,13 @@ def _by_parameter(
             f"the optimizer's state has an entry {key!r}, which is no parameter of the model; it is passed on as it is",
             stacklevel=4,
         )
-    return {item: state[key] for key, item in meant.items()}, others
+    return {item: spread_out(state[key]) for key, item in meant.items()}, others
 
 
 def _first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Held, Mapping[str, Any]] | None:
     """The states that the first step will start from; `None` if the optimizer cannot say."""
     try:
-        return dict(first_states(optimizer, holding))
+        return {item: spread_out(values) for item, values in first_states(optimizer, holding).items()}
     except Exception as error:
         warnings.warn(
             f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): there "
