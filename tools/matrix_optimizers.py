@@ -2,6 +2,7 @@
 
     python tools/matrix_optimizers.py            # write the table into docs/guides/optimizers.md
     python tools/matrix_optimizers.py --print    # print it only
+    python tools/matrix_optimizers.py --owners   # how even owners' work is, by numbers alone
 
 Each contender trains the same model on two processes over gloo, on batches that are the same on both, so that the mean
 of the gradients is the gradient of one process; the step alone is timed, the contenders in turn, round after round.
@@ -12,24 +13,30 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
+import math
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from attrs import define, field
+from layouts_page import MODELS
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import run_processes
+from flatparam_runtime.optimizers.matrices.owners import Job, choose_owners, lower_bound, newton_schulz_flops
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "guides" / "optimizers.md"
 BEGIN, END = "<!-- peers: tools/matrix_optimizers.py -->", "<!-- end of peers -->"
+OWNERS_BEGIN, OWNERS_END = "<!-- owners: tools/matrix_optimizers.py -->", "<!-- end of owners -->"
+WORLD_SIZES: Final = (2, 8, 64, 125, 256, 1024)
 RANKS, BLOCKS, WIDTH, STEPS, ROUNDS = 2, 4, 128, 3, 5
 
 
@@ -308,6 +315,39 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def owners() -> str:
+    """How even the work of Newton-Schulz is on owners, in Markdown: the busiest over the lower bound, and the mean."""
+    lines = [
+        "| matrices of | " + " | ".join(f"{ranks:,} ranks" for ranks in WORLD_SIZES) + " |",
+        "| --- |" + " --: |" * len(WORLD_SIZES),
+    ]
+    for name in ("Llama-3-70B", "Kimi-K2"):
+        # The last unit has embedding and head, which are left to AdamW.
+        units = [shapes for count, shapes in MODELS[name].units[:-1] for _ in range(count)]
+        cells = []
+        for ranks in WORLD_SIZES:
+            jobs = [job for shapes in units for job in _jobs(shapes, ranks)]
+            load = [0] * ranks
+            for job, owner in zip(jobs, choose_owners(jobs, ranks), strict=True):
+                load[owner] += job.cost
+            bound = lower_bound([job.cost for job in jobs], ranks)
+            cells.append(f"{max(load) / bound:.3f} ({max(load) * ranks / sum(load):.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _jobs(shapes: Sequence[tuple[int, ...]], ranks: int) -> Iterator[Job]:
+    """The matrices of a unit whose parameters lie end to end in shards of equal length."""
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    shard = -(-ends[-1] // ranks)
+    for shape, end in zip(shapes, ends, strict=True):
+        start = end - math.prod(shape)
+        found = range(start // shard, (end - 1) // shard + 1)
+        held = [(rank, min(end, (rank + 1) * shard) - max(start, rank * shard)) for rank in found]
+        if len(shape) == 2:
+            yield Job(newton_schulz_flops(shape[0], shape[1], 5), held)
+
+
 def _one(ranks: Collectives) -> dict[str, Tensor]:
     return in_one_process()
 
@@ -316,13 +356,18 @@ def main() -> int:
     """Write the table, or print it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--print", action="store_true", help="print the table, and leave the page as it is")
+    parser.add_argument(
+        "--owners", action="store_true", help="only the table of owners, which takes no training"
+    )
     asked = parser.parse_args()
-    found = table()
-    print(found)
-    if not asked.print:
-        page = PAGE.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    tables = {(OWNERS_BEGIN, OWNERS_END): owners()}
+    if not asked.owners:
+        tables[BEGIN, END] = table()
+    for (begin, end), found in tables.items():
+        print(found)
+        if not asked.print:
+            before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+            PAGE.write_text(f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
     return 0
 
 
