@@ -158,12 +158,15 @@ def layouts(session: nox.Session) -> None:
     python(session, "tools/layouts_page.py")
 
 
-@nox.session(name="matrix-optimizers")
+@nox.session(name="matrix-optimizers", venv_backend="venv")
 def matrix_optimizers(session: nox.Session) -> None:
     """Optimizers of whole matrices in every setting, to the bit, and beside others (docs/guides/optimizers.md)."""
     install_all_layers(session)
-    pytest(session, "-m", "long", "packages/flatparam/tests/optimizers", *session.posargs)
-    python(session, "tools/matrix_optimizers.py")
+    tests = ("packages/flatparam-runtime/tests/optimizers", "packages/flatparam/tests/optimizers")
+    pytest(session, "-m", "long", *tests, *session.posargs)
+    python(session, "tools/loss_curves.py")
+    beside = fill_beside_deepspeed(session)
+    session.run("python", "tools/matrix_optimizers.py", env=beside)
 
 
 @nox.session

@@ -2,6 +2,7 @@
 
     python tools/matrix_optimizers.py            # write the table into docs/guides/optimizers.md
     python tools/matrix_optimizers.py --print    # print it only
+    python tools/matrix_optimizers.py --owners   # how even owners' work is, by numbers alone
 
 Each contender trains the same model on two processes over gloo, on batches that are the same on both, so that the mean
 of the gradients is the gradient of one process; the step alone is timed, the contenders in turn, round after round.
@@ -10,23 +11,32 @@ of the gradients is the gradient of one process; the step alone is timed, the co
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import itertools
+import math
+import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from attrs import define, field
+from layouts_page import MODELS
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import run_processes
+from flatparam_runtime.optimizers.matrices.owners import Job, choose_owners, lower_bound, newton_schulz_flops
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "guides" / "optimizers.md"
 BEGIN, END = "<!-- peers: tools/matrix_optimizers.py -->", "<!-- end of peers -->"
+OWNERS_BEGIN, OWNERS_END = "<!-- owners: tools/matrix_optimizers.py -->", "<!-- end of owners -->"
+WORLD_SIZES: Final = (2, 8, 64, 125, 256, 1024)
 RANKS, BLOCKS, WIDTH, STEPS, ROUNDS = 2, 4, 128, 3, 5
 
 
@@ -74,6 +84,7 @@ class Contender:
     """The bytes that this rank has sent; `None` if nobody counts them."""
     full: Callable[[], dict[str, Tensor]]
     step: Callable[[], None] = field()
+    backward: Callable[[Tensor], object] = Tensor.backward
     state_nbytes: Callable[[], int] = field()
 
     @step.default
@@ -174,10 +185,46 @@ def fsdp1_gathering(ranks: Collectives) -> Contender:
     return Contender(model, optimizers, lambda: counted[0], full, step)
 
 
+def deepspeed_zero(ranks: Collectives, stage: int) -> Contender:
+    """DeepSpeed, which makes updates of whole matrices in its backward pass (stages 1, 2) or in its step (stage 3)."""
+    # It would compile its functions for ten minutes, and looks for its ranks in the environment.
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.rank), LOCAL_SIZE=str(ranks.size))
+    os.environ.update(WORLD_SIZE=str(ranks.size), DS_ACCELERATOR="cpu", TORCHDYNAMO_DISABLE="1")
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.init_distributed("gloo", verbose=False)
+    model = build()
+    settings = {"lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.0, "ns_method": "standard"}
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={
+            "train_batch_size": ranks.size,
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Muon", "params": settings},
+            # Stage 3 refuses to go on otherwise.
+            "zero_optimization": {"stage": stage, "reduce_scatter": stage != 3},
+        },
+    )
+
+    def full() -> dict[str, Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def state_nbytes() -> int:
+        states = optimizer.optimizer.state.values()
+        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
+
+    return Contender(
+        engine, [engine], lambda: None, full, engine.step, engine.backward, state_nbytes=state_nbytes
+    )
+
+
 CONTENDERS: Final[dict[str, Callable[[Collectives], Contender]]] = {
     "flatparam, `flatparam.optim.Muon`": ours,
     "FSDP2, `torch.optim.Muon` on DTensors": fsdp2,
     "FSDP1, each rank gathers everything": fsdp1_gathering,
+    "DeepSpeed ZeRO 2, its Muon": functools.partial(deepspeed_zero, stage=2),
+    "DeepSpeed ZeRO 3, its Muon": functools.partial(deepspeed_zero, stage=3),
 }
 
 
@@ -202,16 +249,20 @@ def measure(ranks: Collectives) -> dict[str, Any]:
             for optimizer in contender.optimizers:
                 optimizer.zero_grad()
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-            contender.model(x).square().mean().backward()
+            loss = contender.model(x).square().mean()
             ranks.barrier()
-            sent, begin = contender.sent(), time.perf_counter()
             try:
+                forth = time.perf_counter()
+                contender.backward(loss)
+                ranks.barrier()
+                sent, begin = contender.sent(), time.perf_counter()
                 contender.step()
             except Exception as error:
                 told["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
                 continue
             ranks.barrier()
             told["seconds"].append(time.perf_counter() - begin)
+            told.setdefault("with_backward", []).append(time.perf_counter() - forth)
             after = contender.sent()
             told["sent"] = None if sent is None or after is None else after - sent
             told["state"] = contender.state_nbytes()
@@ -239,24 +290,62 @@ def table() -> str:
     """The table of all contenders, in Markdown."""
     expected = run_processes(1, _one)[0]
     ranks = run_processes(RANKS, measure, timeout=1800)
+    alone = run_processes(1, measure, timeout=1800)[0]
     lines = [
-        "| | ms a step | MB sent a step | MB of state | largest difference |",
-        "| --- | --: | --: | --: | --: |",
+        "| | ms a step | ms with the backward pass | MB sent a step | MB of state | largest difference |",
+        "| --- | --: | --: | --: | --: | --: |",
     ]
     for name in CONTENDERS:
         told = [rank[name] for rank in ranks]
         if told[0]["failed"]:
-            lines.append(f"| {name} | does not run: {told[0]['failed'][:80]} | | | |")
+            lines.append(f"| {name} | does not run: {told[0]['failed'][:80]} | | | | |")
             continue
-        seconds = statistics.median(told[0]["seconds"][STEPS:])
+        if name.startswith("DeepSpeed"):
+            # Its iteration and its other settings are not torch's; it is to agree with itself.
+            expected = alone[name]["full"]
+        seconds, both = (statistics.median(told[0][key][STEPS:]) for key in ("seconds", "with_backward"))
         differences = [
             float((each["full"][key] - value).abs().max()) for each in told for key, value in expected.items()
         ]
         state = max(each["state"] for each in told) / 1e6
         counts = [each["sent"] for each in told if each["sent"] is not None]
         sent = f"{max(counts) / 1e6:.2f}" if counts else "not counted"
-        lines.append(f"| {name} | {1e3 * seconds:.0f} | {sent} | {state:.2f} | {max(differences):.2g} |")
+        times = f"{1e3 * seconds:.0f} | {1e3 * both:.0f}"
+        lines.append(f"| {name} | {times} | {sent} | {state:.2f} | {max(differences):.2g} |")
     return "\n".join(lines)
+
+
+def owners() -> str:
+    """How even the work of Newton-Schulz is on owners, in Markdown: the busiest over the lower bound, and the mean."""
+    lines = [
+        "| matrices of | " + " | ".join(f"{ranks:,} ranks" for ranks in WORLD_SIZES) + " |",
+        "| --- |" + " --: |" * len(WORLD_SIZES),
+    ]
+    for name in ("Llama-3-70B", "Kimi-K2"):
+        # The last unit has embedding and head, which are left to AdamW.
+        units = [shapes for count, shapes in MODELS[name].units[:-1] for _ in range(count)]
+        cells = []
+        for ranks in WORLD_SIZES:
+            jobs = [job for shapes in units for job in _jobs(shapes, ranks)]
+            load = [0] * ranks
+            for job, owner in zip(jobs, choose_owners(jobs, ranks), strict=True):
+                load[owner] += job.cost
+            bound = lower_bound([job.cost for job in jobs], ranks)
+            cells.append(f"{max(load) / bound:.3f} ({max(load) * ranks / sum(load):.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _jobs(shapes: Sequence[tuple[int, ...]], ranks: int) -> Iterator[Job]:
+    """The matrices of a unit whose parameters lie end to end in shards of equal length."""
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    shard = -(-ends[-1] // ranks)
+    for shape, end in zip(shapes, ends, strict=True):
+        start = end - math.prod(shape)
+        found = range(start // shard, (end - 1) // shard + 1)
+        held = [(rank, min(end, (rank + 1) * shard) - max(start, rank * shard)) for rank in found]
+        if len(shape) == 2:
+            yield Job(newton_schulz_flops(shape[0], shape[1], 5), held)
 
 
 def _one(ranks: Collectives) -> dict[str, Tensor]:
@@ -267,13 +356,18 @@ def main() -> int:
     """Write the table, or print it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--print", action="store_true", help="print the table, and leave the page as it is")
+    parser.add_argument(
+        "--owners", action="store_true", help="only the table of owners, which takes no training"
+    )
     asked = parser.parse_args()
-    found = table()
-    print(found)
-    if not asked.print:
-        page = PAGE.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    tables = {(OWNERS_BEGIN, OWNERS_END): owners()}
+    if not asked.owners:
+        tables[BEGIN, END] = table()
+    for (begin, end), found in tables.items():
+        print(found)
+        if not asked.print:
+            before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+            PAGE.write_text(f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
     return 0
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from flatparam import FullyShardedDataParallel, fully_shard, layout
@@ -177,17 +179,35 @@ def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
         ("SOAP", "whole", "element"),
         ("Adafactor", "whole", "whole"),
         ("FusedLAMB", "whole", "whole"),
-        ("AdamW8bit", "block of 256", "block of 256"),
-        ("AdamW4bit", "block of 128", "block of 128"),
-        ("GaLoreAdamW8bit", "whole", "block of 256"),
+        ("AdamW8bit", "block of 5120", "element"),
+        ("AdamW4bit", "block of 5120", "element"),
+        ("GaLoreAdamW8bit", "whole", "element"),
     ],
 )
 def test_rules_for_optimizers(name: str, of_matrix: str, of_bias: str) -> None:
     """What an optimizer looks at decides: matrices, all shapes, blocks, or nothing but elements."""
     policy = layout.for_optimizer(getattr(torch.optim, name, optimizer_named(name)))
-    linear = nn.Linear(3, 3)
+    linear = nn.Linear(96, 160)
     assert str(policy.rule("weight", linear.weight, linear)) == of_matrix
     assert str(policy.rule("bias", linear.bias, linear)) == of_bias
+
+
+@given(st.integers(0, 200_000), st.booleans())
+@settings(deadline=None)
+def test_parts_are_quantised_if_the_whole_is(numel: int, is_round: bool) -> None:
+    """Optimizers of 8 bits quantise 4,096 elements or more, torchao's only whole blocks of 256: also each part, or none."""
+    numel -= numel % 256 * is_round
+    policy = layout.for_optimizer(optimizer_named("AdamW8bit"))
+    parameter = nn.Parameter(torch.empty(numel, device="meta"))
+    rule = policy.rule("weight", parameter, nn.Module())
+    if rule.kind == "block":
+        length = rule.block_numel
+        assert length % 256 == numel % 256 == 0
+        assert length >= 4096
+        assert numel % length == 0 or numel % length >= 4096
+    else:
+        assert rule == (layout.element if numel < 4096 else layout.whole)
+        assert numel < 4096 or numel % 256
 
 
 def test_a_subclass_has_the_rules_of_its_base() -> None:

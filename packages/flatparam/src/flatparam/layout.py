@@ -144,8 +144,10 @@ _MATRICES: Final = ("apollo", "dion", "galore", "kron", "muon", "psgd", "scion",
 """Optimizers that compute with matrices, and treat each element of other parameters alone."""
 _ALL: Final = ("adafactor", "came", "lamb", "larc", "lars", "novograd", "sm3")
 """Optimizers that compute with rows, columns or the norm of each parameter."""
-_BLOCKS: Final = {"8bit": 256, "4bit": 128, "fp8": 256}
-"""The block length of optimizers with quantised states, by how the name of their class ends (bitsandbytes, torchao)."""
+_QUANTISED: Final = ("8bit", "4bit", "fp8")
+"""Optimizers with quantised states, by how the name of their class ends (bitsandbytes, torchao)."""
+_BLOCK, _LEAST = 256, 4096
+"""They have a scale for each 256 elements (4 bits: 128), and quantise only parameters of 4,096 elements or more."""
 _ALONE: Final = (
     *(
         "adadelta",
@@ -170,7 +172,8 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
 
     An optimizer of matrices (Muon, Shampoo, SOAP) has each parameter of two or more dimensions whole; one that looks at
     the rows or the norm of each parameter (Adafactor, LAMB) has all whole; one with states in blocks (8-bit Adam) has
-    those blocks. One that treats each element alone (AdamW, SGD) needs no rule.
+    blocks so long that each part of a parameter is quantised if the whole is. One that treats each element alone
+    (AdamW, SGD) needs no rule.
 
     Whole parameters have their own shape with `use_orig_params=True`.
 
@@ -186,28 +189,53 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
     if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
         raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {asked!r}")
     names = [base.__name__.lower().lstrip("_") for base in kind.__mro__ if base is not torch.optim.Optimizer]
-    matrices, other = next(filter(None, map(_rules_for, names)), (None, None))
-    if matrices is None or other is None:
+    rules = next(filter(None, map(_rules_for, names)), None)
+    if rules is None:
         raise ValueError(
             f"layout.for_optimizer: flatparam does not know the rule of {kind.__qualname__}; give the rules yourself, "
             "for example layout=flatparam.layout.by({}, otherwise=flatparam.layout.whole)"
         )
+    of_matrices, of_others = rules
     return LayoutPolicy(
-        lambda name, parameter, module: matrices if parameter.dim() > 1 else other,
+        lambda name, parameter, module: (of_matrices if parameter.dim() > 1 else of_others)(parameter),
         f"layout.for_optimizer({kind.__module__}.{kind.__qualname__})",
         tuple(shares),
     )
 
 
-def _rules_for(name: str) -> tuple[LayoutRule, LayoutRule] | None:
+_RuleOf: TypeAlias = Callable[[nn.Parameter], LayoutRule]
+
+
+def _rules_for(name: str) -> tuple[_RuleOf, _RuleOf] | None:
     """The rules of matrices and of other parameters, by the name of an optimizer's class in lower case."""
-    length = next((length for end, length in _BLOCKS.items() if name.endswith(end)), None)
-    other = ELEMENT if length is None else block_of(length)
+    is_quantised = name.endswith(_QUANTISED)
+    other = _quantised_alike if is_quantised else _cut_anywhere
     if name.endswith(_ALL):
-        return WHOLE, WHOLE
+        return _kept_whole, _kept_whole
     if any(each in name for each in _MATRICES):
-        return WHOLE, other
-    return (other, other) if length is not None or name.endswith(_ALONE) else None
+        return _kept_whole, other
+    return (other, other) if is_quantised or name.endswith(_ALONE) else None
+
+
+def _kept_whole(parameter: nn.Parameter) -> LayoutRule:
+    return WHOLE
+
+
+def _cut_anywhere(parameter: nn.Parameter) -> LayoutRule:
+    return ELEMENT
+
+
+def _quantised_alike(parameter: nn.Parameter) -> LayoutRule:
+    """The rule under which each part of `parameter` is quantised if the whole is, in the same blocks."""
+    numel = parameter.numel()
+    if numel < _LEAST:
+        return ELEMENT
+    if numel % _BLOCK:
+        # torchao leaves it as it is, and would quantise a part that has whole blocks.
+        return WHOLE
+    lengths = range(_LEAST, numel, _BLOCK)
+    # The last part may be the rest alone.
+    return block_of(next((each for each in lengths if not 0 < numel % each < _LEAST), numel))
 
 
 def as_policy(layout: LayoutPolicy | RuleFunction) -> LayoutPolicy:

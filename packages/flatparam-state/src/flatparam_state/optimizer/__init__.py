@@ -14,6 +14,7 @@ from flatparam_state.optimizer.holdings import (
     held_parameters,
 )
 from flatparam_state.optimizer.load import load_optimizer_state
+from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.optimizer.saved_states import AsItIs
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "held_parameters",
     "load_optimizer_state",
     "optimizer_state_dict",
+    "spread_out",
 ]

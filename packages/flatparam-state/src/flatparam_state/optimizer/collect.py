@@ -22,6 +22,7 @@ from flatparam_state.optimizer.holdings import (
     complete_groups,
     named_group,
 )
+from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.places import places_in
 
 __all__ = ["optimizer_state_dict"]
@@ -110,13 +111,13 @@ def _by_parameter(
             f"the optimizer's state has an entry {key!r}, which is no parameter of the model; it is passed on as it is",
             stacklevel=4,
         )
-    return {item: state[key] for key, item in meant.items()}, others
+    return {item: spread_out(state[key]) for key, item in meant.items()}, others
 
 
 def _first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Held, Mapping[str, Any]] | None:
     """The states that the first step will start from; `None` if the optimizer cannot say."""
     try:
-        return dict(first_states(optimizer, holding))
+        return {item: spread_out(values) for item, values in first_states(optimizer, holding).items()}
     except Exception as error:
         warnings.warn(
             f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): its "

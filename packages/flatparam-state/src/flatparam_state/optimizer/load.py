@@ -22,6 +22,7 @@ from flatparam_state.optimizer.holdings import (
     with_settings,
 )
 from flatparam_state.optimizer.other_states import check_states
+from flatparam_state.optimizer.quantised import in_blocks
 from flatparam_state.optimizer.saved_states import SavedStates, has_cut_values
 from flatparam_state.places import Place, places_in
 
@@ -115,7 +116,8 @@ def _loaded(
     for item in dict.fromkeys(order):
         names = list(dict.fromkeys(name for fqn in item.fqns for name in states.saved.get(fqn, {})))
         values = {name: states.value(item, name) for name in sorted(names)}
-        loaded[item] = {} if item.is_elsewhere else {name: values[name] for name in names}
+        kept = {} if item.is_elsewhere else {name: values[name] for name in names}
+        loaded[item] = in_blocks(kept, item.parameter)
     return loaded
 
 

@@ -10,6 +10,7 @@ import torch
 from flatparam_runtime import FlatParamError
 from flatparam_state.optimizer.first_state import names_of_first_state
 from flatparam_state.optimizer.holdings import Holding
+from flatparam_state.optimizer.quantised import spread_out
 
 __all__ = ["check_states"]
 
@@ -33,7 +34,7 @@ def check_states(
             if kind not in known:
                 known[kind] = names_of_first_state(optimizer, settings, item.parameter)
             needed = known[kind]
-            held = frozenset(optimizer.state.get(item.parameter) or ())
+            held = frozenset(spread_out(optimizer.state.get(item.parameter) or {}))
             for fqn in item.fqns:
                 found = frozenset(name for name, value in saved.get(fqn, {}).items() if value is not None)
                 if found and (needed - found or (not needed and held - found and found - held)):

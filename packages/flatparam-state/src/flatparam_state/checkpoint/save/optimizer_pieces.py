@@ -14,7 +14,7 @@ from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
 from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
 from flatparam_state.checkpoint.save.model_pieces import record_of, share_of
 from flatparam_state.files import CheckpointError, TensorInfo, join_path
-from flatparam_state.optimizer import COUNTERS, Held, Inventory, held_by, held_parameters
+from flatparam_state.optimizer import COUNTERS, Held, Inventory, held_by, held_parameters, spread_out
 from flatparam_state.places import places_in
 
 __all__ = ["add_optimizer", "optimizers_by_name"]
@@ -59,15 +59,16 @@ def add_optimizer(
     adding = _Adding(at, rank, contribution, tensors)
     groups: list[dict[str, Any]] = []
     by_group: list[Sequence[Held]] = []
+    states: dict[Held, Mapping[Any, Any]] = {}
     for group, found in held_by(optimizer, held_parameters(model, optimizer)):
         fqns = [fqn for item in found for fqn in item.fqns]
         groups.append({**group, **{key: fqns for key in ("params", "param_names") if key in group}})
         for item in found:
-            adding.add(item, optimizer.state.get(item.parameter, {}))
+            states[item] = spread_out(optimizer.state.get(item.parameter, {}))
+            adding.add(item, states[item])
         by_group.append(found)
     if rank == 0:
         contribution.add_values((*at, "param_groups"), groups)
-    states = {item: optimizer.state.get(item.parameter, {}) for found in by_group for item in found}
     return Inventory.of(list(places_in(model)), by_group, states)
 
 
