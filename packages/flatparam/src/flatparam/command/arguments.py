@@ -102,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; what it returns has a function `run` that takes it."""
-    top = _Parser(prog="flatparam", description="Tools of the flatparam library.")
+    top: argparse.ArgumentParser = _Parser(prog="flatparam", description="Tools of the flatparam library.")
     top.add_argument("--version", action=_Versions)
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     checkpoints = groups.add_parser(
