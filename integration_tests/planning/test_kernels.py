@@ -36,7 +36,7 @@ def test_rules_and_shapes_are_those_of_the_kernels(
     """For each kernel of a training step that is known by a rule, one is run and says the same."""
     wrong: set[str] = set()
 
-    def compared(self: Temporaries, kernel: Kernel) -> int:
+    def compared(self: Temporaries, kernel: Kernel, key: object = None) -> int:
         by_rule = kernels._by_rule(kernel)
         random = torch.Tag.nondeterministic_seeded in kernel.operation.tags
         if not random and kernel.results:

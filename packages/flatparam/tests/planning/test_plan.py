@@ -265,6 +265,10 @@ def test_a_config_json_is_planned(
         (["torch.nn:ReLU", "--fit", "1GB"], "give --profile"),
         (["torch.nn:ReLU", "--fit", "1GB", "--profile", "h100", "--compare", "full,grad_op"], "no --compare"),
         (["torch.nn:ReLU", "--profile", "h100", "--svg", "nowhere/step.svg"], "make the folder first"),
+        (
+            ["torch.nn:Linear", "--arg", "in_features=4", "--arg", "out_features=4"],
+            "found that aten.addmm.default raises RuntimeError",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said(
@@ -275,6 +279,23 @@ def test_what_cannot_be_planned_is_said(
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+
+
+def test_a_profile_that_is_no_toml_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line names the file, and what is wrong in it."""
+    (tmp_path / "mine.toml").write_text("name = \n")
+    assert main(["plan", "torch.nn:ReLU", "--profile", str(tmp_path / "mine.toml")]) == 2
+    assert "mine.toml', which is not TOML: " in capsys.readouterr().err
+
+
+def test_arguments_that_cannot_be_read_are_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names the argument and the help, and not every option stands before it."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "torch.nn:ReLU", "--world", "many"])
+    said = capsys.readouterr().err
+    assert said.startswith("flatparam plan: error: argument --world: ")
+    assert said.endswith("; see flatparam plan --help\n")
+    assert said.count("\n") == 1
 
 
 def test_worlds_are_given_from_the_smaller_to_the_larger(capsys: pytest.CaptureFixture[str]) -> None:

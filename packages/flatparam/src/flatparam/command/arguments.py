@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from flatparam import __version__
 from flatparam.command.plan.arguments import add_plan
@@ -92,9 +92,17 @@ class _Versions(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in a line, without all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; what it returns has a function `run` that takes it."""
-    top = argparse.ArgumentParser(prog="flatparam", description="Tools of the flatparam library.")
+    top: argparse.ArgumentParser = _Parser(prog="flatparam", description="Tools of the flatparam library.")
     top.add_argument("--version", action=_Versions)
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     checkpoints = groups.add_parser(

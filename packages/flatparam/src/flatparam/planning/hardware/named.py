@@ -37,7 +37,13 @@ def profile_named(name: AnyProfile) -> Profile:
             f"expected a hardware profile ({names}), this-machine, this-machine:gloo, or a TOML file, found "
             f"{str(name)!r}"
         )
-    return Profile.of(tomllib.loads(path.read_text(encoding="utf-8")))
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(
+            f"expected a hardware profile as a TOML file, found {str(path)!r}, which is not TOML: {error}"
+        ) from error
+    return Profile.of(found)
 
 
 def transport_here(profile: object) -> str | None:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["Composing", "looks_at_values"]
+__all__ = ["MATTERS", "Composing", "looks_at_values"]
 
 _ATEN: Final = torch.ops.aten
 _ENGINE: Final = "_engine_run_backward"
@@ -32,6 +32,21 @@ _LOOKS: Final = frozenset((_ATEN.cumprod.default, _ATEN.isnan.default))
 """What a backward pass begins with that looks at values, unless somebody watches: those of prod, cumprod and max."""
 
 
+MATTERS: Final = frozenset(
+    (
+        *_ZEROS,
+        *_PRODUCTS,
+        *_FILLS_ZEROS,
+        *_OF_LOGITS,
+        *_MADE_OF_LOGITS,
+        *_LOOKS,
+        _ATEN._unsafe_view.default,
+        _ATEN.add.Tensor,
+    )
+)
+"""The operations that may be written in place, or begin what is."""
+
+
 def looks_at_values(func: Any, frame: FrameType | None) -> str | None:
     """The name of the node of autograd whose work depends on values, if `func` is a part of one."""
     if func not in _LOOKS or frame is None or frame.f_code.co_name != _ENGINE:
@@ -50,7 +65,8 @@ class Composing:
     Python are parts of one function.
     """
 
-    _clock: int = 0
+    clock: int = 0
+    """The number of operations so far."""
     _made: tuple[Any, int, int, int, int] | None = None
     """The operation that made the last product or zeros; the frame and its instruction; the address; when."""
     _of_logits: tuple[int, int] | None = None
@@ -58,11 +74,11 @@ class Composing:
 
     def in_place(self, func: Any, args: tuple[Any, ...], frame: FrameType | None) -> Any:
         """The operation that writes to the first argument, which torch would call here instead; `None` if none."""
-        self._clock += 1
-        if func in _OF_LOGITS and self._of_logits is not None and frame is not None:
-            return _OF_LOGITS[func] if self._is_of_logits(args[0], frame) else None
+        if func in _OF_LOGITS:
+            known = self._of_logits is not None and frame is not None and self._is_of_logits(args[0], frame)
+            return _OF_LOGITS[func] if known else None
         made = self._made
-        if made is None or frame is None or made[4] != self._clock - 1:
+        if made is None or frame is None or made[4] != self.clock - 1:
             return None
         by, caller, instruction, address, _ = made
         given = args[0] if args else None
@@ -70,8 +86,8 @@ class Composing:
             return None
         if given.data_ptr() != address:
             return None
-        if func is _ATEN._unsafe_view.default or func is _ATEN.view.default:
-            self._made = (*made[:4], self._clock)
+        if func is _ATEN._unsafe_view.default:
+            self._made = (*made[:4], self.clock)
             return None
         in_backward = frame.f_code.co_name == _ENGINE
         if by in _ZEROS:
@@ -83,7 +99,7 @@ class Composing:
     def note(self, func: Any, result: Any, frame: FrameType | None) -> None:
         """Remember what `func` has made."""
         if (func in _ZEROS or func in _PRODUCTS) and isinstance(result, Tensor) and frame is not None:
-            self._made = (func, id(frame), frame.f_lasti, result.data_ptr(), self._clock)
+            self._made = (func, id(frame), frame.f_lasti, result.data_ptr(), self.clock)
         elif func in _MADE_OF_LOGITS and frame is not None and frame.f_code.co_name == _ENGINE:
             number = _number_of_node(_LOGITS_NODE)
             # With weights of positives the sigmoid comes later, and is what is multiplied with.

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, Final, final
 
 import attrs
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatparam.planning.errors import PlanError
 from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.arena import Arena, Block
-from flatparam.planning.hollow.composing import Composing, looks_at_values
+from flatparam.planning.hollow.composing import MATTERS, Composing, looks_at_values
 from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
 from flatparam.planning.hollow.log import Log
 from flatparam.planning.hollow.operations import (
@@ -220,9 +221,17 @@ class HollowMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._kept_number is not None:
             self._keep_number()
-        frame = sys._getframe(1)
+        self._composing.clock += 1
         if func is ATEN.add.Tensor and adds_in_place(args, kwargs, self._alone):
             func = ATEN.add_.Tensor
+        if func in MATTERS:
+            return self._composed(func, args, kwargs, sys._getframe(1))
+        return self._dispatched(func, args, kwargs)
+
+    def _composed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
+    ) -> Any:
+        """What an operation returns that torch may write in place where nobody watches."""
         written = self._composing.in_place(func, args, frame)
         if written is not None:
             # Autograd wants another tensor than the one that it gave.

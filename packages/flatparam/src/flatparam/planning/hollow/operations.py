@@ -147,6 +147,11 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, PlanError):
             raise
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+            raise PlanError(
+                f"expected a program that runs, found that {func} raises {type(error).__name__}: "
+                f"{str(error).splitlines()[0]}; plan it with inputs that fit the model"
+            ) from error
         raise PlanError(
             f"expected operations whose results have shapes that follow from their arguments, found {func}: "
             f"{str(error).splitlines()[0]}; plan the program without it"
