@@ -17,9 +17,18 @@ if any(importlib.util.find_spec(name) is None for name in ("transformers", "peft
     pytest.skip("it takes transformers and peft", allow_module_level=True)
 
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from flatparam import CheckpointError, load_pretrained
+from flatparam_comm import Collectives
 from flatparam_comm.testing import PATIENCE, run_threads
 
 from . import adapters
@@ -123,3 +132,85 @@ def test_rotary_buffers_of_a_model_on_meta_are_refused(somebodys: Path) -> None:
             load_pretrained(hollow, somebodys)
 
     run_threads(2, program)
+
+
+def small(kind: str) -> Any:
+    """The configuration of a small model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, dict[str, Any]] = {
+        "vit": {"image_size": 32, "patch_size": 8},
+        "gpt_neox": {"vocab_size": 64},
+        "bert": {"vocab_size": 64},
+        "t5": {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        "mixtral": {"vocab_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+    }
+    return AutoConfig.for_model(kind, **(sizes | more[kind]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "maker"),
+    [
+        ("vit", AutoModelForImageClassification),
+        ("gpt_neox", AutoModelForCausalLM),
+        ("t5", AutoModelForSeq2SeqLM),
+        ("bert", AutoModelForMaskedLM),
+    ],
+)
+def test_the_state_is_that_of_from_pretrained(kind: str, maker: Any, tmp_path: Path) -> None:
+    """Also for models whose tensors have other names in files; ranks read each byte once, and buffers are computed."""
+    torch.manual_seed(0)
+    config = small(kind)
+    maker.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    expected = maker.from_pretrained(tmp_path, dtype=torch.float32)
+
+    def load(world: Collectives) -> Any:
+        model, report = load_pretrained(
+            lambda: maker.from_config(config), tmp_path, strict=True, output_loading_info=True
+        )
+        return model.state_dict(), dict(model.module.named_buffers()), report
+
+    results = run_threads(2, load)
+    for state, buffers, _ in results:
+        for found, wanted in ((state, expected.state_dict()), (buffers, dict(expected.named_buffers()))):
+            assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert sum(report.nbytes_read for _, _, report in results) == results[0][2].nbytes
+
+
+def test_a_base_model_is_loaded_beneath_a_head(tmp_path: Path) -> None:
+    """The files of a model without a head have names without its prefix; the head is missing, and begins anew."""
+    torch.manual_seed(0)
+    config = small("bert")
+    base = AutoModel.from_config(config)
+    base.save_pretrained(tmp_path)
+
+    def rank(world: Collectives) -> Any:
+        model, report = load_pretrained(
+            lambda: AutoModelForSequenceClassification.from_config(config), tmp_path, output_loading_info=True
+        )
+        return model.state_dict(), report
+
+    with pytest.warns(UserWarning, match=r"lacks 'classifier\.weight', 'classifier\.bias'"):
+        results = run_threads(2, rank)
+    for state, report in results:
+        assert report.missing_keys == ("classifier.weight", "classifier.bias")
+        assert all(torch.equal(state[f"bert.{name}"], value) for name, value in base.state_dict().items())
+
+
+def test_experts_that_transformers_puts_together(tmp_path: Path) -> None:
+    """Files of a mixture of experts are refused with what to do, and the state of the loaded model is read."""
+    torch.manual_seed(0)
+    config = small("mixtral")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "files", dtype=torch.float32).state_dict()
+    torch.save(expected, tmp_path / "pytorch_model.bin")
+
+    def rank(world: Collectives) -> Any:
+        with pytest.raises(CheckpointError, match=r"lack .*experts.gate_up_proj.*save the state_dict\(\)"):
+            load_pretrained(lambda: AutoModelForCausalLM.from_config(config), tmp_path / "files")
+        model = load_pretrained(
+            lambda: AutoModelForCausalLM.from_config(config), tmp_path / "pytorch_model.bin", strict=True
+        )
+        return model.state_dict()
+
+    for state in run_threads(2, rank):
+        assert [name for name in expected if not torch.equal(state[name], expected[name])] == []

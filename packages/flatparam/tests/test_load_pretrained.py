@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -540,3 +543,96 @@ def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(disturbed(mlp), "one file", tmp_path)
     on_ranks(2, lambda world: load_pretrained(mlp, path, progress=True) and None)
     assert capsys.readouterr().err.count("load model.safetensors: 100%") == 1
+
+
+class Scale(nn.Module):
+    """Without `reset_parameters()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((5,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_what_nothing_gives_values_to(tmp_path: Path) -> None:
+    """A parameter that the files lack, of a module that cannot begin it, is named before anything is made, or begun anew."""
+    state = nn.Linear(3, 5).state_dict()
+    torch.save(
+        {**{f"0.{name}": value for name, value in state.items()}, "1.gain": torch.ones(5)},
+        tmp_path / "a.bin",
+    )
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 5), Scale())
+
+    def begin(module: nn.Module) -> None:
+        if isinstance(module, Scale):
+            module.weight = nn.Parameter(torch.full((5,), 2.0))
+
+    def rank(world: Collectives) -> None:
+        said = r"lack '1\.weight' \(they have '1\.gain', which the model lacks\), and no module gives values .*mapping="
+        with pytest.raises(CheckpointError, match=said):
+            load_pretrained(make, tmp_path / "a.bin")
+        model = load_pretrained(make, tmp_path / "a.bin", mapping={"1.gain": "1.weight"})
+        assert torch.equal(model.state_dict()["1.weight"], torch.ones(5))
+        model = load_pretrained(make, tmp_path / "a.bin", param_init_fn=begin)
+        assert torch.equal(model.state_dict()["1.weight"], torch.full((5,), 2.0))
+        # The values of a model that has some stay.
+        model = FSDP(make())
+        load_pretrained(model, tmp_path / "a.bin")
+        assert torch.equal(model.state_dict()["1.weight"], torch.full((5,), 3.0))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        on_ranks(2, rank)
+
+
+def test_names_that_transformers_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of transformers finds its tensors under the names that `from_pretrained` changes; made up here."""
+
+    class PreTrainedModel(nn.Sequential):
+        base_model_prefix = "encoder"
+
+    class WeightRenaming:
+        def __init__(self, source: str, target: str) -> None:
+            self.source, self.target = source, target
+
+    def rename_source_key(
+        name: str, renamings: list[WeightRenaming], converters: list[Any], prefix: str, known: dict[str, Any]
+    ) -> tuple[str, None]:
+        assert not converters
+        for each in renamings:
+            name = name.replace(each.source, each.target)
+        longer = f"{prefix}.{name}"
+        return (name if known.get(longer) is None else longer), None
+
+    for name, members in {
+        "modeling_utils": {"PreTrainedModel": PreTrainedModel},
+        "conversion_mapping": {
+            "get_model_conversion_mapping": lambda model: [WeightRenaming("embed_out", "head"), object()]
+        },
+        "core_model_loading": {"WeightRenaming": WeightRenaming, "rename_source_key": rename_source_key},
+    }.items():
+        module = types.ModuleType(f"transformers.{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def make() -> nn.Module:
+        return PreTrainedModel(OrderedDict(encoder=nn.Linear(3, 5), head=nn.Linear(5, 2)))
+
+    expected = disturbed(make).state_dict()
+    changed = {"encoder.": "", "head.": "embed_out."}
+    state = {
+        changed[f"{name.split('.')[0]}."] + name.split(".")[1]: value for name, value in expected.items()
+    }
+    torch.save(state, tmp_path / "a.bin")
+
+    def rank(world: Collectives) -> None:
+        model = load_pretrained(make, tmp_path / "a.bin", strict=True)
+        same_values(model.state_dict(), expected)
+        # Into a wrapper, too.
+        same_values(load_pretrained(FSDP(make()), tmp_path / "a.bin", strict=True).state_dict(), expected)
+
+    on_ranks(2, rank)

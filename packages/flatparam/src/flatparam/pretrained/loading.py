@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-from flatparam.pretrained.making import cast_parameters, hollow, materialise, unknown_buffers
+from flatparam.pretrained.making import (
+    cast_parameters,
+    hollow,
+    materialise,
+    unknown_buffers,
+    unknown_parameters,
+)
+from flatparam.pretrained.renaming import renamed_by_transformers
 from flatparam.sharding.deferred_init import ValuesLater
 from flatparam_comm import Topology, resolve_topology, telling
 from flatparam_runtime import units_in
@@ -91,7 +98,8 @@ def load_pretrained(
         path: a safetensors file, a folder with one or with several and an index, `pytorch_model.bin` (one or several),
             a directory of `torch.distributed.checkpoint`, or of a `Checkpointer`.
         mapping: what tensors are called in the model, by their name in the files: a mapping, for those whose name
-            differs, or a function, which returns None for a name that stays.
+            differs, or a function, which returns None for a name that stays. By default names stay, but for a model of
+            transformers, whose tensors are renamed as `from_pretrained` does it.
         dtype: for the floating-point parameters; by default those that the model gives them.
         strict: refuse files that lack a tensor of the model, or have others. Otherwise what is missing gets the values
             that `param_init_fn` or `reset_parameters()` gives it; the first rank warns of both.
@@ -121,7 +129,7 @@ def load_pretrained(
     made = _made_by_all(lambda: _made(model, path, dtype, arguments), topology)
     # A function may have sharded what it returns.
     topology = _topology(made, arguments)
-    files, found = _compared(made, path, mapping, strict, topology)
+    files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"))
     is_first = topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)
     with telling("load_pretrained"):
         if not units_in(made):
@@ -219,7 +227,12 @@ def _topology(model: Any, arguments: dict[str, Any]) -> Topology:
 
 
 def _compared(
-    model: nn.Module, path: str | os.PathLike[str], mapping: Names | None, strict: bool, topology: Topology
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    mapping: Names | None,
+    strict: bool,
+    topology: Topology,
+    initialise: Callable[[nn.Module], object] | None,
 ) -> tuple[PretrainedFiles, Fit]:
     """The files, and how they fit; if that fails on a rank, no rank has changed anything.
 
@@ -230,7 +243,13 @@ def _compared(
     try:
         files = PretrainedFiles.open(path, mapping)
         found = fit(model, files)
-        said = _refusal(model, files, found, strict)
+        if mapping is None and found.missing and found.unexpected:
+            inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+            files = PretrainedFiles.open(
+                path, renamed_by_transformers(inner, found.missing, found.unexpected)
+            )
+            found = fit(model, files)
+        said = _refusal(model, files, found, strict, initialise)
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
         result = files, found
     except Exception as error:  # `mapping` is somebody else's function
@@ -245,7 +264,13 @@ def _compared(
     return result
 
 
-def _refusal(model: nn.Module, files: PretrainedFiles, found: Fit, strict: bool) -> str:
+def _refusal(
+    model: nn.Module,
+    files: PretrainedFiles,
+    found: Fit,
+    strict: bool,
+    initialise: Callable[[nn.Module], object] | None,
+) -> str:
     problems = list(found.mismatched[:_SHOWN])
     if strict and found.missing:
         problems.append(f"the files lack {_some(found.missing)}")
@@ -253,6 +278,14 @@ def _refusal(model: nn.Module, files: PretrainedFiles, found: Fit, strict: bool)
         problems.append(f"the model lacks {_some(found.unexpected)}")
     if len(found.unexpected) == len(files.paths):
         problems.append(f"no name is the model's: {_some(found.unexpected)}; pass mapping=")
+    lost = [] if problems or initialise is not None else unknown_parameters(model, found.missing)
+    if lost:
+        others = f" (they have {_some(found.unexpected)}, which the model lacks)" if found.unexpected else ""
+        problems.append(
+            f"the files lack {_some(lost)}{others}, and no module gives values to these; pass mapping= if the files "
+            "have them under different names, or param_init_fn= to begin them anew. If a library puts them together "
+            "when it loads (experts, say), save the state_dict() of the model that it has loaded, and load that"
+        )
     unknown = [] if problems else unknown_buffers(model, files.paths)
     if unknown:
         problems.append(

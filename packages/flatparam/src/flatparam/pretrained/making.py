@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["cast_parameters", "hollow", "materialise", "unknown_buffers"]
+__all__ = ["cast_parameters", "hollow", "materialise", "unknown_buffers", "unknown_parameters"]
 
 
 def hollow(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -57,6 +57,22 @@ def unknown_buffers(model: nn.Module, known: Collection[str]) -> list[str]:
         if not _is_known(module, attribute, name, known)
         and not callable(getattr(module, "reset_parameters", None))
     ]
+
+
+def unknown_parameters(model: nn.Module, missing: Collection[str]) -> list[str]:
+    """Those of `missing` that are parameters of `model` without values, whose modules give them none."""
+    found = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in missing:
+        parameter = parameters.get(name)
+        holder = model.get_submodule(name.rpartition(".")[0])
+        if (
+            parameter is not None
+            and parameter.is_meta
+            and not callable(getattr(holder, "reset_parameters", None))
+        ):
+            found.append(name)
+    return found
 
 
 def materialise(model: nn.Module, device: torch.device, known: Collection[str] | None = None) -> None:
