@@ -64,7 +64,7 @@ def _spread(scales: Tensor, codes: Tensor) -> Tensor:
 
 
 def in_blocks(values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """What `spread_out` made of the states of `parameter`, as its optimizer holds them.
+    """The result of `spread_out` for the states of `parameter`, as its optimizer holds them.
 
     Raises:
         FlatParamError: if the states are torchao's, and it is not installed.

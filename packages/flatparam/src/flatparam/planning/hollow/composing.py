@@ -1,4 +1,4 @@
-"""What torch's functions write in place inside, and do not while somebody watches the dispatcher."""
+"""The operations that torch's functions make in place inside, and do not while somebody watches the dispatcher."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FILLS_ZEROS: Final = {
     _ATEN.index_add.default: _ATEN.index_add_.default,
     _ATEN.put.default: _ATEN.put_.default,
 }
-"""What the backward passes of gather, max, sort, indexing and so on do to zeros that they have just made."""
+"""The operations of the backward passes of gather, max, sort, indexing and so on on zeros that they have just made."""
 _LOGITS_NODE: Final = "BinaryCrossEntropyWithLogitsBackward0"
 _OF_LOGITS: Final = {_ATEN.sub.Tensor: _ATEN.sub_.Tensor, _ATEN.mul.Tensor: _ATEN.mul_.Tensor}
 _MADE_OF_LOGITS: Final = frozenset((_ATEN.sigmoid.default, _ATEN.add.Scalar))
-"""What the backward pass of a cross-entropy of logits makes, and does to it then."""
+"""The tensor that the backward pass of a cross-entropy of logits makes, and the operation on it then."""
 _LOOKS: Final = frozenset((_ATEN.cumprod.default, _ATEN.isnan.default))
-"""What a backward pass begins with that looks at values, unless somebody watches: those of prod, cumprod and max."""
+"""The first operation of a backward pass that looks at values, unless somebody watches: of prod, cumprod and max."""
 
 
 MATTERS: Final = frozenset(

@@ -198,17 +198,17 @@ class Work:
 @final
 @attrs.frozen(eq=False)
 class Trial:
-    """What a kernel has done when it ran once, on zeros."""
+    """The effects of a kernel that ran once, on zeros."""
 
     taken: int
     """The bytes that it takes beside its results."""
     results: tuple[Any, ...]
-    """What it returns, on the meta device: tensors that share memory share it here, and memory is as large."""
+    """Its results, on the meta device: tensors that share memory share it here, and memory is as large."""
 
 
 _Key: TypeAlias = Any
 _trials: dict[_Key, Trial | None] = {}
-"""What kernels have done, by operation, kinds of arguments and what else it depends on; `None` if they raise."""
+"""The effects of kernels, by operation, kinds of arguments and all else they depend on; `None` if they raise."""
 _MANY: Final = 20_000
 
 
@@ -242,7 +242,7 @@ class Temporaries:
         return 0 if trial is None else trial.taken
 
     def results(self, kernel: Kernel, key: _Key) -> list[Any] | None:
-        """What `kernel` really returns, on the meta device; `None` if that is what its shapes say, or not known."""
+        """The real results of `kernel`, on the meta device; `None` if its shapes say the same, or they are not known."""
         if not self.are_the_cpus or not kernel.results:
             return None
         makes = any(each.alias_info is None for each in kernel.operation._schema.returns)

@@ -48,7 +48,7 @@ _MANY: Final = 20_000
 @final
 @attrs.frozen(eq=False)
 class Shapes:
-    """What an operation returns, on the meta device."""
+    """The results of an operation, on the meta device."""
 
     results: list[Any]
     are_tried: bool
@@ -231,7 +231,7 @@ class HollowMemory(TorchDispatchMode):
     def _composed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
-        """What an operation returns that torch may write in place where nobody watches."""
+        """The results of an operation that torch may write in place if nobody watches."""
         written = self._composing.in_place(func, args, frame)
         if written is not None:
             # Autograd wants another tensor than the one that it gave.
@@ -245,7 +245,7 @@ class HollowMemory(TorchDispatchMode):
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operation returns, with its memory noted."""
+        """The results of the operation, with their memory noted."""
         trait = self._traits.get(func)
         if trait is None:
             trait = self._traits[func] = Trait.of(func)

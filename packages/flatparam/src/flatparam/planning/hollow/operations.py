@@ -180,7 +180,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
-    """What a product of groups of rows returns, on the meta device, where torch knows bfloat16 only.
+    """The result of a product of groups of rows, on the meta device, where torch knows bfloat16 only.
 
     Rows begin at multiples of 16 bytes.
     """
