@@ -242,7 +242,7 @@ class Temporaries:
         return 0 if trial is None else trial.taken
 
     def results(self, kernel: Kernel, key: _Key) -> list[Any] | None:
-        """The real results of `kernel`, on the meta device; `None` if its shapes say the same, or they are not known."""
+        """The real results of `kernel`, on the meta device; `None` if its shapes say the same, or nobody knows."""
         if not self.are_the_cpus or not kernel.results:
             return None
         makes = any(each.alias_info is None for each in kernel.operation._schema.returns)
