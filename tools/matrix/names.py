@@ -40,6 +40,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_engine_run_backward": "torch.autograd.graph",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
+    "_grouped_mm": "torch.ops.aten",
     "_init_group": "torch.optim.AdamW",
     "_is_profiler_enabled": "torch.autograd.profiler",
     "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
