@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `_C._current_graph_task_id` | which autograd run this thread is in | a backward pass raises an error that names it |
 | `_C._will_engine_execute_node` | whether this run computes what arrives at a node | the same |
+| `autograd.graph.Node._sequence_nr` | which of several nodes runs first | units wait for the gradients of all inputs |
 | `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
 | `autograd.profiler._is_profiler_enabled` | whether somebody profiles | no ranges are shown |
 | `autograd.graph._engine_run_backward` | that a backward pass has raised | nobody is told of what it was |
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -29,13 +30,18 @@ __all__ = [
     "current_run",
     "in_backward",
     "in_range",
+    "latest",
     "on_failed_run",
     "profiled",
     "untraced",
     "will_run",
 ]
 
+_ACCUMULATES: Final = 2**64 - 1
+"""The number of nodes that accumulate a leaf's gradient; that of others counts the nodes that a thread has made."""
+
 Arguments = ParamSpec("Arguments")
+Key = TypeVar("Key")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -103,6 +109,25 @@ def will_run(node: Node) -> bool:
     # The leaf is an input of autograd.grad(): its gradient is computed, and its hooks run.
     except RuntimeError:
         return True
+
+
+def latest(nodes: Mapping[Key, Node]) -> list[Key]:
+    """The keys of the node that was made last, and of those that accumulate the gradients of leaves.
+
+    Of a device's nodes that are ready, autograd runs the one first that the forward pass made last. So before the
+    latest of `nodes` runs, every node of that device that was made after it has run. A node that accumulates a leaf's
+    gradient runs as soon as it is ready, and so tells of itself only.
+
+    Args:
+        nodes: of one device and of one thread's forward pass.
+    """
+    try:
+        made = {key: node._sequence_nr() for key, node in nodes.items()}  # type: ignore[attr-defined]
+    # This version of torch does not tell.
+    except AttributeError:
+        return list(nodes)
+    last = max((number for number in made.values() if number != _ACCUMULATES), default=None)
+    return [key for key, number in made.items() if number in (last, _ACCUMULATES)]
 
 
 def accumulation_node(leaf: Tensor) -> Node | None:

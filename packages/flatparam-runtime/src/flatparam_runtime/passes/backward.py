@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, TypeAlias, final
 
 import attrs
 import torch
+from torch.autograd.graph import Node
 from typing_extensions import Self
 
 from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of, tell_failure
@@ -20,6 +21,7 @@ from flatparam_runtime.autograd import (
     current_run,
     in_backward,
     in_range,
+    latest,
     on_failed_run,
     profiled,
     will_run,
@@ -207,7 +209,7 @@ class BackwardPass:
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             if unit.plan.unshards_in_backward:
                 unit.finish_unshard()
-        state.inputs.update(token for token, node in call.inputs.items() if will_run(node))
+        state.inputs.update(_last_to_arrive(call))
         # If gradients are enabled, each gradient has a graph, which is watched too.
         if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
             self._hook_the_rest(unit, state)
@@ -419,6 +421,21 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
             "step, by loading, or in place) between its forward pass and the backward pass through it; run backward "
             "first"
         )
+
+
+def _last_to_arrive(call: ForwardCall) -> Collection[object]:
+    """The inputs of `call`, as tokens, whose gradients tell that the unit's backward is over.
+
+    These are, of each device, the leaves and the latest of the others. An earlier one may get its gradient much later,
+    as other units use it too: keys of earlier layers in a cache, or the output of an encoder.
+    """
+    arriving = {token: each for token, each in call.inputs.items() if will_run(each[0])}
+    if len(arriving) < 2:
+        return arriving.keys()
+    by_device: dict[torch.device, dict[object, Node]] = {}
+    for token, (node, device) in arriving.items():
+        by_device.setdefault(device, {})[token] = node
+    return [token for nodes in by_device.values() for token in latest(nodes)]
 
 
 def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
 from flatparam_runtime.agreement.divergence import rank_of
@@ -250,7 +250,7 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], 
     for tensor in tensors_in(inputs if kwargs else args):
         if tensor.requires_grad:
             token = object()
-            call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node
+            call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node, tensor.device
             # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -260,7 +260,7 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], 
 
 
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
-    watched = set()
+    found: dict[Node, None] = {}
     opaque: list[object] = []
     for tensor in tensors_in(output, opaque):
         if not tensor.requires_grad:
@@ -269,12 +269,14 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
         if tensor.grad_fn is None:
             opaque.extend(leaf for handle in unit.handles for leaf in handle.leaves if leaf is tensor)
             continue
-        if tensor.grad_fn not in watched:
-            # A node's hooks run after those of its output tensors. So if this output is also the input of a different
-            # unit, that unit is complete, and its memory is free, before this unit gathers ahead.
-            tensor.grad_fn.register_prehook(functools.partial(_before_backward, unit, call))
-        watched.add(tensor.grad_fn)
-    return bool(watched) and not opaque
+        found.setdefault(tensor.grad_fn)
+    # An input that is passed on, as a cache of earlier layers' keys, gets its gradient when this unit is long complete.
+    passed_on = {node for node, _ in call.inputs.values()}
+    for node in [node for node in found if node not in passed_on] or found:
+        # A node's hooks run after those of its output tensors. So if this output is also the input of a different
+        # unit, that unit is complete, and its memory is free, before this unit gathers ahead.
+        node.register_prehook(functools.partial(_before_backward, unit, call))
+    return bool(found) and not opaque
 
 
 def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:

@@ -29,7 +29,8 @@ class ForwardCall:
         full_precision: the call computes with the parameters in their own dtype.
         restored: the dtype that floating-point outputs are cast back to; `None` if they are not.
         stamp: the stamp of the unit's parameters with which the call computes.
-        inputs: for each input tensor with a gradient, the graph node that will compute it, and its token.
+        inputs: for each input tensor with a gradient, by a token: the graph node that its gradient arrives at, and its
+            device.
         thread: the thread that makes the call.
     """
 
@@ -37,7 +38,7 @@ class ForwardCall:
     module: nn.Module
     is_recomputation: bool = False
     is_top: bool = False
-    inputs: dict[object, Node] = attrs.field(factory=dict)
+    inputs: dict[object, tuple[Node, torch.device]] = attrs.field(factory=dict)
     stamp: int = 0
     full_precision: bool = False
     restored: torch.dtype | None = None

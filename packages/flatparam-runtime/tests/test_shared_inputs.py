@@ -1,0 +1,160 @@
+"""Inputs that several units share: keys of earlier layers in a cache, and the output of an encoder.
+
+Their gradients come when the first of these units is done, and the others do not wait for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatparam_comm import Collectives
+from flatparam_runtime import EventLog, observe, unit_of
+
+from .models import WIDTH, batch
+from .worlds import check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded
+
+LAYERS = 4
+UNITS = [f"layers.{number}" for number in range(LAYERS)]
+
+
+class Cache:
+    """The keys of all layers so far, in an object, as libraries for text have one."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Layer(nn.Module):
+    """Attention to its own keys, which it leaves in the cache, and a part of the encoder's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Cache | None, memory: Tensor | None) -> tuple[Tensor, Cache | None]:
+        keys = self.key(x)
+        if cache is not None:
+            cache.keys.append(keys)
+        x = x + self.out(torch.tanh(self.query(x) * keys))
+        return (x if memory is None else x + memory * 0.5), cache
+
+
+class Decoder(nn.Module):
+    """Layers with what they share: `shared` names some of "cache", "returned" (the cache is an output), "memory"."""
+
+    shared: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        cache = Cache() if "cache" in self.shared else None
+        memory = torch.tanh(x) if "memory" in self.shared else None
+        for layer in self.layers:
+            x, cache = layer(x, cache, memory)
+        out = self.head(x)
+        return (out, cache) if "returned" in self.shared else out
+
+
+def loss(module: nn.Module, rank: int) -> Tensor:
+    out = module(batch(rank, near=module))
+    value: Tensor = (out[0] if isinstance(out, tuple) else out).square().mean()
+    return value
+
+
+def schedule(ranks: Collectives, shared: str, plan: dict[str, Any], frozen: bool) -> list[str]:
+    """The events of the third backward pass."""
+    module = sharded(Decoder, ranks, units=UNITS, **plan)
+    module.shared = frozenset(shared.split())  # type: ignore[assignment]
+    if frozen:
+        for layer in module.layers:
+            layer.requires_grad_(False)
+    for _ in range(2):
+        loss(module, ranks.rank).backward()
+    value, log = loss(module, ranks.rank), EventLog()
+    with observe(module, log):
+        value.backward()
+    check_at_rest(module)
+    return log.lines()
+
+
+SHARED = ("cache", "memory", "cache memory", "cache returned", "cache memory returned")
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_units_do_not_wait_for_each_other(shared: str, frozen: bool, use_orig_params: bool) -> None:
+    """Units are freed and reduced in the same order as those of a model in which they share nothing."""
+    plan = {"use_orig_params": use_orig_params}
+    assert run(2, schedule, shared, plan, frozen) == run(2, schedule, "", plan, frozen)
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_gradients_are_those_of_one_process(shared: str, use_orig_params: bool) -> None:
+    """A unit that is complete before its shared inputs have their gradients has collected all of its own."""
+
+    def make() -> Decoder:
+        made = Decoder()
+        made.shared = frozenset(shared.split())
+        return made
+
+    def rank(ranks: Collectives) -> Any:
+        module = sharded(make, ranks, units=UNITS, use_orig_params=use_orig_params)
+        loss(module, ranks.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make), loss, 2)
+    for found in run(2, rank):
+        check_same(found, expected)
+
+
+def test_a_leaf_that_units_share_is_waited_for() -> None:
+    """Whatever else a unit is given, it is not complete before an input leaf has its gradient, which may come first."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, leaf: Tensor) -> Tensor:
+            # The leaf's gradient is there before that of `x`.
+            out: Tensor = self.last(torch.tanh(self.first(x))) * leaf
+            return out
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(WIDTH, WIDTH)
+            self.two = Two()
+
+        def forward(self, x: Tensor, leaf: Tensor) -> Tensor:
+            out: Tensor = self.two(self.stem(x), leaf)
+            return out
+
+    def total(module: nn.Module, rank: int) -> Tensor:
+        leaf = torch.ones(WIDTH, requires_grad=True)
+        value: Tensor = module(batch(rank, near=module), leaf).square().mean()
+        return value
+
+    def rank(ranks: Collectives) -> Any:
+        module = sharded(Root, ranks, units=["two"])
+        total(module, ranks.rank).backward()
+        unit = unit_of(module.two)
+        assert unit is not None
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Root), total, 2)
+    for found in run(2, rank):
+        check_same(found, expected)
