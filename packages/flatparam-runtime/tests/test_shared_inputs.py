@@ -158,3 +158,37 @@ def test_a_leaf_that_units_share_is_waited_for() -> None:
     expected = mean_gradients(seeded(Root), total, 2)
     for found in run(2, rank):
         check_same(found, expected)
+
+
+def test_a_part_without_a_gradient() -> None:
+    """A unit takes both parts that `chunk` made and uses one: autograd tells of the other that its gradient is None."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, used: Tensor, unused: Tensor) -> Tensor:
+            out: Tensor = torch.tanh(self.linear(used))
+            return out
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(WIDTH, 2 * WIDTH)
+            self.one = One()
+
+        def forward(self, x: Tensor) -> Tensor:
+            used, unused = self.stem(x).chunk(2, -1)
+            out: Tensor = self.one(used, unused)
+            return out
+
+    def rank(ranks: Collectives) -> Any:
+        module = sharded(Root, ranks, units=["one"])
+        loss(module, ranks.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(Root), loss, 2)
+    for found in run(2, rank):
+        check_same(found, expected)

@@ -315,7 +315,7 @@ def _input_arrived(
     reference: weakref.ReferenceType[Unit],
     call_reference: weakref.ReferenceType[ForwardCall],
     token: object,
-    gradient: Tensor,
+    gradient: Tensor | None,
 ) -> None:
     unit, call = reference(), call_reference()
     current = None if unit is None else tree_of(unit).backward
@@ -325,7 +325,10 @@ def _input_arrived(
         current.input_arrived(unit, token)
 
 
-def _watch_gradient(unit: Unit, call: ForwardCall, gradient: Tensor) -> None:
-    """Watch the gradient if it has a graph of its own (`create_graph`), which reads the unit's parameters again."""
-    if gradient.grad_fn is not None:
+def _watch_gradient(unit: Unit, call: ForwardCall, gradient: Tensor | None) -> None:
+    """Watch the gradient if it has a graph of its own (`create_graph`), which reads the unit's parameters again.
+
+    It is `None` if only other outputs of the node that made the tensor have one: other parts that `chunk` made, say.
+    """
+    if gradient is not None and gradient.grad_fn is not None:
         gradient.grad_fn.register_prehook(functools.partial(_before_second_backward, unit, call))
