@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from flatparam_comm import Collectives, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-KINDS = ("bitsandbytes", "torchao")
+KINDS = [
+    pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed"))
+    for name in ("bitsandbytes", "torchao")
+]
 UNITS: Mapping[str, Any] = {"one unit": None, "layers": ModuleWrapPolicy({nn.Linear})}
 SETTINGS: list[Any] = [
     pytest.param(ranks, units, id=f"{ranks}, {units}") for ranks in (1, 2, 4) for units in UNITS
@@ -25,9 +30,7 @@ STEPS = 4
 
 
 def kind_of(name: str) -> Any:
-    if name == "bitsandbytes":
-        return pytest.importorskip("bitsandbytes").optim.AdamW8bit
-    return pytest.importorskip("torchao.optim").AdamW8bit
+    return import_module(f"{name}.optim").AdamW8bit
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from flatparam.planning.program import TrainingProgram
-from flatparam.planning.setup import Setup
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flatparam import PlanError
-from flatparam.planning.costs import measure
-from flatparam.planning.rehearsal.rehearsing import rehearse
+from flatparam.planning.measuring import measure
+from flatparam.planning.rehearsal import rehearse
+from flatparam.planning.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
