@@ -6,6 +6,7 @@ steps of what the planner chooses beside those with each block as a unit.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import re
@@ -144,9 +145,14 @@ def picture() -> str:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tools")]
-    if sys.argv[1:] == ["times"]:
+    parser = argparse.ArgumentParser(
+        prog="python tools/plans", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=["table", "times", "choice"], default="table")
+    wanted = parser.parse_args().what
+    if wanted == "times":
         times()
-    elif sys.argv[1:] == ["choice"]:
+    elif wanted == "choice":
         choice()
     else:
         sys.exit(1 if main() else 0)
