@@ -122,7 +122,7 @@ def latest(nodes: Mapping[Key, Node]) -> list[Key]:
         nodes: of one device and of one thread's forward pass.
     """
     try:
-        made = {key: node._sequence_nr() for key, node in nodes.items()}  # type: ignore[attr-defined]
+        made = {key: node._sequence_nr() for key, node in nodes.items()}
     # This version of torch does not tell.
     except AttributeError:
         return list(nodes)
