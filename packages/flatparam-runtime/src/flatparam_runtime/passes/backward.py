@@ -103,8 +103,8 @@ class BackwardPass:
     The pass begins with the first gradient that reaches an output of a unit, and ends with autograd's final callback.
     A unit is complete as soon as the engine has computed every gradient of the unit's parameters that it is going to
     compute, and that of the unit's latest input; the engine tells in advance which ones these are. Then the unit's full
-    parameters are freed. Its reduction is issued when the units that began after it in the forward pass are complete too. So the order of
-    reductions is the same on every rank, even if ranks use different parameters of a unit.
+    parameters are freed. Its reduction is issued when the units that began after it in the forward pass are complete
+    too. So the order of reductions is the same on every rank, even if ranks use different parameters of a unit.
     """
 
     units: Sequence[Unit]
