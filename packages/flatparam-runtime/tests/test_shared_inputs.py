@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from flatparam_comm import Collectives
-from flatparam_runtime import EventLog, observe, unit_of
+from flatparam_runtime import EventLog, observe
+from flatparam_runtime.autograd import latest
 
 from .models import WIDTH, batch
 from .worlds import check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded
@@ -119,45 +121,16 @@ def test_gradients_are_those_of_one_process(shared: str, use_orig_params: bool) 
         check_same(found, expected)
 
 
-def test_a_leaf_that_units_share_is_waited_for() -> None:
-    """Whatever else a unit is given, it is not complete before an input leaf has its gradient, which may come first."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.last = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, leaf: Tensor) -> Tensor:
-            # The leaf's gradient is there before that of `x`.
-            out: Tensor = self.last(torch.tanh(self.first(x))) * leaf
-            return out
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Linear(WIDTH, WIDTH)
-            self.two = Two()
-
-        def forward(self, x: Tensor, leaf: Tensor) -> Tensor:
-            out: Tensor = self.two(self.stem(x), leaf)
-            return out
-
-    def total(module: nn.Module, rank: int) -> Tensor:
-        leaf = torch.ones(WIDTH, requires_grad=True)
-        value: Tensor = module(batch(rank, near=module), leaf).square().mean()
-        return value
-
-    def rank(ranks: Collectives) -> Any:
-        module = sharded(Root, ranks, units=["two"])
-        total(module, ranks.rank).backward()
-        unit = unit_of(module.two)
-        assert unit is not None
-        return full_gradients(module)
-
-    expected = mean_gradients(seeded(Root), total, 2)
-    for found in run(2, rank):
-        check_same(found, expected)
+def test_the_latest_node_and_all_leaves() -> None:
+    """Of nodes that forward made, the last tells for all; a node that accumulates a leaf's gradient, for itself only."""
+    leaf, other = torch.ones(WIDTH, requires_grad=True), torch.ones(WIDTH, requires_grad=True)
+    early = torch.tanh(leaf)
+    late = torch.tanh(early)
+    tensors = {"late": late, "leaf": leaf, "early": early, "other": other}
+    nodes = {name: get_gradient_edge(tensor).node for name, tensor in tensors.items()}
+    assert sorted(latest(nodes)) == ["late", "leaf", "other"]
+    assert latest({"early": nodes["early"]}) == ["early"]
+    assert sorted(latest({name: nodes[name] for name in ("leaf", "other")})) == ["leaf", "other"]
 
 
 def test_a_part_without_a_gradient() -> None:
