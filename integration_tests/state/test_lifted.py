@@ -327,8 +327,9 @@ class Wide(nn.Module):
 
 
 ONE_TENSOR = 64 * 64 * 4
-#: How many full tensors a load may take, beside its result. Where ranks communicate, the last may still be there.
-AT_MOST = {"full": 1, "sharded": 1, "chunked": 2, "dtensor": 2}
+#: How many full tensors a load may take, beside its result. If ranks communicate, each of the two threads that gloo has by
+#: default may still hold the tensor that it moved last: it lets go of it after it has said that it is done.
+AT_MOST = {"full": 1, "sharded": 1, "chunked": 3, "dtensor": 3}
 SMALL = 4096  # counters, indices and what else does not grow with the model
 
 

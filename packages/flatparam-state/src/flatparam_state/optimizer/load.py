@@ -43,7 +43,8 @@ def load_optimizer_state(
 
     The world size and the units may have changed in between; the state may hold more parameters than the optimizer.
     Every rank calls it. Nothing is moved between ranks for full tensors, nor for sharded ones that are cut like the
-    model is; the memory beyond the result is at most one full tensor, or two if it has to be gathered.
+    model is; the memory beyond the result is at most one full tensor, or two if it has to be gathered, and what the
+    threads of gloo (two) have not let go of yet.
 
     Args:
         rank0_only: only the first rank has the (full) state; what the others pass is not looked at. Its tensors are
