@@ -17,6 +17,7 @@ if any(importlib.util.find_spec(name) is None for name in ("transformers", "peft
     pytest.skip("it takes transformers and peft", allow_module_level=True)
 
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -27,7 +28,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from flatparam import CheckpointError, load_pretrained
+from flatparam import CheckpointError, ShardingStrategy, load_pretrained
 from flatparam_comm import Collectives
 from flatparam_comm.testing import PATIENCE, run_threads
 
@@ -143,6 +144,35 @@ def small(kind: str) -> Any:
         "bert": {"vocab_size": 64},
         "t5": {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
         "mixtral": {"vocab_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+        "qwen3_moe": {
+            "vocab_size": 64,
+            "num_key_value_heads": 2,
+            "num_experts": 11,
+            "head_dim": 8,
+            "moe_intermediate_size": 8,
+        },
+        "deepseek_v3": {
+            "vocab_size": 64,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 12,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 8,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 4,
+        },
+        "jamba": {
+            "vocab_size": 64,
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
     }
     return AutoConfig.for_model(kind, **(sizes | more[kind]))
 
@@ -196,21 +226,50 @@ def test_a_base_model_is_loaded_beneath_a_head(tmp_path: Path) -> None:
         assert all(torch.equal(state[f"bert.{name}"], value) for name, value in base.state_dict().items())
 
 
-def test_experts_that_transformers_puts_together(tmp_path: Path) -> None:
-    """Files of a mixture of experts are refused with what to do, and the state of the loaded model is read."""
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_moe", "jamba"])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_experts_are_joined_while_they_are_read(
+    kind: str, strategy: ShardingStrategy, tmp_path: Path
+) -> None:
+    """Experts are many tensors in files and one in memory: the state is that of `from_pretrained`, each byte read once."""
     torch.manual_seed(0)
-    config = small("mixtral")
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "files", dtype=torch.float32).state_dict()
-    torch.save(expected, tmp_path / "pytorch_model.bin")
+    config = small(kind)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="30KB")
+    names = [name for path in tmp_path.glob("*.safetensors") for name in load_file(path)]
+    assert not any("gate_up_proj" in name for name in names)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
 
     def rank(world: Collectives) -> Any:
-        with pytest.raises(CheckpointError, match=r"lack .*experts.gate_up_proj.*save the state_dict\(\)"):
-            load_pretrained(lambda: AutoModelForCausalLM.from_config(config), tmp_path / "files")
-        model = load_pretrained(
-            lambda: AutoModelForCausalLM.from_config(config), tmp_path / "pytorch_model.bin", strict=True
+        model, report = load_pretrained(
+            lambda: AutoModelForCausalLM.from_config(config),
+            tmp_path,
+            strict=True,
+            output_loading_info=True,
+            sharding_strategy=strategy,
         )
-        return model.state_dict()
+        return model.state_dict(), report
 
-    for state in run_threads(2, rank):
+    results = run_threads(3, rank)
+    for state, report in results:
+        assert set(state) == set(expected)
         assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
+        assert report.missing_keys == report.unexpected_keys == ()
+    assert sum(report.nbytes_read for _, report in results) == results[0][1].nbytes
+
+
+def test_a_part_of_an_expert_that_is_not_there(tmp_path: Path) -> None:
+    """If a file lacks an expert, the error says so by the shape of what the others are joined to."""
+    config = small("mixtral")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def rank(world: Collectives) -> None:
+        with pytest.raises(
+            CheckpointError,
+            match=r"1.mlp.experts.down_proj': expected shape \(4, 32, 48\), found \(3, 32, 48\)",
+        ):
+            load_pretrained(lambda: AutoModelForCausalLM.from_config(config), tmp_path)
+
+    run_threads(2, rank)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -589,35 +590,80 @@ def test_what_nothing_gives_values_to(tmp_path: Path) -> None:
         on_ranks(2, rank)
 
 
-def test_names_that_transformers_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of transformers finds its tensors under the names that `from_pretrained` changes; made up here."""
+class PreTrainedModel(nn.Sequential):
+    """As that of transformers, as far as loading asks."""
 
-    class PreTrainedModel(nn.Sequential):
-        base_model_prefix = "encoder"
+    base_model_prefix = "encoder"
 
-    class WeightRenaming:
-        def __init__(self, source: str, target: str) -> None:
-            self.source, self.target = source, target
 
-    def rename_source_key(
-        name: str, renamings: list[WeightRenaming], converters: list[Any], prefix: str, known: dict[str, Any]
-    ) -> tuple[str, None]:
-        assert not converters
-        for each in renamings:
-            name = name.replace(each.source, each.target)
-        longer = f"{prefix}.{name}"
-        return (name if known.get(longer) is None else longer), None
+@attrs.define
+class WeightRenaming:
+    """As that of transformers."""
 
+    source: str
+    target: str
+
+
+@attrs.define
+class WeightConverter:
+    """As that of transformers, for one number in a name."""
+
+    source_patterns: list[str]
+    target: str
+    operations: list[Callable[[list[Any]], Any]]
+    tensors: dict[str, list[Any]] = attrs.field(factory=dict)
+
+    def add_tensor(self, target: str, source: str, pattern: str, tensor: Any) -> None:
+        """Take a tensor of a file."""
+        self.tensors.setdefault(pattern, []).append(tensor)
+
+    def convert(self, name: str, model: nn.Module, config: Any) -> dict[str, Any]:
+        """The tensors of the model."""
+        first, second = self.operations
+        return {name: second([first(self.tensors[pattern]) for pattern in self.source_patterns])}
+
+
+def _rename(
+    name: str,
+    renamings: list[WeightRenaming],
+    converters: list[WeightConverter],
+    prefix: str,
+    known: dict[str, Any],
+) -> tuple[str, str | None]:
+    for each in renamings:
+        name = name.replace(each.source, each.target)
+    for converter in converters:
+        for pattern in converter.source_patterns:
+            if re.fullmatch(pattern, name):
+                return converter.target, pattern
+    longer = f"{prefix}.{name}"
+    return (name if known.get(longer) is None else longer), None
+
+
+def _by_number(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in name.split(".")]
+
+
+def transformers_with(monkeypatch: pytest.MonkeyPatch, *rules: Any) -> None:
+    """Have a transformers, made up here, whose models are loaded by these rules."""
     for name, members in {
         "modeling_utils": {"PreTrainedModel": PreTrainedModel},
-        "conversion_mapping": {
-            "get_model_conversion_mapping": lambda model: [WeightRenaming("embed_out", "head"), object()]
+        "conversion_mapping": {"get_model_conversion_mapping": lambda model: rules},
+        "core_model_loading": {
+            "WeightRenaming": WeightRenaming,
+            "WeightConverter": WeightConverter,
+            "rename_source_key": _rename,
+            "dot_natural_key": _by_number,
         },
-        "core_model_loading": {"WeightRenaming": WeightRenaming, "rename_source_key": rename_source_key},
     }.items():
         module = types.ModuleType(f"transformers.{name}")
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_names_that_transformers_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of transformers finds its tensors under the names that `from_pretrained` changes; made up here."""
+    transformers_with(monkeypatch, WeightRenaming("embed_out", "head"), object())
 
     def make() -> nn.Module:
         return PreTrainedModel(OrderedDict(encoder=nn.Linear(3, 5), head=nn.Linear(5, 2)))
@@ -634,5 +680,71 @@ def test_names_that_transformers_changes(tmp_path: Path, monkeypatch: pytest.Mon
         same_values(model.state_dict(), expected)
         # Into a wrapper, too.
         same_values(load_pretrained(FSDP(make()), tmp_path / "a.bin", strict=True).state_dict(), expected)
+
+    on_ranks(2, rank)
+
+
+class Experts(nn.Module):
+    """Twelve experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(12, 6, 4))
+
+
+def with_experts() -> nn.Module:
+    """A model of transformers, as far as that is made up here, that has experts."""
+    return PreTrainedModel(OrderedDict(experts=Experts(), head=nn.Linear(5, 2)))
+
+
+def experts_in_files(tmp_path: Path) -> nn.Module:
+    """Such a model, whose experts are in files one by one."""
+    torch.manual_seed(0)
+    model = with_experts()
+    nn.init.normal_(model.experts.gate_up)
+    state = model.state_dict()
+    joined = state.pop("experts.gate_up")
+    for number in range(12):
+        gate, up = joined[number].chunk(2)
+        state |= {f"experts.{number}.up": up.clone(), f"experts.{number}.gate": gate.clone()}
+    torch.save(state, tmp_path / "a.bin")
+    return model
+
+
+PATTERNS = [r"experts\.\d+\.gate", r"experts\.\d+\.up"]
+
+
+def test_experts_that_transformers_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is one tensor in memory and many in files is joined while it is read, in the order of numbers; no byte twice."""
+    rule = WeightConverter(PATTERNS, "experts.gate_up", [torch.stack, lambda each: torch.cat(each, dim=1)])
+    transformers_with(monkeypatch, rule)
+    expected = experts_in_files(tmp_path)
+
+    def rank(world: Collectives) -> int:
+        model, report = load_pretrained(
+            with_experts, tmp_path / "a.bin", strict=True, output_loading_info=True
+        )
+        same_values(model.state_dict(), expected.state_dict())
+        assert report.nbytes == 4 * sum(p.numel() for p in expected.parameters())
+        return report.nbytes_read
+
+    assert sum(on_ranks(3, rank)) == 4 * sum(p.numel() for p in expected.parameters())
+    assert rule.tensors == {}
+
+
+def test_a_rule_of_transformers_that_transposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of which a rule makes more than joining and cutting are refused by name, with what to do."""
+    rule = WeightConverter(
+        PATTERNS, "experts.gate_up", [torch.stack, lambda each: torch.transpose(each[0], 1, 2)]
+    )
+    transformers_with(monkeypatch, rule)
+    expected = experts_in_files(tmp_path)
+    torch.save(expected.state_dict(), tmp_path / "b.bin")
+
+    def rank(world: Collectives) -> None:
+        with pytest.raises(CheckpointError, match=r"'experts\.0\.up'.*save the state_dict\(\) of the model"):
+            load_pretrained(with_experts, tmp_path / "a.bin")
+        model = load_pretrained(with_experts, tmp_path / "b.bin", strict=True)
+        same_values(model.state_dict(), expected.state_dict())
 
     on_ranks(2, rank)

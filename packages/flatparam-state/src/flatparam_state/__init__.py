@@ -77,7 +77,7 @@ from flatparam_state.optimizer import (
     optimizer_state_dict,
 )
 from flatparam_state.places import Place, places_in, places_of
-from flatparam_state.pretrained import Fit, Names, PretrainedFiles, fit, read_pretrained
+from flatparam_state.pretrained import Fit, Names, PretrainedFiles, UnreadTensor, fit, read_pretrained
 from flatparam_state.publishing import (
     Catalogue,
     Channel,
@@ -152,6 +152,7 @@ __all__ = [
     "TensorInfo",
     "Tiling",
     "UnknownFormatError",
+    "UnreadTensor",
     "Update",
     "UpdateSource",
     "Verification",

@@ -3,5 +3,6 @@
 from flatparam_state.pretrained.files import Names, PretrainedFiles
 from flatparam_state.pretrained.fit import Fit, fit
 from flatparam_state.pretrained.read import read_pretrained
+from flatparam_state.pretrained.unread import UnreadTensor
 
-__all__ = ["Fit", "Names", "PretrainedFiles", "fit", "read_pretrained"]
+__all__ = ["Fit", "Names", "PretrainedFiles", "UnreadTensor", "fit", "read_pretrained"]

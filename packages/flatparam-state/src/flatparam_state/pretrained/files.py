@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, final
 
 import attrs
 from typing_extensions import Self
 
-from flatparam_state.files import CheckpointError, TensorInfo, split_path
+from flatparam_state.files import CheckpointError, TensorInfo, join_path, split_path
 from flatparam_state.formats import open_source, select
 from flatparam_state.formats.stored import Stored, StoredSource, StridedTensor
+from flatparam_state.pretrained.unread import UnreadTensor
 
 __all__ = ["Names", "PretrainedFiles"]
 
@@ -67,6 +68,18 @@ class PretrainedFiles:
     def info(self, name: str) -> TensorInfo:
         """The shape and dtype of the tensor that the model calls `name`."""
         return self.source.tensors[self.paths[name]]
+
+    def unread(self, name: str) -> UnreadTensor:
+        """The tensor that the model calls `name`, for functions that make others of it."""
+        return UnreadTensor(self.source.stored[self.paths[name]])
+
+    def with_tensors(self, made: Mapping[str, UnreadTensor], used: Collection[str]) -> Self:
+        """The same files with the tensors `made`, by their names in the model, in place of the names `used`."""
+        paths = {name: path for name, path in self.paths.items() if name not in used}
+        new = {name: join_path(("model", name)) for name in made}
+        stored = {path: self.source.stored[path] for path in paths.values()}
+        stored |= {new[name]: tensor.stored for name, tensor in made.items()}
+        return type(self)(self.path, attrs.evolve(self.source, stored=stored), paths | new)
 
     def found(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that are there."""

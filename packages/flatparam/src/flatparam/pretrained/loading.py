@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
+from flatparam.pretrained.by_transformers import as_transformers_loads
 from flatparam.pretrained.making import (
     cast_parameters,
     hollow,
@@ -23,7 +24,6 @@ from flatparam.pretrained.making import (
     unknown_buffers,
     unknown_parameters,
 )
-from flatparam.pretrained.renaming import renamed_by_transformers
 from flatparam.sharding.deferred_init import ValuesLater
 from flatparam_comm import Topology, resolve_topology, telling
 from flatparam_runtime import units_in
@@ -99,7 +99,7 @@ def load_pretrained(
             a directory of `torch.distributed.checkpoint`, or of a `Checkpointer`.
         mapping: what tensors are called in the model, by their name in the files: a mapping, for those whose name
             differs, or a function, which returns None for a name that stays. By default names stay, but for a model of
-            transformers, whose tensors are renamed as `from_pretrained` does it.
+            transformers, whose tensors are renamed, joined (experts) and cut as `from_pretrained` does it.
         dtype: for the floating-point parameters; by default those that the model gives them.
         strict: refuse files that lack a tensor of the model, or have others. Otherwise what is missing gets the values
             that `param_init_fn` or `reset_parameters()` gives it; the first rank warns of both.
@@ -245,9 +245,7 @@ def _compared(
         found = fit(model, files)
         if mapping is None and found.missing and found.unexpected:
             inner = model.module if isinstance(model, FullyShardedDataParallel) else model
-            files = PretrainedFiles.open(
-                path, renamed_by_transformers(inner, found.missing, found.unexpected)
-            )
+            files = as_transformers_loads(inner, files, found.missing, found.unexpected)
             found = fit(model, files)
         said = _refusal(model, files, found, strict, initialise)
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
@@ -283,8 +281,8 @@ def _refusal(
         others = f" (they have {_some(found.unexpected)}, which the model lacks)" if found.unexpected else ""
         problems.append(
             f"the files lack {_some(lost)}{others}, and no module gives values to these; pass mapping= if the files "
-            "have them under different names, or param_init_fn= to begin them anew. If a library puts them together "
-            "when it loads (experts, say), save the state_dict() of the model that it has loaded, and load that"
+            "have them under different names, or param_init_fn= to begin them anew. If a library makes them of "
+            "others when it loads, save the state_dict() of the model that it has loaded, and load that"
         )
     unknown = [] if problems else unknown_buffers(model, files.paths)
     if unknown:
