@@ -6,8 +6,9 @@ import pytest
 import torch
 from plans.configurations import CONFIGURATIONS
 
-from flatparam.planning.hollow import kernels
-from flatparam.planning.hollow.kernels import Kernel, Temporaries, operands_of, taken_by_running
+from flatparam.planning.hollow.kernels import Kernel, operands_of
+from flatparam.planning.hollow.rules import by_rule
+from flatparam.planning.hollow.temporaries import Temporaries, taken_by_running
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.training import Setup
 
@@ -37,18 +38,17 @@ def test_rules_and_shapes_are_those_of_the_kernels(
     wrong: set[str] = set()
 
     def compared(self: Temporaries, kernel: Kernel, key: object = None) -> int:
-        by_rule = kernels._by_rule(kernel)
+        known = by_rule(kernel)
         random = torch.Tag.nondeterministic_seeded in kernel.operation.tags
         if not random and kernel.results:
             by_running = taken_by_running(kernel)
-            known = 0 if by_rule is None and kernel.name in kernels._CLEAN else by_rule
             if known not in (None, by_running):
                 wrong.add(f"{kernel.operation}: {known} by rule, {by_running} taken")
             if any(each.alias_info is None for each in kernel.operation._schema.returns):
                 expected = [(e.untyped_storage().nbytes(), e.dtype, e.shape) for e in kernel.results]
                 if returned(kernel) != expected:
                     wrong.add(f"{kernel.operation}: {expected} planned, {returned(kernel)} returned")
-        return by_rule or 0
+        return known or 0
 
     monkeypatch.setattr(Temporaries, "nbytes", compared)
     configuration = CONFIGURATIONS[name]

@@ -88,6 +88,8 @@ MODELS: Final[dict[str, tuple[Callable[[], nn.Module], str, int, int]]] = {
     ),
 }
 """A model, the class of its blocks, and the rows and tokens of a batch."""
+TURNS: Final = {"small": 10}
+"""How many steps in a row a model has in each round, if not one: the shorter a step, the more a single one differs."""
 
 
 def program_of(name: str) -> TrainingProgram:
@@ -135,11 +137,17 @@ class Way:
     sample: Sample
     seconds: list[float] = field(factory=list)
 
-    def turn(self, topology: Topology, *, is_timed: bool) -> None:
-        """One step of the sample, and one of the program."""
-        topology.shard.barrier()
+    def turn(self, topology: Topology, *, sample_first: bool, is_timed: bool) -> None:
+        """One step of the sample and one of the program; the first has a cold cache if a different model was before."""
+        steps = [self._step_of_sample, self._step_of_program]
+        for step in steps if sample_first else reversed(steps):
+            topology.shard.barrier()
+            step(is_timed=is_timed)
+
+    def _step_of_sample(self, *, is_timed: bool) -> None:
         self.sample.step(is_timed=is_timed)
-        topology.shard.barrier()
+
+    def _step_of_program(self, *, is_timed: bool) -> None:
         start = time.perf_counter()
         train_step(self.program, self.setup, self.trained, Nothing(), 0)
         if is_timed:
@@ -160,9 +168,10 @@ def rank(number: int, store: str, transport: str, setups: dict[str, Any], found:
         program = program_of(name.partition(",")[0])
         trained = train(program, setup, topology, Nothing(), steps=0)
         ways[name] = Way(program, setup, trained, Sample.of(program, setup, topology))
-    for turn in range(WARM + ROUNDS):
-        for way in ways.values():
-            way.turn(topology, is_timed=turn >= WARM)
+    for done in range(WARM + ROUNDS):
+        for name, way in ways.items():
+            for turn in range(TURNS.get(name.partition(",")[0], 1)):
+                way.turn(topology, sample_first=(done + turn) % 2 == 0, is_timed=done >= WARM)
     topology.shard.barrier()
     if number == 0:
         for name, way in ways.items():

@@ -227,8 +227,10 @@ def test_under_torchrun(folder: Path) -> None:
     """Under torchrun an unchanged program trains with our wrapper, to the losses that it has with torch's FSDP1."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ours = outcome(folder, *torchrun, "-m", "flatparam", "run", "train.py")
-    theirs = outcome(folder, *torchrun, "train.py")
-    assert (ours[0], theirs[0]) == (0, 0), ours[2]
+    assert ours[0] == 0, ours[2]
+    # On a busy machine a process with torch's FSDP1 is now and then aborted while it ends: a thread of gloo is not joined.
+    tries = (outcome(folder, *torchrun, "train.py") for _ in range(5))
+    theirs = next(each for each in tries if each[0] == 0)
     expected = theirs[1].replace("torch.distributed.fsdp", "flatparam")
     assert sorted(ours[1].splitlines()) == sorted(expected.splitlines())
     assert len(ours[1].splitlines()) == 2

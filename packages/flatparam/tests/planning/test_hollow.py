@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
-from flatparam.planning.hollow.blank import Blank
 from flatparam.planning.hollow.compiler import StandIn, without_compiler
+from flatparam.planning.hollow.models import Blank
 
 COMPILER = "torch._dynamo"
 

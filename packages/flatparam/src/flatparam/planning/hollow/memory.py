@@ -20,7 +20,7 @@ from flatparam.planning.errors import PlanError
 from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.arena import Arena, Block
 from flatparam.planning.hollow.composing import MATTERS, Composing, looks_at_values
-from flatparam.planning.hollow.kernels import Kernel, Temporaries, Work, operands_of
+from flatparam.planning.hollow.kernels import Kernel, Work, operands_of
 from flatparam.planning.hollow.log import Log
 from flatparam.planning.hollow.operations import (
     ATEN,
@@ -30,6 +30,7 @@ from flatparam.planning.hollow.operations import (
     room_of,
     value_of,
 )
+from flatparam.planning.hollow.temporaries import Temporaries
 
 __all__ = ["HollowMemory"]
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flatparam.planning.errors import PlanError
-from flatparam.planning.hollow.kernels import AFFORDABLE_NBYTES, operands_of, zeros_as
+from flatparam.planning.hollow.kernels import operands_of
+from flatparam.planning.hollow.temporaries import AFFORDABLE_NBYTES, zeros_as
 
 __all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
 

@@ -43,9 +43,13 @@ def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
 
 
 def recompute(model: nn.Module, names: Iterable[str]) -> None:
-    """Have the activations of the modules with these names recomputed in the backward pass."""
-    # A private module of torch, as the guide about activation checkpointing uses it.
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    """Have the activations of the modules with these names recomputed in the backward pass; the model itself stays."""
+    # A private module of torch, as the guide about activation checkpointing uses it. Its function that wraps all
+    # chosen modules of a model imports torch's FSDP for that, which takes longer than many a plan.
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    chosen = modules_named(model, names)
-    apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
+    wrapped = {module: checkpoint_wrapper(module) for module in modules_named(model, names)}
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if child in wrapped:
+                setattr(parent, name, wrapped[child])

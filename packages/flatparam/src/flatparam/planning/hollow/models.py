@@ -1,13 +1,14 @@
-"""Models on the meta device without the time that it takes to begin values which nobody has."""
+"""Models without memory: copies of them, and the meta device without the time to begin values that nobody has."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Final, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Blank"]
+__all__ = ["Blank", "hollow_copy"]
 
 _FILLS: Final = frozenset(
     [
@@ -36,3 +37,14 @@ class Blank(TorchFunctionMode):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
+
+
+def hollow_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
+    memo = {} if memo is None else memo
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            there: Tensor = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+    return copy.deepcopy(model, memo)
