@@ -163,3 +163,5 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     wrong.write_text(json.dumps({"events": []}))
     assert main(["trace", "draw", str(tmp_path / "x.svg"), str(wrong)]) == 2
     assert "wrong.json" in capsys.readouterr().err
+    assert main(["trace", "diff", str(tmp_path / "none.json"), str(wrong)]) == 2
+    assert capsys.readouterr().err == f"flatparam: {tmp_path / 'none.json'}: No such file or directory\n"

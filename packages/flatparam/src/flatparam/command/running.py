@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        _say(str(error))
+        if isinstance(error, OSError) and error.filename is not None:
+            _say(f"{error.filename}: {error.strerror}")
+        else:
+            _say(str(error))
         return 2
     except KeyboardInterrupt:
         _say("interrupted; nothing was written")
