@@ -358,7 +358,7 @@ def test_files_of_one_rank(tmp_path: Path) -> None:
 
     def rank(world: Collectives) -> None:
         second = world.rank == 1
-        with pytest.raises(CheckpointError, match="rank 1: UnknownFormatError: .*nowhere does not exist"):
+        with pytest.raises(CheckpointError, match="^rank 1: .*nowhere does not exist"):
             load_pretrained(mlp, tmp_path / "nowhere" if second else path)
         with pytest.raises(
             CheckpointError, match="rank 1: .*has other names, shapes or dtypes .* than on rank 0"
@@ -466,7 +466,7 @@ def test_files_that_change(tmp_path: Path) -> None:
     def rank(world: Collectives) -> None:
         with pytest.raises(
             CheckpointError,
-            match=r"rank 1: CheckpointError: .*expected.*the values of the model are not usable",
+            match=r"^rank 1: (?!CheckpointError).*expected.*the values of the model are not usable",
         ):
             load_pretrained(mlp, path)
 

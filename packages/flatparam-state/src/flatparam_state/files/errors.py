@@ -34,6 +34,11 @@ class CheckpointError(FlatParamError):
         self.fqn = fqn
         self.hint = hint
 
+    @staticmethod
+    def told(error: BaseException) -> str:
+        """The words for `error` in the `CheckpointError` of other ranks, with its class if that is a different one."""
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.message, self.rank, self.path, self.fqn, self.hint)
 

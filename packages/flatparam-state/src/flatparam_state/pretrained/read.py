@@ -157,7 +157,7 @@ class _RankReading:
         Raises:
             CheckpointError: naming the rank.
         """
-        said = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        said = "" if self.error is None else CheckpointError.told(self.error)
         told = self.topology.exchange(said, label="load pretrained")
         for rank, text in enumerate(told):
             if text:

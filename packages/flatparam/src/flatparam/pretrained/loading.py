@@ -205,7 +205,7 @@ def _made_by_all(make: Callable[[], nn.Module], topology: Topology) -> nn.Module
         made = make()
     except Exception as error:
         cause = error
-    said = "" if cause is None else f"{type(cause).__name__}: {cause}"
+    said = "" if cause is None else CheckpointError.told(cause)
     told = topology.exchange(said, label="make the model")
     if cause is not None:
         raise cause
@@ -251,7 +251,7 @@ def _compared(
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
         result = files, found
     except Exception as error:  # `mapping` is somebody else's function
-        said, cause = f"{type(error).__name__}: {error}", error
+        said, cause = CheckpointError.told(error), error
     told = topology.exchange((said, facts), label="compare files")
     for rank, (text, theirs) in enumerate(told):
         if not text and theirs != told[0][1]:
