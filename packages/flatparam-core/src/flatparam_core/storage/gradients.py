@@ -219,15 +219,19 @@ class GradientLedger:
         *,
         add: bool,
     ) -> None:
+        if torch.is_grad_enabled():
+            # In most backward passes it is not, and to enter the context takes longer than the copies.
+            with torch.no_grad():
+                self._deposit_small(batch, indices, gradients, divisor, add=add)
+            return
         slots = [self._slots[indices[at]] for at in batch.small]
         given = [gradients[at] for at in batch.small]
-        with torch.no_grad():
-            if add:
-                torch._foreach_add_(slots, given, alpha=1 / divisor)
-                return
-            torch._foreach_copy_(slots, given)
-            for stretch in batch.stretches if divisor != 1.0 else ():
-                stretch.div_(divisor)
+        if add:
+            torch._foreach_add_(slots, given, alpha=1 / divisor)
+            return
+        torch._foreach_copy_(slots, given)
+        for stretch in batch.stretches if divisor != 1.0 else ():
+            stretch.div_(divisor)
         for at in batch.small:
             self.deposited[indices[at]] = 1
 
