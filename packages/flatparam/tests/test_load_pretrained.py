@@ -684,6 +684,22 @@ def test_names_that_transformers_changes(tmp_path: Path, monkeypatch: pytest.Mon
     on_ranks(2, rank)
 
 
+def test_two_names_that_transformers_changes_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If two tensors of the files would be one of the model, every rank raises an error that names them."""
+    transformers_with(monkeypatch, WeightRenaming("embed_out", "head"), WeightRenaming("lm_head", "head"))
+    state = {f"{name}.weight": torch.ones(2, 5) for name in ("embed_out", "lm_head")}
+    torch.save(state, tmp_path / "a.bin")
+
+    def rank(world: Collectives) -> None:
+        with pytest.raises(
+            CheckpointError,
+            match=r"both 'embed_out\.weight' and 'lm_head\.weight' to 'head\.weight'.*mapping=",
+        ):
+            load_pretrained(lambda: PreTrainedModel(OrderedDict(head=nn.Linear(5, 2))), tmp_path / "a.bin")
+
+    on_ranks(2, rank)
+
+
 class Experts(nn.Module):
     """Twelve experts in one parameter."""
 
@@ -732,11 +748,14 @@ def test_experts_that_transformers_joins(tmp_path: Path, monkeypatch: pytest.Mon
     assert rule.tensors == {}
 
 
-def test_a_rule_of_transformers_that_transposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "second", [lambda each: torch.transpose(each[0], 1, 2), lambda each: torch.zeros(12, 6, 4)]
+)
+def test_a_rule_of_transformers_that_transposes(
+    second: Callable[[list[Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors of which a rule makes more than joining and cutting are refused by name, with what to do."""
-    rule = WeightConverter(
-        PATTERNS, "experts.gate_up", [torch.stack, lambda each: torch.transpose(each[0], 1, 2)]
-    )
+    rule = WeightConverter(PATTERNS, "experts.gate_up", [torch.stack, second])
     transformers_with(monkeypatch, rule)
     expected = experts_in_files(tmp_path)
     torch.save(expected.state_dict(), tmp_path / "b.bin")

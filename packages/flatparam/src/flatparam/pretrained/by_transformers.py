@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import attrs
 from torch import nn
 
-from flatparam_state import PretrainedFiles, UnreadTensor
+from flatparam_state import CheckpointError, PretrainedFiles, UnreadTensor
 
 __all__ = ["as_transformers_loads"]
 
@@ -28,6 +28,9 @@ def as_transformers_loads(
     head have names without the prefix that the same tensors have beneath a head; and the experts of a layer are one
     tensor in memory and many in files. The rules are those of the installed transformers. A tensor stays as it is if
     `model` is not one of transformers 5, or if a rule takes more than joining and cutting.
+
+    Raises:
+        CheckpointError: if two names of the files become one.
     """
     rules = _Rules.of(model)
     if rules is None:
@@ -43,21 +46,30 @@ def as_transformers_loads(
         if new not in wanted:
             continue
         if pattern is None:
-            renamed[name] = new
+            if new in renamed:
+                raise CheckpointError(
+                    f"{files.path}: transformers renames both {renamed[new]!r} and {name!r} to {new!r}; pass mapping=, "
+                    "which says what each is called in the model",
+                    path=files.path,
+                    fqn=new,
+                )
+            renamed[new] = name
         else:
             converter = converters.setdefault(new, copy.deepcopy(by_pattern[pattern]))
             converter.add_tensor(new, name, pattern, files.unread(name))
             sources.setdefault(new, []).append(name)
-    made: dict[str, UnreadTensor] = {new: files.unread(name) for name, new in renamed.items()}
-    used = [*renamed]
+    made = {new: files.unread(name) for new, name in renamed.items()}
+    used = [*renamed.values()]
     for new, converter in converters.items():
         try:
             converted = converter.convert(new, model=model, config=getattr(model, "config", None))
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            # It does more than join and cut, or the tensors do not fit each other: they are reported as unexpected.
+        except Exception:  # It is a rule of somebody else's, which was written for tensors that have values.
             continue
-        made.update({name: each[0] if isinstance(each, list) else each for name, each in converted.items()})
-        used += sources[new]
+        found = {name: each[0] if isinstance(each, list) else each for name, each in converted.items()}
+        # What a rule makes in any other way than by joining and cutting stays, and is reported as unexpected.
+        if all(isinstance(each, UnreadTensor) for each in found.values()):
+            made |= found
+            used += sources[new]
     return files.with_tensors(made, used)
 
 
