@@ -36,7 +36,7 @@ def read(tensor: UnreadTensor, start: int, stop: int) -> Tensor:
 
 
 @st.composite
-def programs(draw: Any, depth: int = 3) -> Any:
+def programs(draw: Any) -> Any:
     """A function of a list of matrices, made of torch's functions, to one tensor of two or three dimensions."""
     count = draw(st.integers(1, 4))
     first = draw(st.lists(st.integers(0, 11), min_size=count, max_size=count))
@@ -124,6 +124,7 @@ def test_what_is_not_joined(files: tuple[PretrainedFiles, dict[str, Tensor]], tm
         (lambda: torch.cat([half, one], dim=1), ValueError, "differ in dimension 1 only"),
         (lambda: torch.cat([one, other], dim=2), ValueError, "a dimension of 2, found 2"),
         (lambda: torch.split(one, [1, 1]), ValueError, "4 together"),
+        (lambda: torch.chunk(one, 2, dim=2), ValueError, "a dimension of 2, found 2"),
         (lambda: torch.add(one, other), TypeError, "add"),
         (lambda: torch.chunk(torch.stack([one, other]), 2), TypeError, "not cut before it is read"),
     ):

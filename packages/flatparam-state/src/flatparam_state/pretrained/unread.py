@@ -147,7 +147,7 @@ def _joined(parts: Sequence[_Boxes], at: int) -> UnreadTensor:
 
 
 def _chunk(tensor: UnreadTensor, chunks: int, dim: int = 0) -> tuple[UnreadTensor, ...]:
-    size = tensor.shape[dim]
+    size = tensor.shape[_dimension(dim, len(tensor.shape))]
     return _split(tensor, math.ceil(size / chunks) or 1, dim)
 
 
