@@ -26,12 +26,15 @@ __all__ = ["FAULTS", "main"]
 FAULTS: Final = ("none", "cut", "slow", "lossy")
 #: A cable that is bad from the beginning: seconds of delay, and the fraction of the packets that is lost.
 _BAD: Final = {"slow": (0.1, 0.0), "lossy": (0.0, 0.05)}
+_WORLD_SIZE: Final = 4
 _STEPS: Final = 12
 #: The step at which the cable is cut.
 _CUT: Final = 5
 _NEAR, _FAR = "10.77.0.1", "10.77.0.2"
 #: Seconds: the time limit of the process groups, and of everything.
 _LIMIT, _LONGEST = 60.0, 150.0
+#: Seconds between two looks at who else has written what it says.
+_PAUSE: Final = 0.05
 
 
 def main(fault: str) -> int:
@@ -63,7 +66,7 @@ def _run(fault: str, there: list[str]) -> int:
         for first, where, device in ((0, [], "cable0"), (2, there, "cable1")):
             environment = {
                 **os.environ,
-                "WORLD_SIZE": "4",
+                "WORLD_SIZE": str(_WORLD_SIZE),
                 "MASTER_ADDR": _NEAR,
                 "MASTER_PORT": "29571",
                 "GLOO_SOCKET_IFNAME": device,
@@ -140,6 +143,9 @@ def _rank(fault: str, directory: str) -> None:
     except Exception as error:
         facts.update(kind=type(error).__name__, text=str(error))
     Path(directory, f"rank-{rank}").write_text(json.dumps(facts))
+    # This end is one without a word, which is a failure to a rank that still waits for its last collective.
+    while len(list(Path(directory).glob("rank-*"))) < _WORLD_SIZE:
+        time.sleep(_PAUSE)
     # What is left of the groups waits for nobody.
     os._exit(0)
 
