@@ -47,7 +47,7 @@ from flatparam.resolving import (
 )
 from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, older_functions, optimizer, rekeying, saving, settings
-from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting
+from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting, wrapped_module
 from flatparam.wrapper.flat_parameter import add_names
 from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
@@ -221,20 +221,9 @@ class FullyShardedDataParallel(nn.Module):
 
     # The wrapped module
 
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module, without an activation-checkpointing wrapper around it."""
-        inner = self._modules[FSDP_WRAPPED_MODULE]
-        assert inner is not None, "the wrapper always has its module"
-        checkpointed = inner._modules.get("_checkpoint_wrapped_module")
-        return inner if checkpointed is None else checkpointed
-
-    @partial(runtime.untraced, with_callees=False)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module, with its full parameters in place."""
-        inner = self._modules[FSDP_WRAPPED_MODULE]
-        assert inner is not None, "the wrapper always has its module"
-        return runtime.in_range("forward", partial(inner, *args, **kwargs))
+    module = property(wrapped_module.module_of)
+    forward = wrapped_module.forward
+    __getitem__ = wrapped_module.item_of
 
     def __getattr__(self, name: str) -> Any:
         """Look `name` up in the wrapped module if the wrapper has no such attribute."""
@@ -247,11 +236,6 @@ class FullyShardedDataParallel(nn.Module):
             if inner is None or not hasattr(inner, name):
                 raise
             return getattr(inner, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module."""
-        # The user says that the module can be indexed.
-        return self.module[key]  # type: ignore[index]
 
     # Facts
 

@@ -26,7 +26,7 @@ from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
-from flatparam_runtime.unit import drop_waiting_of, holder_of_parameter
+from flatparam_runtime.unit import WAITING, drop_waiting_of, holder_of_parameter
 
 __all__ = ["notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
 
@@ -72,7 +72,7 @@ def notice_optimizers() -> None:
 def _zero_grad(optimizer: optim.Optimizer, set_to_none: bool = True) -> None:
     """Drop the gradients that wait for a reduction, too: in FSDP1 those of `no_sync` are in `.grad`."""
     _TORCHS_ZERO_GRAD(optimizer, set_to_none)
-    if not in_backward():
+    if WAITING and not in_backward():
         drop_waiting_of(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 

@@ -13,9 +13,9 @@ node pre-hook        gradients with a graph          `_before_second_...`    IDL
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
 
-This file registers the first two, when a unit is made, and `inner_calls.py` replaces a method by `_call_inside` while
-its unit is not called. `forward.py` registers the others, call by call, but two: `leaves.py` registers a leaf's hook
-once it has to, and `backward.py` queues the final callback when a pass begins. Outside of `passes`,
+This file registers the first two, when a unit is made, and `unit/inner_call.py` replaces a method by `_call_inside`
+while its unit is not called. `forward.py` registers the others, call by call, but two: `unit/module.py` registers a
+leaf's hook once it has to, and `backward.py` queues the final callback when a pass begins. Outside of both folders,
 `optimizers/stepping.py` registers one hook for the process, on every optimizer's step, if `notice_optimizers` is
 called.
 """

@@ -4,8 +4,8 @@ from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
 from flatparam_runtime.unit.calls import ForwardCall, call_as_forward, running_calls
 from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.inner_calls import InnerCall, InnerCalls
-from flatparam_runtime.unit.module import LeafWatch, UnitModule
+from flatparam_runtime.unit.inner_call import InnerCall
+from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.unit.registry import (
@@ -18,9 +18,10 @@ from flatparam_runtime.unit.registry import (
     units_in,
 )
 from flatparam_runtime.unit.unit import Unit
-from flatparam_runtime.unit.waiting import drop_waiting, drop_waiting_of, note_waiting
+from flatparam_runtime.unit.waiting import WAITING, drop_waiting, drop_waiting_of, note_waiting
 
 __all__ = [
+    "WAITING",
     "BackwardOrder",
     "BufferDtype",
     "Casting",

@@ -18,9 +18,9 @@ from flatparam_runtime.autograd import accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.inner_calls import InnerCalls
+from flatparam_runtime.unit.inner_call import InnerCall
 
-__all__ = ["LeafWatch", "UnitModule"]
+__all__ = ["InnerCalls", "LeafWatch", "UnitModule"]
 
 _GRAD: Final = operator.attrgetter("grad")
 
@@ -88,6 +88,40 @@ class LeafWatch:
         """Whether the running backward pass computes, or has computed, the gradient of leaf `index`."""
         node = self.nodes[index]
         return node is not None and self.leaves[index].requires_grad and will_run(node)
+
+
+@final
+@attrs.define(eq=False)
+class InnerCalls:
+    """The stand-ins for the `forward` of every module inside a unit, in place exactly while the unit is not called."""
+
+    calls: tuple[InnerCall[Any], ...] = ()
+
+    @classmethod
+    def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
+        """These calls, watched from now on."""
+        watched = cls(calls)
+        watched.put()
+        return watched
+
+    def put(self) -> None:
+        """Put every stand-in in its place: the unit is not called any more."""
+        for call in self.calls:
+            module = call.reference()
+            # The shortcut for nearly all calls.
+            if module is not None and module.__dict__.get(call.name) is call.own is call.covered is None:
+                module.__dict__[call.name] = call
+            else:
+                call.put()
+
+    def lift(self) -> None:
+        """Remove every stand-in: the unit is called, and calls the modules inside directly, also under a compiler."""
+        for call in self.calls:
+            module = call.reference()
+            if module is not None and module.__dict__.get(call.name) is call and call.own is None:
+                del module.__dict__[call.name]
+            else:
+                call.lift()
 
 
 @final

@@ -13,16 +13,16 @@ from flatparam_comm import FlatParameter, FlatParamHandle, handle_of, owner_of
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["drop_waiting", "drop_waiting_of", "note_waiting"]
+__all__ = ["WAITING", "drop_waiting", "drop_waiting_of", "note_waiting"]
 
 _TOLD: Final = 3
-_WAITING: Final[WeakSet[Unit]] = weakref.WeakSet()
+WAITING: Final[WeakSet[Unit]] = weakref.WeakSet()
 """Units whose backward pass has not completed the reduction, and some that have been reduced since."""
 
 
 def note_waiting(unit: Unit) -> None:
     """Note that gradients of `unit` wait for a later reduction: inside `no_sync`, or for the sum over copies."""
-    _WAITING.add(unit)
+    WAITING.add(unit)
 
 
 def drop_waiting(units: Iterable[Unit]) -> None:
@@ -57,10 +57,10 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
 
 def _waiting() -> list[Unit]:
     """The units that wait, in the order of their trees, which is the same on every rank."""
-    for unit in list(_WAITING):
+    for unit in list(WAITING):
         if not unit.reducer.waits:
-            _WAITING.discard(unit)
-    return sorted(_WAITING, key=lambda unit: unit.observers.number)
+            WAITING.discard(unit)
+    return sorted(WAITING, key=lambda unit: unit.observers.number)
 
 
 def _indices_of(parameters: Iterable[Tensor]) -> dict[FlatParamHandle, set[int]]:

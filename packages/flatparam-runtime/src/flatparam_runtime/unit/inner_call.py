@@ -1,4 +1,4 @@
-"""Calls of a module inside a unit, or of a unit's other methods, from outside of the unit's own forward."""
+"""A call of a module inside a unit, or of a unit's other methods, from outside of the unit's own forward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
-import attrs
 from torch import nn
-from typing_extensions import Self
 
-__all__ = ["InnerCall", "InnerCalls"]
+__all__ = ["InnerCall"]
 
 U = TypeVar("U")
 
@@ -91,37 +89,3 @@ class InnerCall(Generic[U]):
 
 def _new() -> InnerCall[Any]:
     return InnerCall.__new__(InnerCall)
-
-
-@final
-@attrs.define(eq=False)
-class InnerCalls:
-    """The stand-ins for the `forward` of every module inside a unit, in place exactly while the unit is not called."""
-
-    calls: tuple[InnerCall[Any], ...] = ()
-
-    @classmethod
-    def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
-        """These calls, watched from now on."""
-        watched = cls(calls)
-        watched.put()
-        return watched
-
-    def put(self) -> None:
-        """Put every stand-in in its place: the unit is not called any more."""
-        for call in self.calls:
-            module = call.reference()
-            # The shortcut for nearly all calls.
-            if module is not None and module.__dict__.get(call.name) is call.own is call.covered is None:
-                module.__dict__[call.name] = call
-            else:
-                call.put()
-
-    def lift(self) -> None:
-        """Remove every stand-in: the unit is called, and calls the modules inside directly, also under a compiler."""
-        for call in self.calls:
-            module = call.reference()
-            if module is not None and module.__dict__.get(call.name) is call and call.own is None:
-                del module.__dict__[call.name]
-            else:
-                call.lift()
