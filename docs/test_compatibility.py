@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from matrix.main import RESULTS, SUITES
-from matrix.names import INSTEAD, lacks, names_used, unplaced
+from matrix.names import INSTEAD, lacks, names_used, private_names, unplaced
 from matrix.page import python_classifiers, python_range, torch_range, write
 from matrix.rows import HOME_TORCH, Row, all_rows
 
@@ -33,6 +33,13 @@ def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     shutil.copy(PAGE, copy)
     write(ENTERED, copy)
     assert copy.read_text() == PAGE.read_text(), "python tools/matrix --page writes it anew"
+
+
+def test_the_names_are_those_of_the_sources() -> None:
+    """The list of names has each that the packages use, and no other."""
+    assert ENTERED["names"] == {"used": len(names_used()), "private": private_names()}, (
+        "python tools/matrix --page"
+    )
 
 
 def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
     python tools/matrix --enter      enter the result in docs/compatibility.json, and write the page from it
     python tools/matrix --again      what failed in the row that was entered, and nothing else (with --enter: enters it)
     python tools/matrix --list       the rows
-    python tools/matrix --page       docs/compatibility.md from the results
+    python tools/matrix --page       docs/compatibility.md from the results, and the names of torch in the sources
 
 nox makes the environments and calls this in each: `nox -s "tests-torch(2.15)"`, `nox -s tests-python-3.12`,
 `nox -s oldest`, and `nox -s matrix`, which runs all of the first two with --enter. Tested are all tests of the layers
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(map(str, all_rows())))
         return 0
     if "--page" in options:
-        write(_results(), RESULTS.with_suffix(".md"))
+        _write(_results())
         return 0
     row = this_row()
     try:
@@ -224,6 +224,11 @@ def _enter(row: Row, entry: dict[str, Any]) -> None:
     order = [each.name for each in all_rows()]
     others = sorted(rows.keys() - set(order))
     results["rows"] = {name: rows[name] for name in [*order, *others] if name in rows}
+    _write(results)
+
+
+def _write(results: dict[str, Any]) -> None:
+    """Write the results, with the names of today's sources, and the page."""
     results["names"] = {"used": len(names_used()), "private": private_names()}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write(results, RESULTS.with_suffix(".md"))
