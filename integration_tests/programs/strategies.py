@@ -304,18 +304,31 @@ def _below_plain_parent(
 ) -> tuple[Program, list[Configuration]]:
     """Make a unit of every top-level module of the first, the second or both, and none of the root.
 
-    What is tied across two roots is refused, and `clip_grad_norm_` is a method of the one root.
+    What is tied across two roots is refused, and `clip_grad_norm_` is a method of the one root. A root that the
+    synchronised pass does not call keeps the gradients that it has collected, which one process does not.
     """
     ties = tuple((a, b) for a, b in program.ties if a.split(".")[0] == b.split(".")[0])
-    unclipped = tuple(attrs.evolve(step, clip=0.0) for step in program.steps)
+    steps = tuple(attrs.evolve(step, clip=0.0) for step in program.steps)
+    if any(place.when in ("even", "odd") for place in program.tree.places):
+        steps = tuple(_synchronised(step) for step in steps)
     tops = [str(number) for number in range(len(program.tree.places))]
     which = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
-    return attrs.evolve(program, ties=ties, steps=unclipped), [
+    return attrs.evolve(program, ties=ties, steps=steps), [
         attrs.evolve(each, units=tuple(dict.fromkeys((*tops, *each.units))), has_plain_parent=True)
         if chosen
         else each
         for each, chosen in zip(configurations, which, strict=True)
     ]
+
+
+def _synchronised(step: Step) -> Step:
+    """The same step, in which every backward pass reduces gradients."""
+    return attrs.evolve(
+        step,
+        operations=tuple(
+            attrs.evolve(each, quiet="") if isinstance(each, Micro) else each for each in step.operations
+        ),
+    )
 
 
 def _some_frozen(draw: st.DrawFn, program: Program, configuration: Configuration) -> tuple[str, ...]:
