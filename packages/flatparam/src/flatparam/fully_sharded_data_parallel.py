@@ -221,9 +221,17 @@ class FullyShardedDataParallel(nn.Module):
 
     # The wrapped module
 
-    module = property(wrapped_module.module_of)
     forward = wrapped_module.forward
-    __getitem__ = wrapped_module.item_of
+    """Call the wrapped module, with its full parameters in place: takes its arguments and returns what it returns."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without an activation-checkpointing wrapper around it."""
+        return wrapped_module.module_of(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        return wrapped_module.item_of(self, key)
 
     def __getattr__(self, name: str) -> Any:
         """Look `name` up in the wrapped module if the wrapper has no such attribute."""
