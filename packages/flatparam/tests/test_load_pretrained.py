@@ -281,6 +281,33 @@ def test_missing_and_unexpected(tmp_path: Path, use_orig_params: bool) -> None:
         assert report.unexpected_keys == ("old",)
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD])
+def test_copies_of_what_is_missing(strategy: ShardingStrategy, tmp_path: Path, use_orig_params: bool) -> None:
+    """What the files lack is drawn anew, and is the same in all copies of a shard, whatever seeds the ranks have."""
+    state = disturbed(mlp).state_dict()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({name: value for name, value in state.items() if not name.startswith("4")}, path)
+
+    def rank(world: Collectives) -> Any:
+        torch.manual_seed(world.rank)
+        hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+        model = load_pretrained(
+            mlp,
+            path,
+            process_group=node_groups(world) if hybrid else None,
+            auto_wrap_policy=LINEAR,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+        )
+        return model.state_dict()
+
+    found = on_ranks(4, rank)
+    for each in found[1:]:
+        same_values(each, found[0])
+    same_values({name: found[0][name] for name in state if not name.startswith("4")}, torch.load(path))
+    assert not torch.equal(found[0]["4.weight"], state["4.weight"])
+
+
 def test_tied(tmp_path: Path) -> None:
     """A tied parameter that the files have under one name is not missing; the report says where it came from."""
     expected = disturbed(Transformer)

@@ -63,12 +63,42 @@ def test_the_stand_in_leaves_a_function_as_it_is() -> None:
     with without_compiler() as stands:
         assert sys.modules[COMPILER] is stands
         assert stands is not None
-        assert stands.disable(function) is function
+        assert stands.disable(function, True, wrapping=False) is function
         stands.graph_break("of no consequence")
         vars(function)["__dynamo_disable"] = function
         assert not stands.was_needed
     assert COMPILER not in sys.modules
     assert "__dynamo_disable" not in vars(function)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_module_imported_inside_keeps_its_functions_from_the_compiler() -> None:
+    """`torch.compiler.disable` in any of its forms works inside; the compiler leaves the function alone afterwards."""
+
+    def first(x: Tensor) -> Tensor:
+        return x + 1
+
+    def second(x: Tensor) -> Tensor:
+        return x + 2
+
+    with without_compiler() as stands:
+        assert stands is not None
+        kept = torch.compiler.disable(first, reason="it changes a cache")
+        decorated = torch.compiler.disable(recursive=False)(second)
+        assert not stands.was_needed
+    compiled: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    for function in (kept, decorated):
+        assert (
+            torch.compile(function, backend=count)(torch.ones(2)).tolist() == function(torch.ones(2)).tolist()
+        )
+    assert compiled == []
+    torch.compile(lambda x: x + 3, backend=count)(torch.ones(2))
+    assert len(compiled) == 1
 
 
 def test_a_compiler_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +153,8 @@ def test_other_settings_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> No
     with without_compiler() as stands:
         assert stands is not None
         assert stands.config.cache_size_limit == 8
+        stands.config.cache_size_limit = 9
+        assert there.config.cache_size_limit == 9
         assert stands.was_needed
 
 

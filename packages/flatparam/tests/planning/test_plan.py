@@ -1,9 +1,11 @@
 """`flatparam.plan` and `flatparam plan`: what they say, and what they refuse."""
 
+import functools
 import importlib.machinery
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from flatparam.optim import Adafactor
 from flatparam.planning.collector import with_little_to_collect
 from flatparam.planning.fitting.choosing import fit
 from flatparam.planning.hardware.named import profile_named
+from flatparam.planning.making import plan_of
 from flatparam.planning.measuring import measure
 from flatparam.planning.training import Setup, TrainingProgram
 
@@ -70,6 +73,55 @@ def test_a_plan_is_what_happens() -> None:
     program = TrainingProgram.of(Model, batch=2, sequence=8)
     found = plan(Model, batch=2, sequence=8, world_size=4, wrap=("Block",), max_norm=1.0, accumulate=2)
     assert found.costs.errors(measure(program, setup, setup.topology())) == {}
+
+
+@pytest.mark.parametrize("checkpointing", [(), ("Block",)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores: (scores * 0.5).mean(),
+        lambda scores: (scores.tanh() / 2.0).tanh().sum(),
+        lambda scores: scores.sigmoid().add(1.0).mul_(2.0).tanh().sum(),
+    ],
+    ids=["mean of a product", "quotient", "in place"],
+)
+def test_numbers_of_products(loss: Callable[[Tensor], Tensor], checkpointing: tuple[str, ...]) -> None:
+    """Autograd keeps the number of a product, inside a checkpoint too, and the backward pass does not make it again."""
+    setup = Setup(world_size=2, wrap=("Block",), checkpointing=checkpointing, optimizer="none")
+    program = TrainingProgram.of(Model, batch=2, sequence=8, loss=loss)
+    assert plan_of(program, setup).costs.errors(measure(program, setup, setup.topology())) == {}
+
+
+class Failing(Model):
+    """Raises in one of its passes."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise KeyError("no such head")
+        found = super().forward(tokens)
+        return found.detach() if self.where == "backward" else found.view(3, -1)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("forward", "its forward pass raises KeyError: 'no such head' (line "),
+        ("backward", "its backward pass raises RuntimeError: element 0 of tensors does not require grad"),
+        ("shape", "its forward pass raises RuntimeError: shape '[3, -1]' is invalid"),
+    ],
+)
+def test_a_program_that_fails(where: str, told: str) -> None:
+    """Its error says in which pass, and the line of the user's file; the exception itself is the cause."""
+    with pytest.raises(PlanError) as caught:
+        plan(functools.partial(Failing, where), batch=2, sequence=8, world_size=2)
+    assert told in str(caught.value)
+    assert caught.value.__cause__ is not None
+    if where != "backward":
+        assert f"of {__file__}, in forward); plan it with inputs that fit" in str(caught.value)
 
 
 def test_the_units_of_a_plan() -> None:

@@ -7,7 +7,17 @@ import ast
 import re
 from typing import Any, Final
 
-__all__ = ["DTYPES", "dtype_name", "named_value", "natural", "nbytes_of", "positive", "tolerance", "worlds"]
+__all__ = [
+    "DTYPES",
+    "dtype_name",
+    "named_value",
+    "natural",
+    "nbytes_of",
+    "norm",
+    "positive",
+    "tolerance",
+    "worlds",
+]
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -65,6 +75,17 @@ def tolerance(text: str) -> float:
         number = -1.0
     if not number >= 0:
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text!r}")
+    return number
+
+
+def norm(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return number
 
 

@@ -60,6 +60,11 @@ class _ProgramTrace:
     recorders: dict[int, Recorder] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(
+                f"expected a folder for the traces of the ranks, found the file {str(self.folder)!r}; give --out, or "
+                "FLATPARAM_TRACE, a different name"
+            )
         hooks = nn.modules.module
         hooks.register_module_forward_pre_hook(self._enters)
         hooks.register_module_forward_hook(self._leaves, always_call=True)

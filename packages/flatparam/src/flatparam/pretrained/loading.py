@@ -25,7 +25,7 @@ from flatparam.pretrained.making import (
     unknown_parameters,
 )
 from flatparam.sharding.deferred_init import ValuesLater
-from flatparam_comm import Topology, resolve_topology, telling
+from flatparam_comm import Topology, clean_fqn, resolve_topology, telling
 from flatparam_runtime import units_in
 from flatparam_state import CheckpointError, Fit, Names, PretrainedFiles, fit, read_pretrained
 
@@ -136,6 +136,7 @@ def load_pretrained(
             if dtype is not None:
                 cast_parameters(made, dtype)
             made = _sharded(made, files, found, arguments)
+            _equal_copies(made, found.missing)
         with _bar(progress, files, is_first, topology) as observe:
             nbytes_read = read_pretrained(made, files, topology, observe=observe)
     if is_first:
@@ -309,6 +310,25 @@ def _sharded(
     wrapped = FullyShardedDataParallel(model, **{**arguments, "param_init_fn": initialise})
     materialise(wrapped, wrapped.compute_device)
     return wrapped
+
+
+def _equal_copies(model: nn.Module, missing: Sequence[str]) -> None:
+    """Give all copies of each shard that has something which the files lack the first one's values: each drew its own."""
+    lacking = set(missing)
+    names = {module: clean_fqn(name) for name, module in model.named_modules() if lacking}
+    for unit in units_in(model) if lacking else ():
+        copies = unit.topology.replicate
+        if copies is None or copies.size == 1:
+            continue
+        for handle in unit.handles:
+            infos = [info for infos in handle.param_infos for info in infos]
+            if lacking.isdisjoint(f"{names[i.module]}.{i.param_name}".removeprefix(".") for i in infos):
+                continue
+            values = handle.flat_param.data
+            sent = values.to(unit.device)
+            copies.broadcast(sent, label=unit.name).wait()
+            if sent is not values:
+                values.copy_(sent)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam.command.values import DTYPES, dtype_name, named_value, natural, nbytes_of, positive, worlds
+from flatparam.command.values import (
+    DTYPES,
+    dtype_name,
+    named_value,
+    natural,
+    nbytes_of,
+    norm,
+    positive,
+    worlds,
+)
 
 __all__ = ["add_plan"]
 
@@ -74,7 +83,7 @@ def _add_step(added: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--sequence", type=positive, default=128, help="tokens of a row (default: 128)")
     step.add_argument("--accumulate", type=positive, default=1, help="micro-batches of a step (default: 1)")
-    step.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm")
+    step.add_argument("--clip", type=norm, metavar="NORM", help="clip gradients to this norm")
     step.add_argument(
         "--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adagrad or none"
     )
@@ -95,9 +104,7 @@ def _add_ranks(added: argparse.ArgumentParser) -> None:
     )
     ranks.add_argument("--ranks-per-host", type=positive, default=8, metavar="N", help="default: 8")
     ranks.add_argument("--rank", type=natural, default=0, help="the rank to plan (default: 0)")
-    ranks.add_argument(
-        "--strategy", default="full", help="full (default), grad_op, no_shard, hybrid:N, hybrid_grad_op:N"
-    )
+    ranks.add_argument("--strategy", help="full (default), grad_op, no_shard, hybrid:N, hybrid_grad_op:N")
     ranks.add_argument("--compare", metavar="A,B", help="plan these strategies, side by side")
     ranks.add_argument("--wrap", action="append", metavar="CLASS", help="a class of units; repeatable")
     ranks.add_argument("--wrap-numel", type=positive, metavar="N", help="units of at least so many elements")

@@ -15,7 +15,7 @@ def is_as_planned(program: TrainingProgram, plan: Plan, *, steps: int) -> bool:
     real = measure(program, plan.setup, plan.setup.topology(), steps=steps)
     wrong = plan.costs.errors(real)
     for name, difference in wrong.items():
-        write(f"{name}: planned {difference:+,} too many")
+        write(f"{name}: planned {abs(difference):,} too {'many' if difference > 0 else 'few'}")
     if not wrong:
         write(f"\nchecked: it ran, and all {len(dict(real.facts()))} numbers are as planned")
     return not wrong

@@ -22,7 +22,7 @@ def function_named(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentsError(
             f"expected MODULE:FUNCTION that can be imported, found {name!r}: {error}"
         ) from error

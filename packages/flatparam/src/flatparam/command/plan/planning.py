@@ -24,19 +24,17 @@ def run(chosen: argparse.Namespace) -> int:
         if chosen.fit is not None:
             return _fit(chosen, program, setups)
         plans = plans_of(program, setups, steps=chosen.steps, profile=chosen.profile)
+        if chosen.json:
+            facts = [plan.facts() for plan in plans]
+            write_json(facts[0] if len(facts) == 1 else facts)
+        elif len(plans) == 1:
+            write(plans[0].table())
+        else:
+            write("\n".join(side_by_side(plans)))
+        draw(chosen, plans[0])
+        return 0 if not chosen.check or is_as_planned(program, plans[0], steps=chosen.steps) else 1
     except PlanError as error:
         raise ArgumentsError(str(error)) from error
-    if chosen.json:
-        facts = [plan.facts() for plan in plans]
-        write_json(facts[0] if len(facts) == 1 else facts)
-    elif len(plans) == 1:
-        write(plans[0].table())
-    else:
-        write("\n".join(side_by_side(plans)))
-    draw(chosen, plans[0])
-    if chosen.check and not is_as_planned(program, plans[0], steps=chosen.steps):
-        return 1
-    return 0
 
 
 def _check_output(chosen: argparse.Namespace) -> None:
@@ -49,6 +47,31 @@ def _check_output(chosen: argparse.Namespace) -> None:
         raise ArgumentsError(
             "--fit compares strategies itself, for one world size: give one --world, and no --compare"
         )
+    several = chosen.compare is not None or len(chosen.world) > 1
+    for wrong, told in (
+        (
+            chosen.strategy and (chosen.compare or chosen.fit is not None),
+            "--compare and --fit choose strategies: leave out --strategy",
+        ),
+        (
+            chosen.wrap and chosen.wrap_numel,
+            "units are either of classes or of a size: give --wrap or --wrap-numel",
+        ),
+        (
+            several and (chosen.svg or chosen.trace),
+            "a picture is of one plan: give one --world, and no --compare",
+        ),
+        (
+            chosen.check and (several or chosen.fit is not None),
+            "--check runs one setup: give one --world, and neither --compare nor --fit",
+        ),
+        (
+            chosen.check and chosen.json,
+            "--json is one JSON object, and --check writes for people: give one of them",
+        ),
+    ):
+        if wrong:
+            raise ArgumentsError(told)
     for path in (chosen.svg, chosen.trace):
         if path is not None and not path.parent.is_dir():
             raise ArgumentsError(

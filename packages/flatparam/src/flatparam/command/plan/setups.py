@@ -16,10 +16,14 @@ __all__ = ["setups_of"]
 
 def setups_of(chosen: argparse.Namespace) -> list[Setup]:
     """One setup, or several to compare."""
-    strategies = chosen.compare.split(",") if chosen.compare else [chosen.strategy]
+    strategies = chosen.compare.split(",") if chosen.compare else [chosen.strategy or "full"]
     if len(strategies) > 1 and len(chosen.world) > 1:
         raise ArgumentsError("give either several world sizes or several strategies to compare")
     device = chosen.device or ("cpu" if chosen.profile is None else device_of(chosen.profile))
+    if chosen.check and device != "cpu":
+        raise ArgumentsError(
+            "--check runs on this CPU, and the plan is of an accelerator's schedule: add --device cpu"
+        )
     wrap: Any = tuple(chosen.wrap) if chosen.wrap else chosen.wrap_numel
     return [
         Setup(

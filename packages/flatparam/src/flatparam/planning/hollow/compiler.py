@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any, Final, TypeVar, final
+from types import FunctionType, ModuleType
+from typing import Any, Final, final
+
+from flatparam_runtime import untraced
 
 __all__ = ["StandIn", "without_compiler"]
 
 _NAME: Final = "torch._dynamo"
 _MARK: Final = "__dynamo_disable"
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @final
@@ -30,6 +32,12 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiler.__getattr__("config"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_compiler":
+            super().__setattr__(name, value)
+        else:
+            setattr(self._compiler.__getattr__("config"), name, value)
+
 
 @final
 class StandIn(ModuleType):
@@ -42,10 +50,23 @@ class StandIn(ModuleType):
         self.was_needed = False
         self.config = Config(self)
 
-    def disable(self, function: _Function, recursive: bool = True, *, wrapping: bool = True) -> _Function:
-        """The function itself: nothing is compiled now."""
-        self._disabled.append(function)
-        return function
+    def disable(
+        self, fn: Any = None, recursive: bool = True, *, reason: str | None = None, wrapping: bool = True
+    ) -> Any:
+        """`fn`, which is not to be compiled, or a decorator for such functions.
+
+        Nothing is compiled now. Later, torch asks anew about its own functions (`wrapping=False`); others, of a module
+        that is imported now, are marked.
+        """
+        if fn is None:
+            return functools.partial(self.disable, recursive=recursive, reason=reason, wrapping=wrapping)
+        if not wrapping:
+            self._disabled.append(fn)
+            return fn
+        if isinstance(fn, FunctionType):
+            return untraced(fn, with_callees=recursive)
+        # A class, say: the compiler knows what to do with it.
+        return self.__getattr__("disable")(fn, recursive, reason=reason)
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing: no graph is made."""

@@ -37,6 +37,8 @@ __all__ = ["HollowMemory"]
 SMALL_NBYTES: Final = 2**16
 """Tensors up to this size that depend on nothing unknown are computed: token ids, positions, masks, numbers."""
 _NUMBER_NBYTES: Final = 8
+_KEEPING_NODES: Final = ("MulBackward0", "DivBackward0")
+"""The nodes of autograd that keep a number as a tensor, and compute with it."""
 _UNDISPATCHED: Final = ("get_rng_state", "tensor", "as_tensor", "from_numpy")
 """Functions that make tensors and do not reach the dispatcher."""
 
@@ -303,6 +305,8 @@ class HollowMemory(TorchDispatchMode):
             address = tensor.data_ptr()
             if address and not self._start <= address < self._stop:
                 self._unknown.add(tensor.untyped_storage().data_ptr())
+        if trait.keeps_number:
+            self._note_number(args, written[0])
         if trait.returns == 0:
             return None
         return written[0] if trait.returns == 1 else tuple(written)
@@ -349,7 +353,7 @@ class HollowMemory(TorchDispatchMode):
             self.works.append(Work.of(kernel))
             known = self._accounts[key] = (self.temporaries.nbytes(kernel, key), number)
         if known[0]:
-            self.log.passing(known[0])
+            self.log.passing(known[0] - self._kept_nbytes(trait, args))
         if self._on_kernel is not None:
             self._on_kernel(known[1])
 
@@ -376,15 +380,22 @@ class HollowMemory(TorchDispatchMode):
         """Remember a product with a Python number that autograd is about to keep for the backward pass."""
         if not torch.is_grad_enabled() or isinstance(args[1], Tensor):
             return
-        # Inside of a checkpoint nothing is kept.
-        if args[0].requires_grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        # Inside of a checkpoint, too: hooks for saved tensors do not see numbers.
+        if args[0].requires_grad:
             self._kept_number = weakref.ref(result)
+
+    def _kept_nbytes(self, trait: Trait, args: tuple[Any, ...]) -> int:
+        """The bytes of the number in `args` if autograd has kept it for this kernel, which need not make it."""
+        if not trait.keeps_number or isinstance(args[1], Tensor):
+            return 0
+        node: Any = torch._C._current_autograd_node()
+        return 0 if node is None or node.name() not in _KEEPING_NODES else _NUMBER_NBYTES
 
     def _keep_number(self) -> None:
         """Count the number that autograd keeps with the operation before this one, until its backward."""
         reference, self._kept_number = self._kept_number, None
         result = None if reference is None else reference()
         node = None if result is None else result.grad_fn
-        if node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        if node is not None and node.name() in _KEEPING_NODES:
             block = Block(self.log, _NUMBER_NBYTES, self._unknown)
             node.register_hook(lambda *_: block.end())

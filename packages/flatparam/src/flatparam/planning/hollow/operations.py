@@ -16,7 +16,7 @@ from flatparam.planning.hollow.temporaries import AFFORDABLE_NBYTES, zeros_as
 __all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
 
 ATEN: Final = torch.ops.aten
-_KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor)
+_KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor)
 _READS: Final = (ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.is_nonzero.default)
 _ALIASES: Final = (
     ATEN._unsafe_view.default,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
@@ -12,20 +13,21 @@ __all__ = ["classes_named", "modules_named", "recompute"]
 
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Module], ...]:
-    """The classes of the modules in `model` that have these names.
+    """The classes of the modules in `model` that have these names; several classes may have one.
 
     Raises:
         PlanError: if the model has no module of such a class.
     """
-    kinds = {type(module).__name__: type(module) for module in model.modules()}
-    missing = [name for name in names if name not in kinds]
+    kinds = Counter(type(module) for module in model.modules())
+    wanted = list(names)
+    missing = [name for name in wanted if name not in {kind.__name__ for kind in kinds}]
     if missing:
-        repeated = [kind for kind in kinds if sum(type(m).__name__ == kind for m in model.modules()) > 1]
+        repeated = {kind.__name__ for kind, count in kinds.items() if count > 1}
         raise PlanError(
             f"the model has no module of class {missing[0]!r}; classes that it has several of: "
             f"{', '.join(sorted(repeated)) or 'none'}"
         )
-    return tuple(kinds[name] for name in names)
+    return tuple(kind for kind in kinds if kind.__name__ in wanted)
 
 
 def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
@@ -36,6 +38,11 @@ def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
     """
     modules = dict(model.named_modules())
     named = [name for name in names if name in modules]
+    for name in names:
+        if "." in name and name not in modules:
+            raise PlanError(
+                f"the model has no module named {name!r}; give a name of named_modules(), or a class"
+            )
     classes = classes_named(model, [name for name in names if name not in modules])
     return {modules[name] for name in named} | {
         each for each in modules.values() if isinstance(each, classes)
@@ -48,7 +55,13 @@ def recompute(model: nn.Module, names: Iterable[str]) -> None:
     # chosen modules of a model imports torch's FSDP for that, which takes longer than many a plan.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    wrapped = {module: checkpoint_wrapper(module) for module in modules_named(model, names)}
+    chosen = modules_named(model, names)
+    if model in chosen:
+        raise PlanError(
+            f"checkpointing: expected modules inside the model, found the whole model, {type(model).__name__}; name "
+            "its blocks"
+        )
+    wrapped = {module: checkpoint_wrapper(module) for module in chosen}
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:
             if child in wrapped:

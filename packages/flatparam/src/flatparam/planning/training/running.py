@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 import attrs
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam.planning.hollow import Blank
+from flatparam.planning.training.failing import runs
 from flatparam.planning.training.inputs import Inputs
 from flatparam.planning.training.modules import recompute
 from flatparam.planning.training.program import TrainingProgram
@@ -18,6 +19,8 @@ from flatparam.planning.training.setup import Setup
 from flatparam_comm import Topology
 
 __all__ = ["Trained", "Watcher", "train", "train_step"]
+
+_FIT: Final = "plan it with inputs that fit the model (--inputs, or inputs=)"
 
 
 class Watcher(Protocol):
@@ -50,16 +53,18 @@ def train(
         with Blank():
             model = program.build()
         model.train()
-        inputs = program.inputs(model)
+        with runs("making its inputs"):
+            inputs = program.inputs(model)
         if setup.checkpointing:
             recompute(model, setup.checkpointing)
-    with watcher.stage("wrapping", 0):
+    with watcher.stage("wrapping", 0), runs("wrapping it"):
         arguments = setup.arguments(topology, model)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             arguments |= {"param_init_fn": _materialise, "device_id": torch.device("cpu")}
         wrapped = FullyShardedDataParallel(model, **arguments)
         del model, arguments
-    trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs)
+    with runs("making its optimizer"):
+        trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs)
     watcher.made(trained)
     for step in range(steps):
         train_step(program, setup, trained, watcher, step)
@@ -72,16 +77,16 @@ def train_step(program: TrainingProgram, setup: Setup, trained: Trained, watcher
     for micro in range(setup.accumulate):
         last = micro == setup.accumulate - 1
         with contextlib.nullcontext() if last or not setup.no_sync else model.no_sync():
-            with watcher.stage("forward", step):
+            with watcher.stage("forward", step), runs("its forward pass", _FIT):
                 loss = program.call(model, trained.inputs)
-            with watcher.stage("backward", step):
+            with watcher.stage("backward", step), runs("its backward pass"):
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
     if setup.max_norm is not None:
         with watcher.stage("clipping", step):
             model.clip_grad_norm_(setup.max_norm)
     if optimizer is not None:
-        with watcher.stage("optimizer", step):
+        with watcher.stage("optimizer", step), runs("its optimizer's step"):
             optimizer.step()
     with watcher.stage("zero_grad", step):
         model.zero_grad(set_to_none=True)

@@ -74,13 +74,18 @@ class Setup:
     """The micro-batches of a step."""
     no_sync: bool = True
     """Whether all micro-batches but the last are inside `no_sync()`."""
-    max_norm: float | None = None
+    max_norm: float | None = attrs.field(default=None)
     """The norm that gradients are clipped to."""
     forward_prefetch: int = 0
     backward_prefetch: str = attrs.field(default="pre", validator=_known(_PREFETCHES))
     transport: str = attrs.field(default="direct", validator=_known(TRANSPORTS))
     device: str = attrs.field(default="cpu", validator=_known(("cpu", "accelerator")))
     """Whose schedule it is: an accelerator gathers and reduces beside the computation, and steps tensors together."""
+
+    @max_norm.validator
+    def _is_norm(self, _: Any, value: float | None) -> None:
+        if value is not None and not value > 0:
+            raise PlanError(f"max_norm: expected a number above 0, found {value}")
 
     def __attrs_post_init__(self) -> None:
         # Says at once if it does not fit.
