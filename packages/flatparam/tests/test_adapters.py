@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from typing import Any
@@ -34,6 +35,49 @@ def set_peft_model_state_dict(model: nn.Module, state: dict[str, Any], **_: Any)
     prefix = "model."
     if not any(name.startswith(prefix) for name, _ in model.named_parameters()):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return model.load_state_dict(state, strict=False)
+
+
+class ToSave(nn.Module):
+    """As PEFT's `ModulesToSaveWrapper`: a module, and the copy of it that belongs to the adapter, which is saved whole."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original
+        self.modules_to_save = nn.ModuleDict({"mine": copy.deepcopy(original)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.modules_to_save["mine"](x)  # type: ignore[no-any-return]
+
+    def adapter_state_dict(self, adapter: str, state: dict[str, Any]) -> dict[str, Any]:
+        own = self.modules_to_save[adapter].state_dict()
+        return {name: state[f"modules_to_save.{adapter}.{name}"] for name in own}
+
+    def adapter_state_dict_load_map(self, adapter: str) -> dict[str, str]:
+        return {
+            name: f"modules_to_save.{adapter}.{name}" for name in self.modules_to_save[adapter].state_dict()
+        }
+
+
+def _get_with_modules(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ToSave):
+            own = {
+                key.removeprefix(f"{name}."): value
+                for key, value in state.items()
+                if key.startswith(f"{name}.")
+            }
+            found |= {f"{name}.{key}": value for key, value in module.adapter_state_dict("mine", own).items()}
+    return found
+
+
+def _set_with_modules(model: nn.Module, state: dict[str, Any]) -> Any:
+    state = dict(state)
+    for name, module in model.named_modules():
+        if isinstance(module, ToSave):
+            for key, stored in module.adapter_state_dict_load_map("mine").items():
+                state[f"{name}.{stored}"] = state.pop(f"{name}.{key}")
     return model.load_state_dict(state, strict=False)
 
 
@@ -135,6 +179,67 @@ def test_a_full_state_is_loaded_on_all_ranks(peft: Any) -> None:
 
     with flatparam.install():
         assert run_threads(2, load) == [[[[6.0], [7.0]], [[5.0], [6.0]]]] * 2
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_modules_that_are_saved_whole(peft: Any, rank0_only: bool, use_orig_params: bool) -> None:
+    """They are in the adapter's state, flat or not, and are loaded; a rank that has no state gets none, and no error."""
+    home = sys.modules["peft.utils.save_and_load"]
+    _get_with_modules.__name__, _set_with_modules.__name__ = (each.__name__ for each in FUNCTIONS)
+    for function in (_get_with_modules, _set_with_modules):
+        for module in (peft, home):
+            setattr(module, function.__name__, function)
+
+    def make(world: Any) -> Any:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3)
+        model = nn.Sequential(ToSave(nn.Linear(3, 3)), ToSave(norm))
+        return flatparam.FullyShardedDataParallel(
+            model,
+            process_group=world,
+            auto_wrap_policy=ModuleWrapPolicy({ToSave}),
+            use_orig_params=use_orig_params,
+        )
+
+    def collect_and_load(world: Any) -> Any:
+        model, only = make(world), flatparam.FullStateDictConfig(rank0_only=rank0_only)
+        with flatparam.FullyShardedDataParallel.state_dict_type(
+            model, flatparam.StateDictType.FULL_STATE_DICT, only
+        ):
+            whole = model.state_dict()
+            found = peft.get_peft_model_state_dict(model, whole)
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        given = {f"{place}.{name}": torch.full((3,), 4.0) for place in range(2) for name in names[1:2]}
+        given |= {"0.weight": torch.full((3, 3), 5.0), "1.weight": torch.full((3,), 6.0)}
+        given |= {f"1.{name}": torch.tensor([7.0] * 3) for name in names[2:4]}
+        given["1.num_batches_tracked"] = torch.tensor(8)
+        result = peft.set_peft_model_state_dict(model, given)
+        assert result.unexpected_keys == []
+        after = model.state_dict()
+        for place in range(2):
+            assert "adapter_state_dict" not in vars(model.module[place])
+        return sorted(found), {
+            name: value.unique().tolist() for name, value in after.items() if "to_save" in name
+        }
+
+    collected = [
+        *(
+            "0.bias",
+            "0.weight",
+            "1.bias",
+            "1.num_batches_tracked",
+            "1.running_mean",
+            "1.running_var",
+            "1.weight",
+        ),
+    ]
+    with flatparam.install():
+        for rank, (found, loaded) in enumerate(run_threads(2, collect_and_load)):
+            assert found == ([] if rank0_only and rank else collected)
+            assert loaded["0.modules_to_save.mine.weight"] == [5.0]
+            assert loaded["1.modules_to_save.mine.weight"] == [6.0]
+            assert loaded["1.modules_to_save.mine.running_var"] == [7.0]
+            assert loaded["1.modules_to_save.mine.num_batches_tracked"] == [8]
 
 
 def test_without_wrappers_and_without_install(peft: Any) -> None:

@@ -179,6 +179,8 @@ def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
         ("SOAP", "whole", "element"),
         ("Adafactor", "whole", "whole"),
         ("FusedLAMB", "whole", "whole"),
+        ("LAMB8bit", "whole", "whole"),
+        ("LARS8bit", "whole", "whole"),
         ("AdamW8bit", "block of 5120", "element"),
         ("AdamW4bit", "block of 5120", "element"),
         ("GaLoreAdamW8bit", "whole", "element"),
@@ -190,6 +192,15 @@ def test_rules_for_optimizers(name: str, of_matrix: str, of_bias: str) -> None:
     linear = nn.Linear(96, 160)
     assert str(policy.rule("weight", linear.weight, linear)) == of_matrix
     assert str(policy.rule("bias", linear.bias, linear)) == of_bias
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, optimizer_named("Prodigy")])
+def test_no_layout_helps_what_looks_at_all_parameters(kind: type[torch.optim.Optimizer]) -> None:
+    """The error says what does: no sharding."""
+    with pytest.raises(
+        ValueError, match="no layout makes it exact on shards; use sharding_strategy=NO_SHARD"
+    ):
+        layout.for_optimizer(kind)
 
 
 @given(st.integers(0, 200_000), st.booleans())

@@ -369,6 +369,27 @@ def test_state_at_a_different_number_of_ranks(use_orig_params: bool) -> None:
         assert_same_state(state["averages"], expected(mlp))
 
 
+def test_no_checkpoint_of_a_model_that_shows_its_averages(tmp_path: Path) -> None:
+    """It would have the averages as the model's own parameters, which would be lost; nothing is written or loaded."""
+
+    def save(world: Collectives) -> None:
+        model = sharded(seeded(Batch))
+        ema = averaged(model, steps=2)
+        own = model.state_dict()
+        with Checkpointer(tmp_path, model, averages=ema, ranks=world) as checkpointer:
+            with ema.applied(model):
+                for deed, act in (("saved", lambda: checkpointer.save(1)), ("loaded", checkpointer.load)):
+                    with pytest.raises(CheckpointError, match=f"cannot be {deed}.*applied"):
+                        act()
+            assert checkpointer.steps() == []
+            checkpointer.save(2)
+            change(model, 3)
+            assert checkpointer.load() is not None
+        assert_same_state(model.state_dict(), own)
+
+    on_ranks(2, save)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_in_a_checkpoint(tmp_path: Path, dtype: torch.dtype | None, use_orig_params: bool) -> None:
     """A checkpoint of two ranks has the averages, piece by piece; three ranks go on from it to the same bits."""

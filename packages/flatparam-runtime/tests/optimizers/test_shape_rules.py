@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
-from flatparam_runtime import allow_shards
+from flatparam_runtime import allow_shards, shard_module
 
 from ..models import Stack, batch
 from ..worlds import full_parameters, run, sharded
@@ -67,7 +67,7 @@ REFUSED = [
 REFUSED += list(
     map(named, ("MuonWithAuxAdam", "SingleDeviceMuon", "DistributedShampoo", "GaLoreAdamW8bit", "CAME"))
 )
-REFUSED += [named("Prodigy"), named("DAdaptAdam")]
+REFUSED += [named("Prodigy"), named("DAdaptAdam"), named("LAMB8bit"), named("PagedLARS8bit")]
 
 
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
@@ -156,6 +156,38 @@ def test_whole_parameters_may_be_stepped_by_any(make: Callable[..., Any]) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(SingleCollectives(), make, nn.Module.parameters, use_orig_params=True)
+
+
+class Scaled(nn.Module):
+    """Has a scalar beside a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.gain
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_scalar_is_always_whole(ranks: int) -> None:
+    """It has neither rows nor columns, and its norm as one element: what looks at shapes steps it, as one process does."""
+
+    def train(collectives: Collectives | None) -> list[float]:
+        torch.manual_seed(0)
+        module = Scaled()
+        if collectives is not None:
+            shard_module(module, collectives, use_orig_params=True)
+        optimizer = torch.optim.Adafactor([module.gain], lr=0.1)
+        for _ in range(3):
+            module(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(map(float, module.gain.flatten()))
+
+    parts = run(ranks, train)
+    assert sorted(value for part in parts for value in part) == train(None)
 
 
 def test_optimizers_of_other_models_are_left_alone() -> None:

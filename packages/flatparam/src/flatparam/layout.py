@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
@@ -144,6 +145,8 @@ _MATRICES: Final = ("apollo", "dion", "galore", "kron", "muon", "psgd", "scion",
 """Optimizers that compute with matrices, and treat each element of other parameters alone."""
 _ALL: Final = ("adafactor", "came", "lamb", "larc", "lars", "novograd", "sm3")
 """Optimizers that compute with rows, columns or the norm of each parameter."""
+_ALL_AT_ONCE: Final = ("dadapt", "lbfgs", "prodigy")
+"""Optimizers that compute with all parameters at once."""
 _QUANTISED: Final = ("8bit", "4bit", "fp8")
 """Optimizers with quantised states, by how the name of their class ends (bitsandbytes, torchao)."""
 _BLOCK, _LEAST = 256, 4096
@@ -190,6 +193,11 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
         raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {asked!r}")
     names = [base.__name__.lower().lstrip("_") for base in kind.__mro__ if base is not torch.optim.Optimizer]
     rules = next(filter(None, map(_rules_for, names)), None)
+    if rules is None and any(each in name for name in names for each in _ALL_AT_ONCE):
+        raise ValueError(
+            f"layout.for_optimizer: {kind.__qualname__} computes with all parameters at once, so no layout makes it "
+            "exact on shards; use sharding_strategy=NO_SHARD and use_orig_params=True"
+        )
     if rules is None:
         raise ValueError(
             f"layout.for_optimizer: flatparam does not know the rule of {kind.__qualname__}; give the rules yourself, "
@@ -210,7 +218,8 @@ def _rules_for(name: str) -> tuple[_RuleOf, _RuleOf] | None:
     """The rules of matrices and of other parameters, by the name of an optimizer's class in lower case."""
     is_quantised = name.endswith(_QUANTISED)
     other = _quantised_alike if is_quantised else _cut_anywhere
-    if name.endswith(_ALL):
+    # One in 8 bits looks at what that in 32 does.
+    if re.sub(r"\d+bit$", "", name).endswith(_ALL):
         return _kept_whole, _kept_whole
     if any(each in name for each in _MATRICES):
         return _kept_whole, other

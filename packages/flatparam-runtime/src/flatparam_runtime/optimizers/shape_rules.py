@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Final, final
@@ -33,6 +34,8 @@ _TREATS_EACH_ALONE: Final = (
 """The ends of the names of classes that treat each element alone."""
 _PREFIXES: Final = ("fused", "distributed", "singledevice", "paged", "deepspeed")
 """Beginnings of names that say how a class computes, and not what."""
+_SUFFIX: Final = re.compile(r"\d+bit$")
+"""The end of a name that says how a class keeps its state: `LAMB8bit` looks at what `LAMB` does."""
 
 
 def allow_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -51,7 +54,9 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     if vars(optimizer).get(MAY_SEE_SHARDS, False):
         return
     kind = type(optimizer)
-    names = [_plain_name(base) for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)]
+    names = [
+        _SUFFIX.sub("", _plain_name(base)) for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)
+    ]
     if any(_names_one_of(name, _LOOKS_AT_SHAPES) for name in names):
         part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
         looks_at = "the shapes of the parameters that it steps"
@@ -140,7 +145,9 @@ def _part_of(parameter: nn.Parameter) -> _Part | None:
     handle, index = owner
     spec = handle.layout.slots[index].spec
     is_sharded, shape = handle.layout.world_size > 1, tuple(parameter.shape)
-    # One rank has all of it then, in its own shape, and the others have an empty part, which is not stepped.
-    is_kept = bool(spec.rule.kind == "whole" and spec.shape and spec.numel and spec.is_row_major)
-    has_lost = not (is_kept if is_sharded else shape == spec.shape)
+    # One rank has all of it then, in its own shape, and the others have an empty part, which is not stepped. A scalar
+    # always is: as one element it has the same norm, and neither rows nor columns.
+    is_scalar = not spec.shape
+    is_kept = is_scalar or bool(spec.rule.kind == "whole" and spec.numel and spec.is_row_major)
+    has_lost = not (is_kept if is_sharded else is_scalar or shape == spec.shape)
     return _Part(handle.rank, spec.fqn, spec.shape, f"a part of shape {shape}", is_sharded, has_lost)

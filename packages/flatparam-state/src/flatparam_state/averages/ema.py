@@ -193,6 +193,11 @@ class ShardedEMA:
         finally:
             self._is_applied = False
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model shows the averages now: inside `applied`."""
+        return self._is_applied
+
     # State
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class Checkpointer:
             raise ValueError(
                 "expected averages of the model that is saved, found those of a different one, or of none"
             )
+        self._averages = of_model
         self._on_save_error = on_save_error
         self._subject = Subject(model, optimizers, self._ranks.rank, of_model)
         self._saver = Saver(
@@ -125,11 +126,20 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank, if one has failed, naming rank and file and what to do. What was saved
-                before is as it was, and training can go on.
+                before is as it was, and training can go on. Also if the model shows its averages (`applied`).
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"expected a step of at least 0, found {step!r}")
+        self._check_averages("saved")
         return self._reported(lambda: self._saver.save(step, extra, rank_extra))
+
+    def _check_averages(self, deed: str) -> None:
+        if any(each.is_applied for each in self._averages.values()):
+            raise CheckpointError(
+                f"the model shows its averages, so its own parameters cannot be {deed}",
+                rank=self._ranks.rank,
+                hint="leave ShardedEMA.applied() first",
+            )
 
     def _reported(self, action: Callable[[], T]) -> T | None:
         try:
@@ -227,6 +237,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
+        self._check_averages("loaded")
         self._saver.settle()
         return load_checkpoint(
             self._directory,

@@ -131,9 +131,10 @@ class WholeOptimizer(torch.optim.Optimizer):
                 self._check(name, shape)
             chosen[rule].append(entry)
         if not any(chosen.values()):
-            super().add_param_group(param_group)
+            # As with any optimizer of torch, a group may be empty, and is one group then.
+            chosen = {forced or self._name: []}
         for rule, parameters in chosen.items():
-            if parameters:
+            if parameters or len(chosen) == 1:
                 settings = self._of_rule(rule, param_group, is_forced=forced is not None)
                 super().add_param_group({**self._settings[rule], **settings, "params": parameters})
 

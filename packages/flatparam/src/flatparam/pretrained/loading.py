@@ -313,7 +313,7 @@ def _sharded(
 
 
 def _equal_copies(model: nn.Module, missing: Sequence[str]) -> None:
-    """Give all copies of each shard that has something which the files lack the first one's values: each drew its own."""
+    """If a shard has something that the files lack, give its copies the values of the first, as each drew its own."""
     lacking = set(missing)
     names = {module: clean_fqn(name) for name, module in model.named_modules() if lacking}
     for unit in units_in(model) if lacking else ():

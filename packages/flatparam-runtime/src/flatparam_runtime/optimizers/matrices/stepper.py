@@ -88,9 +88,10 @@ class MatrixStepper:
         state: dict[str, Any] = {}
         part = torch.zeros_like(parameter)
         self.rule.prepare(part, torch.zeros_like(part), state, settings)
-        if self.rule.keeps_state and (
-            member.handle is None or member.handle.rank == member.handle.layout.ranks_of(member.index)[0]
-        ):
+        handle = member.handle
+        # An empty parameter is on no rank.
+        first = None if handle is None else next(iter(handle.layout.ranks_of(member.index)), None)
+        if self.rule.keeps_state and (handle is None or handle.rank == first):
             spec = member.spec
             whole = torch.empty_strided(spec.shape, spec.stride, dtype=part.dtype, device=part.device).zero_()
             of_whole: dict[str, Any] = {}
