@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatparam_comm import Collectives
+from flatparam_comm import Collectives, FlatParamError
 from flatparam_runtime import Phase, no_sync, summon_full_params, units_in
 
 from .models import Block, Stack, batch
@@ -362,3 +362,40 @@ def test_a_failed_forward_frees_at_once() -> None:
         module(batch())
     check_at_rest(module)
     assert {unit.phase for unit in units_in(module)} == {Phase.IDLE}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_transform_of_torch_func_is_refused(warm: bool, use_orig_params: bool) -> None:
+    """With gradients it is, before anything is gathered, and training goes on; without, the transform computes."""
+
+    def rank(collectives: Collectives) -> None:
+        module = sharded(_linear, collectives, use_orig_params=use_orig_params)
+        x = torch.arange(8.0).view(2, 4) / 8
+        if warm:
+            module(x).sum().backward()
+            zero_gradients(module)
+        transforms: list[Callable[[], Any]] = [
+            lambda: torch.func.grad(lambda y: module(y).sum())(x),
+            lambda: torch.func.vmap(module)(x),
+            lambda: torch.func.jvp(module, (x,), (x,)),
+        ]
+        for transform in transforms:
+            with pytest.raises(
+                FlatParamError, match=r"inside a transform of torch\.func .* under torch\.no_grad"
+            ):
+                transform()
+            check_at_rest(module)
+        with torch.no_grad():
+            if not warm:
+                with pytest.raises(FlatParamError, match="after a first pass"):
+                    torch.func.vmap(module)(x)
+                module(x)
+            assert torch.equal(torch.func.vmap(module)(x), module(x))
+        module(x).sum().backward()
+        assert all(gradient is not None for gradient in full_gradients(module).values())
+
+    run(2, rank)
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3))

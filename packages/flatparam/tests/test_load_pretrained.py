@@ -308,6 +308,29 @@ def test_copies_of_what_is_missing(strategy: ShardingStrategy, tmp_path: Path, u
     assert not torch.equal(found[0]["4.weight"], state["4.weight"])
 
 
+@pytest.mark.parametrize(
+    "different",
+    [
+        lambda rank: (mlp, {"use_orig_params": bool(rank)}),
+        lambda rank: (mlp, {"dtype": torch.float64 if rank else None}),
+        lambda rank: (mlp, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP if rank else None}),
+        lambda rank: ((lambda: nn.Sequential(*mlp(), nn.Linear(1, 2))) if rank else mlp, {}),
+    ],
+    ids=["exposures", "dtypes", "strategies", "models"],
+)
+def test_ranks_that_load_differently(different: Any, tmp_path: Path) -> None:
+    """Every rank raises before anything is made: what ranks would gather of such models is a mixture."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(mlp().state_dict(), path)
+
+    def rank(world: Collectives) -> None:
+        make, arguments = different(world.rank)
+        with pytest.raises(CheckpointError, match="rank 1: its model has other parameters, or the arguments"):
+            load_pretrained(make, path, **arguments)
+
+    on_ranks(2, rank)
+
+
 def test_tied(tmp_path: Path) -> None:
     """A tied parameter that the files have under one name is not missing; the report says where it came from."""
     expected = disturbed(Transformer)

@@ -30,6 +30,7 @@ __all__ = [
     "current_run",
     "in_backward",
     "in_range",
+    "in_transform",
     "latest",
     "on_failed_run",
     "profiled",
@@ -93,6 +94,13 @@ def on_failed_run(tell: Callable[[BaseException], None]) -> None:
 
     for module in (torch.autograd.graph, torch.autograd):
         module._engine_run_backward = telling  # type: ignore[attr-defined]
+
+
+def in_transform() -> bool:
+    """Whether the caller is inside a transform of `torch.func`, such as `grad` or `vmap`, whose tensors are none."""
+    # Without the name, such a pass fails later, with torch's own error.
+    ask = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return ask is not None and ask() is not None
 
 
 def in_backward() -> bool:

@@ -88,6 +88,34 @@ def test_a_small_norm_scales_nothing(ranks: int) -> None:
             assert torch.equal(other, value)
 
 
+@pytest.mark.parametrize("norm_type", [-1.0, -2.0, float("-inf")])
+@pytest.mark.parametrize("max_norm", [1e-9, 1e6])
+def test_norms_of_negative_order(
+    norm_type: float, max_norm: float, ranks: int, use_orig_params: bool
+) -> None:
+    """Padding, and ranks without a part of a parameter, count as nothing; clipping is that of one process."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def gradients(module: nn.Module) -> None:
+        module(torch.arange(1.0, 9.0).view(2, 4) / 8).square().mean().backward()
+
+    def step(collectives: Collectives) -> tuple[Tensor, Grads]:
+        module = sharded(make, collectives, units=["0"], use_orig_params=use_orig_params)
+        gradients(module)
+        return clip_grad_norm_(module, max_norm, norm_type), full_gradients(module)
+
+    plain = seeded(make)
+    gradients(plain)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    assert expected > 0
+    for norm, found in run(ranks, step):
+        torch.testing.assert_close(norm, expected)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_params: bool) -> None:
     """Gradients of ignored, whole parameters count once, not once per rank, and are clipped with the others."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
-from flatparam_runtime import allow_shards, shard_module
+from flatparam_runtime import allow_shards
 
 from ..models import Stack, batch
 from ..worlds import full_parameters, run, sharded
@@ -176,9 +176,7 @@ def test_a_scalar_is_always_whole(ranks: int) -> None:
 
     def train(collectives: Collectives | None) -> list[float]:
         torch.manual_seed(0)
-        module = Scaled()
-        if collectives is not None:
-            shard_module(module, collectives, use_orig_params=True)
+        module = Scaled() if collectives is None else sharded(Scaled, collectives, use_orig_params=True)
         optimizer = torch.optim.Adafactor([module.gain], lr=0.1)
         for _ in range(3):
             module(torch.ones(2, 4)).square().mean().backward()

@@ -53,6 +53,34 @@ def test_every_version_is_the_model(name: str, dtype: Any, use_orig_params: bool
         run_threads(world_size, program, tmp_path / str(world_size))
 
 
+@pytest.mark.parametrize(
+    "different",
+    [
+        lambda rank: {"dtype": HALF if rank else torch.float16},
+        lambda rank: {"dtype": HALF if rank else None},
+        lambda rank: {"only": (lambda name: name.endswith("bias")) if rank else None},
+        lambda rank: {"names": lambda name: f"{name}{rank}"},
+    ],
+    ids=["dtypes", "a dtype", "only", "names"],
+)
+def test_ranks_that_would_publish_different_tensors(different: Any, tmp_path: Path) -> None:
+    """Every rank raises, and names one of them; receivers get nothing, and the same arguments publish afterwards."""
+
+    def program(ranks: Collectives) -> None:
+        model = shard(mlp(), ranks, use_orig_params=True)
+        with pytest.raises(
+            PublishError, match="rank 1 publishes other names, shapes or dtypes .* on every rank"
+        ):
+            publish(model, Mailbox(tmp_path), **different(ranks.rank))
+        received: dict[str, Tensor] = {}
+        assert not Receiver(received, Mailbox(tmp_path)).receive()
+        publish(model, Mailbox(tmp_path))
+        assert Receiver(received, Mailbox(tmp_path)).receive()
+        assert_equal(received, expected(model))
+
+    run_threads(2, program)
+
+
 @pytest.mark.parametrize("through", ["mailbox", "function"])
 def test_some_tensors_alone(through: str, use_orig_params: bool, tmp_path: Path) -> None:
     """Only what `only` accepts is sent; a module keeps the rest if it is told so, and is refused otherwise."""

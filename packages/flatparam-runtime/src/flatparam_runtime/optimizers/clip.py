@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, ReduceOp, streams_of
+from flatparam_comm import Collectives, FlatParameter, ReduceOp, streams_of
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
 from flatparam_runtime.unit import units_in
 
@@ -47,6 +48,9 @@ def clip_grad_norm_(
     known = {id(g) for gradients in sharded.values() for g in gradients}
     whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
     everything = [g for gradients in sharded.values() for g in gradients] + whole
+    if norm_type < 0:
+        # A zero of the padding would make a norm of negative order zero.
+        sharded = {group: list(_without_padding(module, group)) for group in sharded}
     if not everything and any(parameter.numel() for parameter in module.parameters()):
         warnings.warn(
             "clip_grad_norm_ found no gradient on this rank: call it after backward() and before zero_grad(); the norm "
@@ -147,6 +151,20 @@ def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
     return by_group
 
 
+def _without_padding(module: nn.Module, group: Collectives) -> Iterator[Tensor]:
+    """The gradients that are sharded over `group`, those of flat parameters in pieces."""
+    for unit in units_in(module):
+        for handle in unit.handles if unit.plan.topology.shard == group else ():
+            for parameter in handle.exposure.parameters():
+                if parameter.grad is None:
+                    continue
+                if not isinstance(parameter, FlatParameter):
+                    yield parameter.grad
+                    continue
+                for fragment in handle.layout.fragments(handle.rank):
+                    yield parameter.grad[fragment.in_shard.as_slice()]
+
+
 def _device(module: nn.Module) -> torch.device:
     """The device on which the ranks' norms are added up: that on which units compute, which their groups reach."""
     for unit in units_in(module):
@@ -165,7 +183,8 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
         if g.numel()
     ]
     if not norms:
-        return torch.zeros((), device=device)
+        # It counts as nothing in the norm of all.
+        return torch.full((), math.inf if norm_type < 0 else 0.0, device=device)
     if len({norm.device for norm in norms}) == 1:
         # One copy is enough for all.
         together = torch.stack([norm.float() for norm in norms])
@@ -179,12 +198,14 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
 
 def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:
     """Combine the ranks' norms of their parts to the norm of the whole."""
-    if norm_type == float("inf"):
+    if math.isinf(norm_type):
         # A maximum of floats may lose what is not a number: gloo's does. As integers, the bits of numbers that are not
         # negative have the same order, and those of what is not a number come after infinity.
         bits = local.abs().view(torch.int32)
+        # The minimum is that of the negative ones' maximum.
+        bits = bits if norm_type > 0 else bits.neg()
         group.all_reduce(bits, op=ReduceOp.MAX, label="gradient norm").wait()
-        return bits.view(torch.float32)
+        return (bits if norm_type > 0 else bits.neg()).view(torch.float32)
     power = local.pow(norm_type)
     group.all_reduce(power, label="gradient norm").wait()
     return power.pow(1.0 / norm_type)

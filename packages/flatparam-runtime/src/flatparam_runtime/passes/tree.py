@@ -15,7 +15,7 @@ from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
-from flatparam_runtime.autograd import in_backward, profiled
+from flatparam_runtime.autograd import in_backward, in_transform, profiled
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit import Phase, Unit, broadcast_buffers, revive_units, running_calls, unit_of
@@ -140,8 +140,16 @@ class UnitTree:
         """Begin a forward pass: a unit is called outside of any other unit's call. The remains of earlier passes go.
 
         Raises:
-            FlatParamError: while full parameters are summoned, or state is saved or loaded.
+            FlatParamError: while full parameters are summoned, or state is saved or loaded; or with gradients inside a
+                transform of `torch.func`.
         """
+        is_known = self._has_trained or self._has_inferred
+        if in_transform() and (torch.is_grad_enabled() or not is_known):
+            raise FlatParamError(
+                f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func (grad, vmap, jvp, ...), "
+                "for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a first pass "
+                "outside of any transform, or transform it before it is sharded"
+            )
         for unit in self.units:
             if unit.showing.away:
                 unit.check_is_here()
@@ -167,8 +175,8 @@ class UnitTree:
         self._begin_on_stream()
         self.pool.keeps = True
         self.forward = ForwardPass(recorded=torch.is_grad_enabled())
-        is_known = self._has_trained or (self._has_inferred and not self.forward.recorded)
-        self.fingerprint.before_each = None if is_known else agree_on_deed
+        compares_later = self._has_trained or (self._has_inferred and not self.forward.recorded)
+        self.fingerprint.before_each = None if compares_later else agree_on_deed
 
     def _check_capture(self) -> None:
         devices = (unit.device for unit in self.units if unit.handles)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_runtime import Threshold
+from flatparam_runtime import Threshold, Topology
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
 from flatparam_state.publishing.ranks import is_first, topology_of
@@ -21,6 +21,7 @@ from flatparam_state.publishing.versions import (
     Frames,
     NewVersion,
     Part,
+    PublishError,
     ReceiverNames,
     Slicing,
     VersionId,
@@ -121,17 +122,16 @@ class Publisher:
         started again. Of a part of a tensor that has changed a lot all values are sent, if these are fewer bytes.
 
         Raises:
-            PublishError: on every rank, if one has failed; receivers keep the version before.
+            PublishError: on every rank, if one has failed, or if ranks would publish different tensors; receivers keep
+                the version before.
             FlatParamError: inside a forward or backward pass, or while full parameters are summoned.
         """
         bring_to_rest(self._model)
         self._look()
         topology = topology_of(self._model)
+        stream = self._last.stream if self._last else self._agreed(topology)
         held = self._channel.held(topology)
         knows = held is not None and held == self._last
-        stream = (
-            self._last.stream if self._last else topology.exchange(secrets.token_hex(8), label="publish")[0]
-        )
         new = NewVersion(
             max(self._number, held.number if held else 0) + 1,
             stream,
@@ -146,6 +146,21 @@ class Publisher:
         return Published(
             new.number, not knows, delivered.nbytes, self._channel.slicing.nbytes(self._catalogue)
         )
+
+    def _agreed(self, topology: Topology) -> str:
+        """The name of a new stream, the same on every rank.
+
+        Raises:
+            PublishError: on every rank, if the ranks would publish different tensors, dtypes or names.
+        """
+        said = topology.exchange((secrets.token_hex(8), self._catalogue.digest), label="publish")
+        for rank, (_, digest) in enumerate(said):
+            if digest != said[0][1]:
+                raise PublishError(
+                    f"rank {rank} publishes other names, shapes or dtypes of tensors than rank 0; pass the same "
+                    "names=, dtype= and only= on every rank"
+                )
+        return said[0][0]
 
     def _look(self) -> None:
         """Find the tensors where they are now."""

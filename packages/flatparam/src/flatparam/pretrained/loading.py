@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib.util
 import os
 import sys
@@ -129,7 +130,10 @@ def load_pretrained(
     made = _made_by_all(lambda: _made(model, path, dtype, arguments), topology)
     # A function may have sharded what it returns.
     topology = _topology(made, arguments)
-    files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"))
+    plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, enum.Enum))}
+    files, found = _compared(
+        made, path, mapping, strict, topology, arguments.get("param_init_fn"), (dtype, sorted(plain.items()))
+    )
     is_first = topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)
     with telling("load_pretrained"):
         if not units_in(made):
@@ -234,13 +238,16 @@ def _compared(
     strict: bool,
     topology: Topology,
     initialise: Callable[[nn.Module], object] | None,
+    settings: object,
 ) -> tuple[PretrainedFiles, Fit]:
     """The files, and how they fit; if that fails on a rank, no rank has changed anything.
 
     Raises:
         CheckpointError: on every rank, naming the first that has failed, and what does not fit.
     """
-    said, cause, result, facts = "", None, None, 0
+    said, cause, result = "", None, None
+    shapes = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
+    facts, own = 0, zlib.crc32(repr((settings, shapes if not units_in(model) else None)).encode())
     try:
         files = PretrainedFiles.open(path, mapping)
         found = fit(model, files)
@@ -253,10 +260,12 @@ def _compared(
         result = files, found
     except Exception as error:  # `mapping` is somebody else's function
         said, cause = CheckpointError.told(error), error
-    told = topology.exchange((said, facts), label="compare files")
-    for rank, (text, theirs) in enumerate(told):
+    told = topology.exchange((said, facts, own), label="compare files")
+    for rank, (text, theirs, asked) in enumerate(told):
         if not text and theirs != told[0][1]:
             text = f"{os.fspath(path)} has other names, shapes or dtypes of tensors than on rank 0"
+        if not text and asked != told[0][2]:
+            text = "its model has other parameters, or the arguments are different, than on rank 0"
         if text:
             raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=str(path)) from cause
     assert result is not None, "nobody has failed"
