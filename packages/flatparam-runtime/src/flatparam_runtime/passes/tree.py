@@ -146,7 +146,7 @@ class UnitTree:
         is_known = self._has_trained or self._has_inferred
         if in_transform() and (torch.is_grad_enabled() or not is_known):
             raise FlatParamError(
-                f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func (grad, vmap, jvp, ...), "
+                f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func (grad, vmap, jvp ...), "
                 "for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a first pass "
                 "outside of any transform, or transform it before it is sharded"
             )
