@@ -135,6 +135,65 @@ def test_the_units_of_a_plan() -> None:
     assert block.sent_nbytes == 3 * block.facts.full_nbytes * 3 // 4
 
 
+@pytest.mark.parametrize("strategy", ["full", "grad_op", "no_shard"])
+def test_the_work_of_a_unit_has_its_backward(strategy: str) -> None:
+    """A block computes three times as much forward and backward as forward alone, whether it is gathered anew or stays."""
+    found = planned(strategy=strategy)
+    units = {unit.facts.name: unit.flops for unit in found.units}
+    assert {units[f"blocks.{number}"] for number in range(3)} == {3 * 2 * 16 * 32 * 32}
+    assert sum(units.values()) <= found.flops
+
+
+class Twice(Model):
+    """Has blocks of two classes with one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Other(Block):
+            pass
+
+        Other.__name__ = "Block"
+        self.blocks = nn.Sequential(Block(32), Other(32))
+
+
+def test_classes_of_one_name_are_both_meant() -> None:
+    """`wrap=("Block",)` wraps the modules of every class that is called so."""
+    found = plan(Twice, batch=2, sequence=8, world_size=2, wrap=("Block",))
+    assert [unit.facts.name for unit in found.units] == ["(root)", "blocks.0", "blocks.1"]
+
+
+class Encoded(nn.Module):
+    """As a model of transformers with an encoder and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids) * self.embedding(decoder_input_ids)
+
+
+class Seeing(nn.Module):
+    """As a model of transformers for pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(image_size=6, num_channels=2)
+        self.patches = nn.Conv2d(2, 4, 3, stride=3)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.patches(pixel_values)
+
+
+@pytest.mark.parametrize("kind", [Encoded, Seeing])
+def test_inputs_that_a_model_asks_for(kind: type[nn.Module]) -> None:
+    """Token ids for a decoder, too, and pixels as the configuration says: the plan is what happens."""
+    setup = Setup(world_size=2)
+    program = TrainingProgram.of(kind, batch=2, sequence=8)
+    assert plan_of(program, setup).costs.errors(measure(program, setup, setup.topology())) == {}
+
+
 def test_links_of_two_hosts() -> None:
     """In a ring one of a host's ranks sends to another host."""
     found = planned(ranks_per_host=2)
@@ -215,6 +274,9 @@ def test_what_depends_on_values_is_refused(kind: type[nn.Module]) -> None:
         ({"strategy": "hybrid:3"}, "divisor"),
         ({"rank": 4}, "rank"),
         ({"wrap": ("Layer",)}, "Block"),
+        ({"checkpointing": ("blocks.9",)}, "no module named 'blocks.9'"),
+        ({"checkpointing": ("Model",)}, "found the whole model, Model; name its blocks"),
+        ({"max_norm": float("nan")}, "max_norm: expected a number above 0"),
         ({"optimizer": "newton"}, "adamw"),
         ({"transport": "pigeon"}, "gloo"),
     ],
@@ -317,6 +379,19 @@ def test_a_config_json_is_planned(
         (["torch.nn:ReLU", "--fit", "1GB"], "give --profile"),
         (["torch.nn:ReLU", "--fit", "1GB", "--profile", "h100", "--compare", "full,grad_op"], "no --compare"),
         (["torch.nn:ReLU", "--profile", "h100", "--svg", "nowhere/step.svg"], "make the folder first"),
+        (
+            ["torch.nn:ReLU", "--fit", "1GB", "--profile", "h100", "--strategy", "full"],
+            "leave out --strategy",
+        ),
+        (["torch.nn:ReLU", "--compare", "full,grad_op", "--strategy", "full"], "leave out --strategy"),
+        (["torch.nn:ReLU", "--fit", "1GB", "--profile", "h100", "--check"], "--check runs one setup"),
+        (["torch.nn:ReLU", "--world", "2,4", "--check"], "--check runs one setup"),
+        (["torch.nn:ReLU", "--world", "2,4", "--profile", "h100", "--svg", "x.svg"], "of one plan"),
+        (["torch.nn:ReLU", "--wrap", "ReLU", "--wrap-numel", "9"], "give --wrap or --wrap-numel"),
+        (["torch.nn:ReLU", "--check", "--json"], "--json is one JSON object"),
+        (["torch.nn:ReLU", "--check", "--profile", "h100"], "add --device cpu"),
+        (["torch.nn:Bilinear", "--arg", "a=1"], "for each argument that torch.nn:Bilinear needs"),
+        ([":make"], "MODULE:FUNCTION that can be imported"),
         (
             ["torch.nn:Linear", "--arg", "in_features=4", "--arg", "out_features=4"],
             "found that aten.addmm.default raises RuntimeError",

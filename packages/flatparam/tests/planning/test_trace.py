@@ -16,7 +16,7 @@ from flatparam import FullyShardedDataParallel, ShardingStrategy, plan, trace
 from flatparam.command import main
 from flatparam.observing.picture import Picture
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import Collectives, run_threads
+from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_comm.testing import PATIENCE
 from flatparam_runtime import units_in
 
@@ -155,6 +155,25 @@ def test_a_whole_program_is_traced(tmp_path: Path, by_command: bool) -> None:
     assert gathers.count("0") == 4
     assert picture.curve is not None
     assert 0 < max(height for _, height in picture.curve.points) <= picture.curve.line
+
+
+def test_a_file_where_traces_should_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused when the first unit is made, and not when the program ends."""
+    file = tmp_path / "traces"
+    file.write_text("mine")
+    monkeypatch.setenv("FLATPARAM_TRACE", str(file))
+    with pytest.raises(ValueError, match="expected a folder for the traces .* FLATPARAM_TRACE"):
+        FullyShardedDataParallel(make(), process_group=SingleCollectives())
+    assert file.read_text() == "mine"
+
+
+def test_a_lacking_argument_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names the command."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["trace", "diff", "a.json"])
+    said = capsys.readouterr().err
+    assert said.startswith("flatparam trace diff: error: the following arguments are required: B")
+    assert said.count("\n") == 1
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,8 @@ def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     added.add_argument(
         "--out", metavar="FOLDER", help="run a program as `flatparam run` does; each rank leaves a trace here"
     )
-    commands = added.add_subparsers(metavar="COMMAND", required=True)
+    # By default it would be the whole usage above.
+    commands = added.add_subparsers(metavar="COMMAND", required=True, prog="flatparam trace")
     draw = _command(
         commands, "draw", "draw the traces of one or more ranks as one SVG picture", "tracing", "draw"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from flatparam.planning.counting import Counting, states_of
 from flatparam.planning.hollow import HollowMemory
+from flatparam.planning.hollow.kernels import operands_of
 from flatparam.planning.rehearsal.rehearsal import Entry
 from flatparam.planning.training import Call, Trained
 from flatparam_runtime import Event, Unit, observe, tree_of, units_in
@@ -83,7 +84,17 @@ class Observer(Counting):
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         if module in self._modules and self._running:
             self._close()
-            self._running.pop()
+            name = self._running.pop()
+            # A unit that stays gathered says nothing when its backward begins.
+            for tensor in operands_of([*output.values()] if isinstance(output, Mapping) else output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda gradients: self._begins_backward(name))
+
+    def _begins_backward(self, name: str) -> None:
+        """Note that what is computed from here on is the backward of this unit, unless it is inside a forward call."""
+        if self._now[0] == "backward" and self._backward_of != name:
+            self._close()
+            self._backward_of = name
 
     @property
     def unit(self) -> str:
@@ -96,8 +107,7 @@ class Observer(Counting):
             # An accelerator's own allocator keeps memory, which counts as free.
             tree_of(next(iter(self._modules.values()))).pool.keeps = False
         if event.kind == "use" and self._now[0] == "backward":
-            self._close()
-            self._backward_of = event.unit
+            self._begins_backward(event.unit)
         self._note(event.kind, unit=event.unit, nbytes=event.nbytes)
 
     def on_call(self, what: str, call: Call) -> None:
