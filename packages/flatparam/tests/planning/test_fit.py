@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,18 @@ def test_the_choice_is_within_the_budget_and_not_slower_than_the_default() -> No
         assert found.best.peak.nbytes <= memory
         assert found.best.prediction is not None
         assert found.best.prediction.seconds <= plain.prediction.seconds
+
+
+def test_micro_batches_are_not_slower_than_without_freeing() -> None:
+    """Between micro-batches SHARD_GRAD_OP gathers nothing: with enough memory, that is what is chosen."""
+    changed = setup(wrap=("Block",), accumulate=3)
+    found = fit(program(), changed, memory=PLENTY, profile="h100")
+    kept = plan_of(program(), attrs.evolve(changed, strategy="grad_op"), profile="h100")
+    assert found.best.prediction is not None
+    assert kept.prediction is not None
+    assert found.best.prediction.seconds <= kept.prediction.seconds
+    assert found.best.setup.strategy == "grad_op"
+    assert "strategy grad_op on" in found.table()
 
 
 def _of(chosen: Setup) -> dict[str, Any]:

@@ -20,6 +20,7 @@ __all__ = ["Search"]
 
 _LOGGER = logging.getLogger(__name__)
 _FREEING: Final = {"full": "full", "grad_op": "full", "no_shard": "no_shard"}
+_STAYING: Final = {"full": "grad_op", "hybrid": "hybrid_grad_op"}
 _TRIES: Final = 3
 """How often a choice is made again with less memory, if a rehearsal takes more than its replay."""
 _FEW: Final = 100
@@ -77,7 +78,18 @@ class Search:
         for strategy in self._strategies():
             self._structures(attrs.evolve(self.setup, strategy=strategy), outline)
         self._keep()
+        self._accumulate()
         self._prefetch()
+
+    def _accumulate(self) -> None:
+        """Rehearse the best plan with all units gathered between micro-batches, too, as only whole strategies do it."""
+        best = self.best
+        name, colon, number = best.setup.strategy.partition(":")
+        if self.only_units or self.setup.accumulate == 1 or name not in _STAYING:
+            return
+        wrap = NamedUnits(dict.fromkeys(_names(best), False))
+        plan = self._plan(attrs.evolve(best.setup, strategy=_STAYING[name] + colon + number, wrap=wrap))
+        self.before[id(plan)] = self.before.get(id(best), best)
 
     def _strategies(self) -> list[str]:
         """The strategies that free their parameters: what is kept is chosen for each unit."""
