@@ -62,6 +62,17 @@ def test_a_group_may_be_empty(kind: str) -> None:
         assert list(state) == ["weight"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_is_refused_adds_nothing(kind: str) -> None:
+    """A parameter that another group has is refused before the others of its group are added."""
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    optimizer = KINDS[kind][0]([model[0].weight, model[0].bias])
+    before = [len(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model[1].weight, model[0].bias]})
+    assert [len(group["params"]) for group in optimizer.param_groups] == before
+
+
 @pytest.mark.parametrize("kind", ["Adafactor", "transformers", "Shampoo"])
 def test_an_empty_parameter_has_no_owner(kind: str) -> None:
     """The state before the first step, which a sharded load fills, is there for all others."""

@@ -125,7 +125,11 @@ class WholeOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"expected {self._name!r} or 'adamw' as the rule of a parameter group, found {forced!r}"
             )
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for name, entry, shape in _originals(entries):
+            if id(entry[1] if isinstance(entry, tuple) else entry) in held:
+                # As torch says it, and before one of two groups is added.
+                raise ValueError("some parameters appear in more than one parameter group")
             rule = forced or (self._name if self._choice(name or "", shape) else ADAMW)
             if rule == self._name:
                 self._check(name, shape)
