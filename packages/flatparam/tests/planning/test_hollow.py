@@ -1,5 +1,6 @@
 """What makes a rehearsal cheap: models without values, and torch without its compiler."""
 
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatparam.planning.hollow.accumulating import adds_in_place, owners_if_alone
 from flatparam.planning.hollow.compiler import StandIn, without_compiler
 from flatparam.planning.hollow.models import Blank
+from flatparam_comm.testing import PATIENCE
 
 COMPILER = "torch._dynamo"
 
@@ -71,34 +73,44 @@ def test_the_stand_in_leaves_a_function_as_it_is() -> None:
     assert "__dynamo_disable" not in vars(function)
 
 
-@pytest.mark.usefixtures("no_compiler")
+KEEPS_FUNCTIONS = """
+import torch
+from flatparam.planning.hollow.compiler import without_compiler
+
+def first(x):
+    return x + 1
+
+def second(x):
+    return x + 2
+
+with without_compiler() as stands:
+    kept = torch.compiler.disable(first, reason="it changes a cache")
+    decorated = torch.compiler.disable(recursive=False)(second)
+    assert not stands.was_needed
+
+compiled = []
+
+def count(graph, inputs):
+    compiled.append(graph)
+    return graph.forward
+
+for function in (kept, decorated):
+    assert torch.equal(torch.compile(function, backend=count)(torch.ones(2)), function(torch.ones(2)))
+assert compiled == []
+torch.compile(lambda x: x + 3, backend=count)(torch.ones(2))
+assert len(compiled) == 1
+"""
+
+
+@pytest.mark.processes
 def test_a_module_imported_inside_keeps_its_functions_from_the_compiler() -> None:
-    """`torch.compiler.disable` in any of its forms works inside; the compiler leaves the function alone afterwards."""
+    """`torch.compiler.disable` in any of its forms works inside; the compiler leaves the function alone afterwards.
 
-    def first(x: Tensor) -> Tensor:
-        return x + 1
-
-    def second(x: Tensor) -> Tensor:
-        return x + 2
-
-    with without_compiler() as stands:
-        assert stands is not None
-        kept = torch.compiler.disable(first, reason="it changes a cache")
-        decorated = torch.compiler.disable(recursive=False)(second)
-        assert not stands.was_needed
-    compiled: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        compiled.append(len(graph.graph.nodes))
-        return graph.forward
-
-    for function in (kept, decorated):
-        assert (
-            torch.compile(function, backend=count)(torch.ones(2)).tolist() == function(torch.ones(2)).tolist()
-        )
-    assert compiled == []
-    torch.compile(lambda x: x + 3, backend=count)(torch.ones(2))
-    assert len(compiled) == 1
+    In a process of its own, since the compiler must not have been imported before.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", KEEPS_FUNCTIONS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_compiler_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
