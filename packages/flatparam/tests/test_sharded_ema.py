@@ -381,6 +381,8 @@ def test_no_checkpoint_of_a_model_that_shows_its_averages(tmp_path: Path) -> Non
                 for deed, act in (("saved", lambda: checkpointer.save(1)), ("loaded", checkpointer.load)):
                     with pytest.raises(CheckpointError, match=f"cannot be {deed}.*applied"):
                         act()
+                with pytest.warns(UserWarning, match="no last checkpoint was saved: .*shows its averages"):
+                    assert checkpointer.save_last(1) is None
             assert checkpointer.steps() == []
             checkpointer.save(2)
             change(model, 3)

@@ -172,6 +172,7 @@ class Checkpointer:
         """
         self._saver.cancel()
         try:
+            self._check_averages("saved")
             return save_after_failure(
                 self._saver, self._ranks, sys.exc_info()[1], step, extra, rank_extra, seconds
             )
