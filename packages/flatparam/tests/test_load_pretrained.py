@@ -26,6 +26,7 @@ from flatparam import (
     load_pretrained,
 )
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.pretrained.loading import _settings_alike
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_comm.testing import run_processes
@@ -329,6 +330,16 @@ def test_ranks_that_load_differently(different: Any, tmp_path: Path) -> None:
             load_pretrained(make, path, **arguments)
 
     on_ranks(2, rank)
+
+
+def test_each_rank_may_have_a_device_of_its_own() -> None:
+    """`device_id=local_rank` is no difference between ranks; other plain arguments are compared."""
+    ours, theirs = (
+        {"device_id": rank, "use_orig_params": True, "sharding_strategy": ShardingStrategy.FULL_SHARD}
+        for rank in (0, 1)
+    )
+    assert _settings_alike(ours) == _settings_alike(theirs)
+    assert _settings_alike({**ours, "use_orig_params": False}) != _settings_alike(theirs)
 
 
 def test_tied(tmp_path: Path) -> None:

@@ -130,10 +130,8 @@ def load_pretrained(
     made = _made_by_all(lambda: _made(model, path, dtype, arguments), topology)
     # A function may have sharded what it returns.
     topology = _topology(made, arguments)
-    plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, enum.Enum))}
-    files, found = _compared(
-        made, path, mapping, strict, topology, arguments.get("param_init_fn"), (dtype, sorted(plain.items()))
-    )
+    settings = dtype, _settings_alike(arguments)
+    files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"), settings)
     is_first = topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)
     with telling("load_pretrained"):
         if not units_in(made):
@@ -229,6 +227,15 @@ def _topology(model: Any, arguments: dict[str, Any]) -> Topology:
         return units[0].topology
     chosen = arguments.get("device_mesh")
     return resolve_topology(arguments.get("process_group") if chosen is None else chosen)
+
+
+def _settings_alike(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The plain values in the wrapper's arguments that are the same on all ranks: each may have a device of its own."""
+    return sorted(
+        (name, value)
+        for name, value in arguments.items()
+        if isinstance(value, (bool, int, enum.Enum)) and name != "device_id"
+    )
 
 
 def _compared(
