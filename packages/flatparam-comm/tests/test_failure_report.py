@@ -7,8 +7,8 @@ import json
 import pytest
 
 from flatparam_comm import PeerError, RemoteFailure
+from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.failure import FailureReport
-from flatparam_comm.relay.watched_call import ACTIVITY
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

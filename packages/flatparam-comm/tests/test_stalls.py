@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatparam_comm.relay.page import Position, Standing
+from flatparam_comm.relay.positions.standing import Position, Standing
 from flatparam_comm.relay.stalls import StallWatch
 
 NAME = "a group"

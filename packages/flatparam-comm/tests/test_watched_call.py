@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from flatparam_comm import end_of_call, watch_call
-from flatparam_comm.relay.watched_call import ACTIVITY, WatchedCall
+from flatparam_comm.relay.activity import ACTIVITY
+from flatparam_comm.relay.watched_call import WatchedCall
 
 
 @pytest.fixture(autouse=True)

@@ -34,9 +34,9 @@ from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.rank_texts import said_by_ranks, told_by_ranks, told_ranks
+from flatparam_comm.relay.activity import end_of_call, watch_call
 from flatparam_comm.relay.process import set_relay, tell_failure, telling
 from flatparam_comm.relay.survivors import Survivors
-from flatparam_comm.relay.watched_call import end_of_call, watch_call
 from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import attrs
-import torch
 
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
 from flatparam_comm.process_group import groups
-from flatparam_comm.relay.board import Board, Offer
+from flatparam_comm.relay.count import CollectiveCount
 from flatparam_comm.relay.failure import FailureReport
-from flatparam_comm.relay.page import Page, Position, Standing, code_of
+from flatparam_comm.relay.positions.board import Board, Offer
+from flatparam_comm.relay.positions.standing import Position, Standing, Standings
 from flatparam_comm.relay.settings import RelaySettings
-from flatparam_comm.relay.watched_call import ACTIVITY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,8 +54,8 @@ class TellsOfFailures(Protocol):
 
 
 @final
-class GroupCalls:
-    """The count of the collectives on one group, which is the same on all of its ranks at the same collective.
+class GroupCalls(CollectiveCount):
+    """The collectives of this process on one group, and the failures of the group's ranks.
 
     If a rank fails after its n-th collective, the others wait in vain for its collective n + 1 and those after it.
     """
@@ -68,12 +67,10 @@ class GroupCalls:
         "_group",
         "_has_met",
         "_is_forked",
-        "_page",
         "_relay",
-        "_takes_care",
+        "_standings",
         "broken_by",
         "failed_at",
-        "issued",
         "members",
         "name",
     )
@@ -92,53 +89,24 @@ class GroupCalls:
         Args:
             goes_through_gloo: the collectives are gloo's, which ends the process if ranks diverge.
         """
+        super().__init__(takes_care=goes_through_gloo)
         self._group = weakref.ref(group)
         self._relay = relay
         self.name = name
         self.members: list[int] = [] if relay is None else groups.members_of(group)
         self._board = board
-        self._page: Page | None = None
+        self._standings: Standings | None = None
         self._goes_through_gloo = goes_through_gloo
         self._has_met = not goes_through_gloo
         self._is_forked = False
-        self.issued = 0
         self.broken_by: FailureReport | None = None
         self.failed_at: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         """The counts at which this rank has failed."""
-        self._takes_care = not self._has_met
 
     @property
     def is_gone(self) -> bool:
         """Whether the group was destroyed."""
         return self._group() is None
-
-    def begin(self, site: Site, dtype: torch.dtype | None = None, numel: int = 0, detail: int = 0) -> None:
-        """Count a collective that is issued now, and compare it with those of the ranks that were here before.
-
-        Args:
-            dtype: the dtype of its tensors.
-            numel: the number of elements of the longest of them.
-            detail: the reduction, or the root.
-
-        Raises:
-            PeerError: if a rank of the group has failed, so that the group is broken.
-            MismatchError: if a rank of this host has issued a different collective.
-        """
-        if self._takes_care:
-            self._look_around(site)
-        number = self.issued = self.issued + 1
-        ACTIVITY.issued += 1
-        if self._page is not None:
-            other = self._page.enter(number, site, code_of(site.op, dtype, detail), numel)
-            if other is not None:
-                raise self._diverged(site, number, Position(site.op, dtype, numel, detail), *other)
-
-    def note(self, site: Site, dtype: torch.dtype | None, numel: int, detail: int) -> None:
-        """Count a collective that is issued now, and that the transport compares by itself; arguments as `begin`."""
-        self.issued += 1
-        ACTIVITY.issued += 1
-        if self._page is not None:
-            self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
 
     def _look_around(self, site: Site) -> None:
         relay = self._relay
@@ -182,17 +150,16 @@ class GroupCalls:
         for rank, offer in zip(self.members, offers, strict=True):
             if offer is not None and self._relay is not None and rank != self._relay.rank:
                 board.attach(rank, offer)
-        page.find(self.members)
-        self._page = page
+        self._page, self._standings = page, Standings(page, board)
+        self._standings.find(self.members)
 
-    def _diverged(
-        self, site: Site, number: int, ours: Position, peer: int, theirs: Position
-    ) -> MismatchError:
+    def _diverged(self, site: Site, ours: tuple[int, int], peer: int, code: int, numel: int) -> MismatchError:
         relay = self._relay
         assert relay is not None, "there is no page without a relay"
         text = (
-            f"ranks diverge at collective {number} of group {self.name!r}: rank {relay.rank} issues {ours}, and rank "
-            f"{peer} has issued {theirs}; make every rank call the same units, passes and state functions in one order"
+            f"ranks diverge at collective {self.issued} of group {self.name!r}: rank {relay.rank} issues "
+            f"{Position.from_words(*ours)}, and rank {peer} has issued {Position.from_words(code, numel)}; make every "
+            "rank call the same units, passes and state functions in one order"
         )
         self.tell_divergence(text)
         return MismatchError(site.rank, site.op, site.label, text)
@@ -216,14 +183,14 @@ class GroupCalls:
 
     def standings(self) -> dict[int, Standing]:
         """The last collective of each rank of this host, by its number in the world; empty if nothing is compared."""
-        page, relay = self._page, self._relay
-        if page is None or relay is None:
+        known, relay = self._standings, self._relay
+        if known is None or relay is None:
             return {}
-        return {**page.standings(), relay.rank: page.own_standing(f"process {os.getpid()}")}
+        return {**known.others(), relay.rank: known.own(f"process {os.getpid()}")}
 
     def leave_board(self) -> None:
         """Compare no longer, and let go of the memory."""
-        self._board = self._page = None
+        self._board = self._page = self._standings = None
 
     def take_care(self) -> None:
         """Look at the failures of the peers when the next collective is issued."""
@@ -262,7 +229,7 @@ class GroupCalls:
         Args:
             waited: the backend was waiting for the peers, so that the error may be their doing.
         """
-        late = "" if self._page is None or not waited else self._page.describe_late(self.issued)
+        late = "" if self._standings is None or not waited else self._standings.describe_late(self.issued)
         advice = "look for the first error among the other ranks, or for a rank that did not make this call"
         text = f"the process group failed with {type(error).__name__}: {error}; {late or advice}"
         plain = CollectiveError(site.rank, site.op, site.label, text)
@@ -308,8 +275,8 @@ class GroupCalls:
     def _error(self, site: Site, failure: FailureReport, prefix: str) -> CommError:
         relay = self._relay
         assert relay is not None, "only the relay knows of failures"
-        if failure.is_death and self._page is not None:
-            last = self._page.last_of(failure.rank)
+        if failure.is_death and self._standings is not None:
+            last = self._standings.last_of(failure.rank)
             told = f"; its last collective was {last or 'none'}" if last is not None else ""
             failure = attrs.evolve(failure, message=failure.message + told)
         cause = failure.as_cause()

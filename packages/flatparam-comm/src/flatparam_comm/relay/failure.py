@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.errors import PeerError, RemoteFailure
-from flatparam_comm.relay.watched_call import ACTIVITY
+from flatparam_comm.relay.activity import ACTIVITY
 
 __all__ = ["FailureReport"]
 

@@ -17,13 +17,13 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.errors import CommError
-from flatparam_comm.relay.board import Board
+from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.positions.board import Board
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.stalls import StallWatch
 from flatparam_comm.relay.star import CLOSED, Ended, Said, Star
-from flatparam_comm.relay.watched_call import ACTIVITY
 
 __all__ = ["Relay"]
 

@@ -11,7 +11,7 @@ from typing import final
 import attrs
 
 from flatparam_comm.rank_texts import told_by_ranks, told_ranks
-from flatparam_comm.relay.page import Standing
+from flatparam_comm.relay.positions.standing import Standing
 
 __all__ = ["StallWatch"]
 

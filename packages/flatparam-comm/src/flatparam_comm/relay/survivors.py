@@ -13,8 +13,8 @@ import attrs
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import CollectiveError
 from flatparam_comm.process_group import engine, groups
+from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.process import end_of_process, tell_failure
-from flatparam_comm.relay.watched_call import ACTIVITY
 
 __all__ = ["Survivors"]
 

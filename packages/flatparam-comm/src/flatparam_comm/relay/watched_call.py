@@ -1,19 +1,15 @@
-"""A call of somebody else's function, which says that it has begun and ended, but not that it has raised.
-
-It is written down here, without a lock or a message; the relay's thread looks at it now and then.
-"""
+"""A call of somebody else's function, which says that it has begun and ended, but not that it has raised."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Final, final
+from typing import final
 
 import attrs
 
-__all__ = ["ACTIVITY", "WatchedCall", "end_of_call", "watch_call"]
+__all__ = ["WatchedCall"]
 
 
 @final
@@ -31,11 +27,6 @@ class WatchedCall:
     _thread: int
     _frame: int
     _code: CodeType
-
-    @classmethod
-    def of(cls, frame: FrameType, where: str, issued: int) -> WatchedCall:
-        """The call whose frame is `frame`, in this thread."""
-        return cls(where, issued, threading.get_ident(), id(frame), frame.f_code)
 
     @property
     def is_under_way(self) -> bool:
@@ -57,47 +48,6 @@ class WatchedCall:
 
     def _is(self, frame: FrameType) -> bool:
         return id(frame) == self._frame and frame.f_code is self._code
-
-
-@final
-@attrs.define
-class Activity:
-    """The actions of this process, as far as its relay asks."""
-
-    issued: int = 0
-    """The collectives that it has issued, on all groups."""
-    watched: WatchedCall | None = None
-    """The call that is watched: one at a time, the last to begin."""
-    steps: int = 0
-    """The watched calls that have ended: the steps of optimizers that have sharded parameters."""
-    is_in_step: bool = False
-    """Whether the last watched call has not ended: it is under way, or has raised."""
-
-
-ACTIVITY: Final = Activity()
-"""The activity of this process."""
-
-
-def watch_call(frame: FrameType, where: str) -> None:
-    """Let the ranks that wait for this one raise `PeerError` within seconds if the call with this frame raises.
-
-    For calls of other people's functions between two hooks of theirs, of which the second is not called after an
-    exception: `end_of_call` says that the call ends otherwise. It does nothing if there is no relay.
-
-    Args:
-        frame: the frame of the call, in this thread, as `sys._getframe(1)` in the first hook.
-        where: what this rank is doing, as in `step of AdamW`.
-    """
-    ACTIVITY.watched = WatchedCall.of(frame, where, ACTIVITY.issued)
-    ACTIVITY.is_in_step = True
-
-
-def end_of_call() -> None:
-    """The call that is watched, if there is one, is about to return: one more step of an optimizer is done."""
-    if ACTIVITY.is_in_step:
-        ACTIVITY.is_in_step = False
-        ACTIVITY.steps += 1
-    ACTIVITY.watched = None
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

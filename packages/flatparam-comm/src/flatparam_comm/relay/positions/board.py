@@ -19,7 +19,7 @@ from typing import Final, final
 import attrs
 
 from flatparam_comm.relay.host import host_identity, is_stopped
-from flatparam_comm.relay.page import PAGE_NBYTES, Page, key_of
+from flatparam_comm.relay.positions.page import PAGE_NBYTES, Page, key_of
 from flatparam_comm.sealed_memory import make_sealed_memory
 
 __all__ = ["Board", "Offer"]
@@ -73,7 +73,7 @@ class Board:
         key = key_of(name)
         for words in _pages(self._words):
             if words[0] in (0, key):
-                return Page(self, key, words)
+                return Page(key, words)
         return None
 
     def describe(self, rank: int) -> str:
