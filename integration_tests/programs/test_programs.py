@@ -126,7 +126,7 @@ def test_every_precision(precision: str) -> None:
 
 
 def _sabotaged(model: FullyShardedDataParallel) -> None:
-    units_in(model)[-1].divide_by(4.0)
+    units_in(model)[-1].reducer.divide_factor = 4.0
 
 
 def test_a_wrong_average_of_one_unit_is_found() -> None:

@@ -138,8 +138,8 @@ def test_settings_are_copied_and_passes_are_not(way: Callable[[nn.Module], nn.Mo
         register_forward_method(module.stem, "extra_repr")
         with no_sync(module):
             twin = way(module)
-        assert [unit.sync_gradients for unit in units_in(twin)] == [False] * 3
-        assert [unit.sync_gradients for unit in units_in(module)] == [True] * 3
+        assert [unit.reducer.synchronises for unit in units_in(twin)] == [False] * 3
+        assert [unit.reducer.synchronises for unit in units_in(module)] == [True] * 3
         assert twin.stem.__dict__["extra_repr"].module is twin.stem
 
     run(ranks, settings)

@@ -45,7 +45,7 @@ def test_settings_change_from_the_next_pass_on() -> None:
     module = sharded(Stack, SingleCollectives(), units=BLOCKS)
     block = units_in(module)[1]
     loss(module, 0).backward()
-    block.change_freeing(free_after_forward=False)
+    block.change_plan(free_after_forward=False)
     output = loss(module, 0)
     assert block.residency is Residency.UNSHARDED
     output.backward()
@@ -67,10 +67,10 @@ def test_a_pass_uses_what_a_caller_gathered() -> None:
         log = EventLog()
         with observe(module, log):
             block.hold()
-            assert block.is_held
+            assert block.showing.are_held
             with torch.no_grad():
                 module(batch(ranks.rank))
-            assert not block.is_held
+            assert not block.showing.are_held
         assert kinds(log, block).count("unshard") == 1
         block.hold()
         block.finish_unshard()
@@ -117,7 +117,7 @@ def test_a_backward_that_needs_no_parameters() -> None:
         module = sharded(Words, ranks, units=["table"], use_orig_params=True)
         table = unit_of(module.table)
         assert table is not None
-        table.change_freeing(unshards_in_backward=False)
+        table.change_plan(unshards_in_backward=False)
         log = EventLog()
         with observe(module, log):
             of_words(module, ranks.rank).backward()

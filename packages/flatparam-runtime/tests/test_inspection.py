@@ -60,7 +60,7 @@ def test_summoned_parameters_are_those_of_the_local_model(
             assert all(
                 isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in module.parameters()
             )
-            assert all(unit.pins == 1 for unit in units_in(module))
+            assert all(unit.showing.pins == 1 for unit in units_in(module))
         assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
         check_at_rest(module)
         return inside

@@ -109,10 +109,10 @@ def test_contexts_nest(ranks: int) -> None:
         with no_sync(module):
             with no_sync(module):
                 loss(module, collectives.rank, 0).backward()
-            assert not any(unit.sync_gradients for unit in units_in(module))
+            assert not any(unit.reducer.synchronises for unit in units_in(module))
             loss(module, collectives.rank, 1).backward()
             assert all(parameter.grad is None for parameter in module.parameters())
-        assert all(unit.sync_gradients for unit in units_in(module))
+        assert all(unit.reducer.synchronises for unit in units_in(module))
         loss(module, collectives.rank, 2).backward()
         return full_gradients(module)
 
@@ -126,7 +126,7 @@ def test_the_context_ends_with_an_exception() -> None:
     module = sharded(Stack, SingleCollectives(), units=BLOCKS)
     with pytest.raises(ZeroDivisionError), no_sync(module):
         raise ZeroDivisionError
-    assert all(unit.sync_gradients for unit in units_in(module))
+    assert all(unit.reducer.synchronises for unit in units_in(module))
 
 
 def test_one_unit_may_wait_alone(ranks: int, free_after_forward: bool) -> None:

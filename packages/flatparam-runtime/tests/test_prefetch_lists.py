@@ -31,7 +31,7 @@ def set_lists(module: nn.Module, direction: str, lists: dict[int, Sequence[int]]
     """Have block ``i`` gather the blocks ``lists[i]`` ahead."""
     for number, ahead in lists.items():
         for unit in blocks(module, [number]):
-            getattr(unit, f"prefetch_in_{direction}")(blocks(module, ahead))
+            setattr(unit.links, f"{direction}_prefetch", blocks(module, ahead))
 
 
 def gathers(module: nn.Module, direction: str) -> list[str]:
@@ -95,11 +95,11 @@ def test_a_list_takes_the_place_of_the_plan() -> None:
     assert " ".join(gathers(module, "forward")) == "g0 u0 r0 g1 g3 u1 r1 g2 u2 r2 u3 r3"
     set_lists(module, "backward", {3: [], 2: [0]})
     # The root's backward begins with that of its last block.
-    units_in(module)[0].prefetch_in_backward([])
+    units_in(module)[0].links.backward_prefetch = []
     assert " ".join(gathers(module, "backward")) == "g3 u3 r3 g2 g0 u2 r2 g1 u1 r1 u0 r0"
     for unit in units_in(module):
-        unit.prefetch_in_forward(None)
-        unit.prefetch_in_backward(None)
+        unit.links.forward_prefetch = None
+        unit.links.backward_prefetch = None
     assert " ".join(gathers(module, "forward")) == "g0 g1 u0 r0 g2 u1 r1 g3 u2 r2 u3 r3"
     assert " ".join(gathers(module, "backward")) == "g3 g2 u3 r3 g1 u2 r2 g0 u1 r1 u0 r0"
 
@@ -151,10 +151,10 @@ def test_a_listed_unit_that_is_not_called(ranks: int) -> None:
     def loss(module: nn.Module, rank: int, way: str) -> Tensor:
         left, right = unit_of(module.left), unit_of(module.right)
         if left is not None and right is not None:
-            left.prefetch_in_forward([right])
-            left.prefetch_in_backward([right])
-            right.prefetch_in_forward([left])
-            right.prefetch_in_backward([left])
+            left.links.forward_prefetch = [right]
+            left.links.backward_prefetch = [right]
+            right.links.forward_prefetch = [left]
+            right.links.backward_prefetch = [left]
         out: Tensor = module(batch(rank), way).square().mean()
         return out
 

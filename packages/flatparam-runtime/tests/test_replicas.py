@@ -114,10 +114,10 @@ def test_accumulation(way: str, shards: int, use_orig_params: bool) -> None:
                 loss(module, world.rank).backward()
         else:
             for unit in units_in(module):
-                unit.sum_copies(False)
+                unit.reducer.sums_copies = False
             loss(module, world.rank).backward()
             for unit in units_in(module):
-                unit.sum_copies(True)
+                unit.reducer.sums_copies = True
         counts = [ledger.by_label().get("blocks.0", Totals()).count for ledger in (inside, across)]
         assert all(parameter.grad is None for parameter in module.parameters())
         loss(module, world.rank).backward()
@@ -153,7 +153,7 @@ def test_what_waits_for_the_copies_is_not_lost() -> None:
         module = sharded(Gated, rectangle(world, 2), units=["left", "right"], use_orig_params=True)
         for step in range(2):
             for unit in units_in(module):
-                unit.sum_copies(step == 1)
+                unit.reducer.sums_copies = step == 1
             part(module, world.rank, step).backward()
         check_at_rest(module)
         return full_gradients(module)
@@ -173,7 +173,7 @@ def test_any_divisor(factor: float, shards: int) -> None:
     def step(world: Collectives) -> Grads:
         module = sharded(Stack, rectangle(world, shards), units=BLOCKS)
         for unit in units_in(module):
-            unit.divide_by(factor)
+            unit.reducer.divide_factor = factor
         loss(module, world.rank).backward()
         check_at_rest(module)
         return full_gradients(module)

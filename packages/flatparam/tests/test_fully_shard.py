@@ -255,7 +255,7 @@ def test_settings_of_a_module_and_of_those_inside() -> None:
         model = sharded()
         outer, inner = units_in(model)
         model.set_requires_gradient_sync(False, recurse=False)
-        assert (outer.sync_gradients, inner.sync_gradients) == (False, True)
+        assert (outer.reducer.synchronises, inner.reducer.synchronises) == (False, True)
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(False)
         assert (outer.reducer.sums_copies, inner.reducer.sums_copies) == (False, False)

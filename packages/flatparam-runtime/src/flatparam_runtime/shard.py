@@ -146,7 +146,9 @@ def _borrow(unit: Unit, bound: BoundParameter) -> None:
             "that contains everything that shares the parameter"
         )
     handle.lend(index, bound.infos)
-    unit.borrow_from(lender)
+    if lender not in unit.links.lenders:
+        unit.links.lenders.append(lender)
+        lender.links.borrowers.append(unit)
 
 
 @contextlib.contextmanager
@@ -155,14 +157,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     The sum is kept unsharded, in the reduction dtype.
     """
-    before = [(unit, unit.sync_gradients) for unit in units_in(module)]
+    before = [(unit, unit.reducer.synchronises) for unit in units_in(module)]
     for unit, _ in before:
-        unit.synchronise(False)
+        unit.reducer.synchronises = False
     try:
         yield
     finally:
         for unit, synced in before:
-            unit.synchronise(synced)
+            unit.reducer.synchronises = synced
 
 
 @contextlib.contextmanager

@@ -56,11 +56,11 @@ def test_what_waits_for_the_copies() -> None:
         module = sharded(Stack, rectangle(world, 2), units=BLOCKS, use_orig_params=True)
         optimizer = optim.SGD(module.parameters(), lr=1.0)
         for unit in units_in(module):
-            unit.sum_copies(False)
+            unit.reducer.sums_copies = False
         loss(module, world.rank, 0).backward()
         optimizer.zero_grad()
         for unit in units_in(module):
-            unit.sum_copies(True)
+            unit.reducer.sums_copies = True
         loss(module, world.rank, 1).backward()
         check_at_rest(module)
         return full_gradients(module)

@@ -38,7 +38,7 @@ def places_of(unit: Unit) -> tuple[Place, ...]:
     """The flat parameters that `unit` uses, its own and those that it borrows, under their names in their units."""
     return tuple(
         Place("", each, handle, tuple((slot.spec.fqn, *slot.spec.aliases) for slot in handle.layout.slots))
-        for each in (unit, *unit.lenders)
+        for each in (unit, *unit.links.lenders)
         for handle in each.handles
     )
 

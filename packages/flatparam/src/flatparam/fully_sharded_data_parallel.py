@@ -437,7 +437,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Every rank calls this method and keeps its own part of its own changes, so seed all ranks alike.
         """
-        if self._unit.summoned is not None:
+        if self._unit.showing.wishes is not None:
             return super().apply(fn)
         with runtime.summon_full_params(self):
             return super().apply(fn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatparam_comm import FlatParamError, Topology, told_by_ranks
-from flatparam_runtime.agreement.fingerprint import Deed
+from flatparam_runtime.agreement.deed import Deed
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = [

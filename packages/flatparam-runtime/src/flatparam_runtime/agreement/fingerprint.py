@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Protocol, TypeAlias, final
+from typing import Final, final
 from zlib import crc32
 
 import attrs
 
-from flatparam_comm import FlatParamHandle, Threshold, Topology
+from flatparam_comm import Threshold, Topology
+from flatparam_runtime.agreement.deed import Acting, Deed, DeedKind
 
-__all__ = ["FLAGS", "Acting", "Deed", "DeedKind", "Fingerprint"]
+__all__ = ["FLAGS", "Fingerprint"]
 
 FLAGS: Final = 16
 """The number of bytes by which fingerprints are compared."""
 
-
-DeedKind: TypeAlias = Literal["step", "gather", "reduce", "train"]
 
 _KINDS: Final[dict[DeedKind, int]] = {"step": 0, "gather": 1, "reduce": 2, "train": 3}
 #: The kinds of steps that are remembered for messages.
@@ -31,46 +30,6 @@ LOG_LENGTH: Final = Threshold(
     "The log of collectives since the ranks last agreed holds up to so many numbers, two for each; then it is cleared.",
     least=2,
 )
-
-
-class Acting(Protocol):
-    """Anything that issues collectives, as a unit does."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-
-    @property
-    def handles(self) -> Sequence[FlatParamHandle]:
-        """The flat parameters that it gathers and reduces."""
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks that take part in its collectives."""
-
-
-@final
-@attrs.frozen
-class Deed:
-    """One collective of one unit, a change of the parameters that the unit trains, or a step of an optimizer.
-
-    `nbytes` is the size of the full parameters or gradients; for a change, it is a checksum of what is trained from
-    now on, and for a step one of the optimizer and its hyper-parameters.
-    """
-
-    kind: DeedKind
-    unit: str
-    nbytes: int
-    parameters: tuple[str, ...]
-    """The names of the first few parameters in the unit; for a step, the optimizer with its hyper-parameters."""
-
-    def __str__(self) -> str:
-        if self.kind == "step":
-            return f"step of {self.parameters[0]}"
-        names = ", ".join(self.parameters[:2]) + (", ..." if len(self.parameters) > 2 else "")
-        if self.kind == "train":
-            return f"change of requires_grad in unit {self.unit!r} ({names})"
-        return f"{self.kind} of unit {self.unit!r} ({names}; {self.nbytes:,} bytes)"
 
 
 @final
@@ -95,7 +54,7 @@ class Fingerprint:
     def note(self, kind: DeedKind, unit: Acting, number: int, nbytes: int) -> None:
         """Add to the hash what `unit`, the unit `number` of its tree, is about to do."""
         if self.before_each is not None:
-            self.before_each(unit.topology, _deed(kind, unit, nbytes))
+            self.before_each(unit.topology, Deed.of(kind, unit, nbytes))
         self._add(number * 4 + _KINDS[kind], nbytes)
 
     def note_step(self, optimizer: str) -> None:
@@ -127,7 +86,7 @@ class Fingerprint:
         return [
             self._step(checksum)
             if what == _KINDS["step"]
-            else _deed(kinds[what % 4], units[what // 4], checksum)
+            else Deed.of(kinds[what % 4], units[what // 4], checksum)
             for what, checksum in pairs
         ]
 
@@ -143,9 +102,3 @@ class Fingerprint:
         """16 bytes whose bytewise maximum over ranks is this rank's own exactly if all ranks have the same value."""
         value = self.value.to_bytes(8, "little")
         return value + bytes(255 - byte for byte in value)
-
-
-def _deed(kind: DeedKind, unit: Acting, nbytes: int) -> Deed:
-    return Deed(
-        kind, unit.name, nbytes, tuple(fqn for handle in unit.handles for fqn in handle.layout.fqns)[:3]
-    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_comm import FlatParamError, FlatParamHandle, owner_of, said_by_ranks
-from flatparam_runtime.agreement.fingerprint import Acting
+from flatparam_runtime.agreement.deed import Acting
 
 __all__ = ["NONFINITE", "Nonfinite", "NonfiniteError", "NonfiniteGuard", "check_nonfinite", "nonfinite_names"]
 

@@ -51,7 +51,7 @@ def inspecting(unit: Unit) -> Iterator[None]:
             "contexts do not nest"
         )
     refuse_in_a_pass(unit)
-    unit.check_is_here()
+    unit.showing.check_here(unit.name, unit.topology.group.rank)
     unit.move(Phase.INSPECTING)
     try:
         with telling(f"state_dict(), summon_full_params() or loading, at unit {unit.name!r}"):
@@ -82,10 +82,18 @@ def refuse_in_a_pass(unit: Unit) -> None:
 def shown(unit: Unit, values: Sequence[Sequence[nn.Parameter | None]]) -> Iterator[None]:
     """Show `values` (for each handle, one per parameter) under the parameters' names while `unit` is inspected."""
     try:
-        unit.show(values)
+        _show(unit, values)
         yield
     finally:
         if unit.showing.pins:
-            unit.show([handle.leaves for handle in unit.handles])
+            _show(unit, [handle.leaves for handle in unit.handles])
         else:
-            unit.show_shard()
+            for handle in unit.handles:
+                handle.exposure.show_shard()
+                handle.exposure.list_flat_parameter(True)
+
+
+def _show(unit: Unit, values: Sequence[Sequence[nn.Parameter | None]]) -> None:
+    for handle, parameters in zip(unit.handles, values, strict=True):
+        handle.exposure.show(parameters)
+        handle.exposure.list_flat_parameter(False)

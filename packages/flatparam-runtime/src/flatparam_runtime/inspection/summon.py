@@ -60,12 +60,12 @@ def summon_full_params(
 
 @contextlib.contextmanager
 def _summoned(unit: Unit, wishes: Wishes) -> Iterator[None]:
-    if unit.summoned is not None and not unit.summoned.shows(wishes):
+    if unit.showing.wishes is not None and not unit.showing.wishes.shows(wishes):
         raise FlatParamError(
             f"unit {unit.name!r}: an outer summon_full_params() shows its full parameters on one rank only, or without "
             "gradients; pass the outer one the arguments that this one needs"
         )
-    if unit.phase is Phase.INSPECTING and unit.summoned is not None:
+    if unit.phase is Phase.INSPECTING and unit.showing.wishes is not None:
         yield
         return
     if not unit.showing.pins and (wishes.is_copied or (wishes.offload_to_cpu and unit.device.type != "cpu")):

@@ -6,6 +6,8 @@ from typing import final
 
 import attrs
 
+from flatparam_comm import FlatParamError
+
 __all__ = ["Summoned", "Wishes"]
 
 
@@ -64,6 +66,18 @@ class Summoned:
     def hold(self, held: bool) -> None:
         """Note that a caller has gathered the full parameters, or that they are freed."""
         self.are_held = held
+
+    def check_here(self, unit: str, rank: int) -> None:
+        """Check that the shards of `unit` are where it computes.
+
+        Raises:
+            FlatParamError: while the model is offloaded.
+        """
+        if self.away:
+            raise FlatParamError(
+                f"unit {unit!r}, rank {rank}: its parameters are offloaded to {self.away}, so they cannot be gathered: "
+                "call flatparam.onload(model) on every rank first"
+            )
 
     def is_of(self, stamp: int) -> bool:
         """Whether shards with this stamp equal the shards that were summoned."""

@@ -204,7 +204,7 @@ class BackwardPass:
             self._note_entered(unit)
             for lender in unit.links.lenders:
                 # A lender in a different tree has its own pass.
-                if lender.belongs_to(self.fingerprint) and lender not in self.active:
+                if lender.observers.fingerprint is self.fingerprint and lender not in self.active:
                     self._hook_the_rest(lender, self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             if unit.plan.unshards_in_backward:

@@ -241,7 +241,7 @@ def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
 
 def _drop_unused_prefetches(tree: UnitTree) -> None:
     for unit in tree.units:
-        if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE and not unit.is_held:
+        if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE and not unit.showing.are_held:
             unit.reshard()
 
 
@@ -287,7 +287,7 @@ def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int)
 
 def _hook_every_leaf(unit: Unit) -> None:
     """Hook all leaves, since no output announces the unit's backward pass."""
-    for each in (unit, *unit.lenders):
+    for each in (unit, *unit.links.lenders):
         for _, _, watch in each.held.watched(each.handles):
             watch.hook(watch.unhooked)
 

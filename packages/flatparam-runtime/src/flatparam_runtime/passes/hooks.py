@@ -96,6 +96,6 @@ def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str,
 
 def _uses_parameters(unit: Unit, module: nn.Module) -> bool:
     """Whether `module`, or a module inside it, has parameters of `unit` or of the units that `unit` borrows from."""
-    handles = (handle for each in (unit, *unit.lenders) for handle in each.handles)
+    handles = (handle for each in (unit, *unit.links.lenders) for handle in each.handles)
     users = {info.module for handle in handles for infos in handle.param_infos for info in infos}
     return not users.isdisjoint(module.modules())

@@ -152,7 +152,7 @@ class UnitTree:
             )
         for unit in self.units:
             if unit.showing.away:
-                unit.check_is_here()
+                unit.showing.check_here(unit.name, unit.topology.group.rank)
             if unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
                     f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "
@@ -265,7 +265,7 @@ class UnitTree:
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
-            elif unit.is_stale or not (self.keeps_unsharded or unit.is_held):
+            elif unit.is_stale or not (self.keeps_unsharded or unit.showing.are_held):
                 # Every rank must decide alike, and does: all run the same program, which steps or does not.
                 unit.reshard()
 

@@ -25,10 +25,10 @@ from flatparam_comm import (
     streams_of,
 )
 from flatparam_runtime.agreement.fingerprint import Fingerprint
-from flatparam_runtime.inspection.summoned import Summoned, Wishes
+from flatparam_runtime.inspection.summoned import Summoned
 from flatparam_runtime.unit.calls import ForwardCall
-from flatparam_runtime.unit.events import Observers
 from flatparam_runtime.unit.module import UnitModule
+from flatparam_runtime.unit.observers import Observers
 from flatparam_runtime.unit.phases import PHASES, Phase
 from flatparam_runtime.unit.plan import UnitPlan
 
@@ -110,26 +110,6 @@ class Unit:
         return self.held.calls
 
     @property
-    def lenders(self) -> Sequence[Unit]:
-        """The units that hold parameters which this unit's module uses too."""
-        return self.links.lenders
-
-    @property
-    def pins(self) -> int:
-        """The number of `summon_full_params` contexts that keep the full parameters in memory, in full precision."""
-        return self.showing.pins
-
-    @property
-    def summoned(self) -> Wishes | None:
-        """The arguments of the outermost `summon_full_params`, if there is one."""
-        return self.showing.wishes
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the next backward pass reduces gradients, which `no_sync` prevents."""
-        return self.reducer.synchronises
-
-    @property
     def residency(self) -> Residency:
         """The residency of all handles; SHARDED for a unit without parameters."""
         return self.handles[0].residency if self.handles else Residency.SHARDED
@@ -155,11 +135,6 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether the shards have changed in place since they were gathered."""
         return self.gathered != self.stamp()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether a caller gathered the full parameters outside of passes: the next pass uses them as they are."""
-        return self.showing.are_held
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
@@ -222,7 +197,7 @@ class Unit:
         if self.residency is not Residency.SHARDED or not self.handles:
             return
         if self.showing.away:
-            self.check_is_here()
+            self.showing.check_here(self.name, self.topology.group.rank)
         nbytes = 0
         for handle in self.handles:
             nbytes += handle.full_nbytes(full_precision=full_precision)
@@ -239,23 +214,6 @@ class Unit:
         for handle in self.handles:
             if handle.taken_over:
                 self.observers.tell(self, "take over", handle.flat_param.nbytes)
-
-    def send_away(self, where: str) -> None:
-        """Note that the shards are `where` until the model is brought back; an empty text: that they are back."""
-        self.showing.away = where
-
-    def check_is_here(self) -> None:
-        """Check that the shards are where the unit computes.
-
-        Raises:
-            FlatParamError: while the model is offloaded.
-        """
-        away = self.showing.away
-        if away:
-            raise FlatParamError(
-                f"unit {self.name!r}, rank {self.topology.group.rank}: its parameters are offloaded to {away}, so "
-                "they cannot be gathered: call flatparam.onload(model) on every rank first"
-            )
 
     def finish_unshard(self) -> None:
         """Wait for the gather and show the full parameters, unless they are shown already."""
@@ -319,18 +277,6 @@ class Unit:
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
 
-    def show(self, values: Sequence[Sequence[nn.Parameter | None]]) -> None:
-        """Show `values` (for each handle, one per parameter) instead of the sharded form, and list them alone."""
-        for handle, parameters in zip(self.handles, values, strict=True):
-            handle.exposure.show(parameters)
-            handle.exposure.list_flat_parameter(False)
-
-    def show_shard(self) -> None:
-        """Undo `show`."""
-        for handle in self.handles:
-            handle.exposure.show_shard()
-            handle.exposure.list_flat_parameter(True)
-
     # Gradients
 
     def begin_reduce(self, handles: Sequence[FlatParamHandle], averaging: Averaging) -> Reduction:
@@ -340,59 +286,15 @@ class Unit:
         self.observers.tell(self, "reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
         return self.reducer.issue(handles, label=self.name, averaging=averaging)
 
-    def synchronise(self, wanted: bool) -> None:
-        """Have later backward passes reduce gradients, or only collect them."""
-        self.reducer.synchronises = wanted
-
-    def sum_copies(self, wanted: bool) -> None:
-        """Have later backward passes sum gradients over the copies of a shard too, or inside the shard's group only."""
-        self.reducer.sums_copies = wanted
-
-    def divide_by(self, factor: float | None) -> None:
-        """Divide the sum of gradients by `factor`; `None` divides it by the number of ranks.
-
-        Raises:
-            FlatParamError: if gradients wait for a reduction: a part of the division is done when they are collected.
-        """
-        if self.reducer.unsynced and factor != self.reducer.divide_factor:
-            raise FlatParamError(
-                f"unit {self.name!r}, rank {self.topology.group.rank}: expected a new divisor of gradients between two "
-                "accumulations, found gradients of backward passes without synchronisation, which were collected with "
-                "the old one; set it before the first of these passes, or after the one that synchronises"
-            )
-        self.reducer.divide_factor = factor
-
-    # Other units, and changes by a caller
+    # Changes by a caller
 
     def join(self, name: str, number: int, fingerprint: Fingerprint) -> None:
         """Join a tree, as its unit `number`, under `name`; the tree has this `fingerprint`."""
         self.name = name
         self.observers.number, self.observers.fingerprint = number, fingerprint
 
-    def belongs_to(self, fingerprint: Fingerprint) -> bool:
-        """Whether the unit's tree is the one with this fingerprint."""
-        return self.observers.fingerprint is fingerprint
-
-    def borrow_from(self, lender: Unit) -> None:
-        """Note that this unit's module uses parameters that `lender` holds."""
-        if lender not in self.links.lenders:
-            self.links.lenders.append(lender)
-            lender.links.borrowers.append(self)
-
-    def prefetch_in_forward(self, units: Sequence[Unit] | None) -> None:
-        """Gather `units` when this unit's forward begins; `None` gathers the units that the last pass suggests."""
-        self.links.forward_prefetch = units
-
-    def prefetch_in_backward(self, units: Sequence[Unit] | None) -> None:
-        """Gather `units` when this unit's backward begins; `None` gathers the units that the forward suggests."""
-        self.links.backward_prefetch = units
-
-    def change_prefetch(self, **changes: Any) -> None:
-        """Change fields of `plan.prefetch`, from the next pass on."""
-        self.plan = attrs.evolve(self.plan, prefetch=attrs.evolve(self.plan.prefetch, **changes))
-
-    def change_freeing(self, **changes: Any) -> None:
-        """Change fields of `plan` that say when the full parameters are in memory, from the next pass on."""
+    def change_plan(self, **changes: Any) -> None:
+        """Change fields of `plan`, from the next pass on."""
         self.plan = attrs.evolve(self.plan, **changes)
 
     def cast_buffers(self) -> None:

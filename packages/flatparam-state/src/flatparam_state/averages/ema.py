@@ -137,7 +137,7 @@ class ShardedEMA:
                 "ShardedEMA.update(): the model shows its averages; leave applied(model) first"
             )
         for unit in units_in(self._model):
-            if unit.pins or unit.phase is Phase.INSPECTING:
+            if unit.showing.pins or unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
                     f"unit {unit.name!r}: its average cannot be updated while full parameters are summoned, because "
                     "the shards do not have the changes yet; leave summon_full_params() first"

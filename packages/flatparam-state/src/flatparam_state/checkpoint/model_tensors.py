@@ -55,7 +55,7 @@ def bring_to_rest(model: nn.Module) -> None:
     """
     for unit in units_in(model):
         refuse_in_a_pass(unit)
-        if unit.pins or unit.phase is Phase.INSPECTING:
+        if unit.showing.pins or unit.phase is Phase.INSPECTING:
             raise FlatParamError(
                 f"unit {unit.name!r}: its shards are not saved, loaded, published or moved while full parameters are "
                 "summoned; leave summon_full_params() first"

@@ -70,7 +70,7 @@ def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
     Sharded and local ones are there once the state has been resolved (see `StandIns`). What is inside already (a
     submodule's `state_dict` in its parent's) is left alone.
     """
-    units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.lenders, unit))
+    units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.links.lenders, unit))
     stand_ins = StandIns()
     prefixes = {id(place.handle): place.prefix for place in places_in(model)}
     with contextlib.ExitStack() as stack:
@@ -113,7 +113,7 @@ def _values(place: Place, form: StateForm, stand_ins: StandIns) -> list[nn.Param
 
 def _full(place: Place, device: torch.device | None, keep: bool) -> list[torch.Tensor]:
     """Copies of the full parameters; of summoned ones as they are now, with what was changed there."""
-    if not place.unit.pins:
+    if not place.unit.showing.pins:
         return gather(place, place.handle.flat_param.detach(), device=device, keep=keep)
     return [leaf.detach().to(device or leaf.device, copy=True) for leaf in place.handle.leaves if keep]
 
@@ -121,7 +121,7 @@ def _full(place: Place, device: torch.device | None, keep: bool) -> list[torch.T
 def _shard(place: Place) -> torch.Tensor:
     """This rank's shard; of summoned parameters as they are now."""
     shard = place.handle.flat_param.detach()
-    if not place.unit.pins:
+    if not place.unit.showing.pins:
         return shard
     return shard_of(place, [own_part(place, index) for index in range(len(place.fqns))], shard)
 
@@ -167,7 +167,7 @@ def own_part(place: Place, index: int) -> torch.Tensor:
     """This rank's elements of parameter `index`: of the shard, or of the full parameter if that is summoned."""
     handle = place.handle
     fragment = handle.layout.fragment(index, handle.rank)
-    if place.unit.pins:
+    if place.unit.showing.pins:
         return memory_view(handle.leaves[index].detach(), handle.layout.slots[index].spec)[
             fragment.in_param.as_slice()
         ]

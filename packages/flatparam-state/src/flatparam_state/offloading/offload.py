@@ -262,7 +262,7 @@ def _say_where(trip: _Trip, where: str) -> None:
     """Have forward passes and steps refused if the model is somewhere, and allowed again if `where` is empty."""
     held = [parameter for home in trip.homes for parameter in home.parameters()]
     for unit in trip.units:
-        unit.send_away(where)
+        unit.showing.away = where
     allow_steps(held, _OFFLOADED)
     if where:
         refuse_steps(held, _OFFLOADED)

@@ -31,7 +31,7 @@ def _with_full_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def initialise(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(module)
-        if unit is None or unit.summoned is not None:
+        if unit is None or unit.showing.wishes is not None:
             return method(module, *args, **kwargs)
         # Sharded modules inside, whose methods this one calls, show theirs, one after the other.
         with summon_full_params(module, recurse=False):

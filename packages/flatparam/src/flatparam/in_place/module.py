@@ -91,7 +91,7 @@ class FSDPModule(_Base):
         """
         check_flag("reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
-            unit.change_freeing(**freeing(reshard_after_forward, unit.topology))
+            unit.change_plan(**freeing(reshard_after_forward, unit.topology))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters are freed after a backward pass that does not reduce gradients.
@@ -104,7 +104,7 @@ class FSDPModule(_Base):
         """
         check_flag("reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
-            unit.change_freeing(free_after_unsynced_backward=reshard_after_backward)
+            unit.change_plan(free_after_unsynced_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether this module's full parameters are gathered for the backward pass.
@@ -116,7 +116,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("unshard_in_backward", unshard_in_backward)
-        self._unit.change_freeing(unshards_in_backward=unshard_in_backward)
+        self._unit.change_plan(unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of `modules` when this module's forward begins; without modules, as a pass suggests.
@@ -175,8 +175,8 @@ class FSDPModule(_Base):
         """
         check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in self._units(recurse):
-            unit.synchronise(requires_gradient_sync)
-            unit.sum_copies(requires_gradient_sync)
+            unit.reducer.synchronises = requires_gradient_sync
+            unit.reducer.sums_copies = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
@@ -219,7 +219,7 @@ class FSDPModule(_Base):
 
         Every rank calls this method and keeps its own part of its own changes, so seed all ranks alike.
         """
-        if self._unit.summoned is not None:
+        if self._unit.showing.wishes is not None:
             return super().apply(fn)
         with runtime.summon_full_params(self):
             return super().apply(fn)

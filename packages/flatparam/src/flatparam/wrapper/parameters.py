@@ -21,7 +21,7 @@ T = TypeVar("T")
 def named(interior: Interior, pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """`pairs` of names and tensors, with the names that a wrapper gives them now."""
     unit = interior.unit
-    clean = interior.clean_names or unit.summoned is not None or unit.phase is Phase.INSPECTING
+    clean = interior.clean_names or unit.showing.wishes is not None or unit.phase is Phase.INSPECTING
     for name, value in pairs:
         yield (clean_fqn(name) if clean else name), value
 
@@ -48,7 +48,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
 
 def not_summoned(units: Iterable[Unit]) -> list[Unit]:
     """Those whose full parameters are not shown by `summon_full_params`."""
-    return [unit for unit in units if unit.summoned is None]
+    return [unit for unit in units if unit.showing.wishes is None]
 
 
 @contextlib.contextmanager

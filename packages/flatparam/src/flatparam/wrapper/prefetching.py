@@ -47,16 +47,20 @@ def set_forward_prefetch(unit: Unit, units: int) -> None:
 
 def set_units_to_forward_prefetch(unit: Unit, modules: Iterable[nn.Module] | None) -> None:
     """Gather the units of `modules` when the forward of `unit` begins; `None`: what the last pass suggests."""
-    unit.prefetch_in_forward(None if modules is None else [unit_inside(module) for module in modules])
+    unit.links.forward_prefetch = _units_of(modules)
 
 
 def set_units_to_backward_prefetch(unit: Unit, modules: Iterable[nn.Module] | None) -> None:
     """Gather the units of `modules` when the backward of `unit` begins; `None`: what the forward suggests."""
-    unit.prefetch_in_backward(None if modules is None else [unit_inside(module) for module in modules])
+    unit.links.backward_prefetch = _units_of(modules)
+
+
+def _units_of(modules: Iterable[nn.Module] | None) -> list[Unit] | None:
+    return None if modules is None else [unit_inside(module) for module in modules]
 
 
 def _change(unit: Unit, **changes: Any) -> None:
-    unit.change_prefetch(**changes)
+    unit.change_plan(prefetch=attrs.evolve(unit.plan.prefetch, **changes))
 
 
 @final

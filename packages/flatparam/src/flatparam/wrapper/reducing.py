@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flatparam_runtime import HookStage, Unit
+from flatparam_runtime import FlatParamError, HookStage, Unit
 
 __all__ = ["register_comm_hook", "set_divide_factor", "set_requires_all_reduce"]
 
@@ -32,7 +32,7 @@ def register_comm_hook(
 def set_requires_all_reduce(units: Iterable[Unit], requires_all_reduce: bool) -> None:
     """Whether the backward passes of `units` sum gradients over the copies of a shard."""
     for unit in units:
-        unit.sum_copies(requires_all_reduce)
+        unit.reducer.sums_copies = requires_all_reduce
 
 
 def set_divide_factor(units: Iterable[Unit], factor: float | None) -> None:
@@ -45,4 +45,10 @@ def set_divide_factor(units: Iterable[Unit], factor: float | None) -> None:
     if factor is not None and not factor > 0:
         raise ValueError(f"expected a divide factor above zero, found {factor!r}")
     for unit in units:
-        unit.divide_by(factor)
+        if unit.reducer.unsynced and factor != unit.reducer.divide_factor:
+            raise FlatParamError(
+                f"unit {unit.name!r}, rank {unit.topology.group.rank}: expected a new divisor of gradients between two "
+                "accumulations, found gradients of backward passes without synchronisation, which were collected with "
+                "the old one; set it before the first of these passes, or after the one that synchronises"
+            )
+        unit.reducer.divide_factor = factor

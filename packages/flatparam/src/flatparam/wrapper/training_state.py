@@ -24,7 +24,7 @@ class TrainingState(LikeTorchs):
     @classmethod
     def of(cls, unit: Unit) -> TrainingState:
         """The state of the wrapper of `unit`."""
-        if unit.summoned is not None or unit.phase is Phase.INSPECTING:
+        if unit.showing.wishes is not None or unit.phase is Phase.INSPECTING:
             return cls.SUMMON_FULL_PARAMS
         return cls.IDLE if unit.phase is Phase.IDLE else cls.FORWARD_BACKWARD
 
