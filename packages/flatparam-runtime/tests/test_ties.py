@@ -146,7 +146,7 @@ def test_a_shared_parameter_is_one_object(use_orig_params: bool) -> None:
     left, right = unit_of(module.left), unit_of(module.right)
     assert left is not None
     assert right is not None
-    assert (right.lenders, left.links.borrowers) == ([left], [right])
+    assert (right.links.lenders, left.links.borrowers) == ([left], [right])
     assert (
         sum(handle.layout.fqns.count("up.weight") for unit in (left, right) for handle in unit.handles) == 1
     )

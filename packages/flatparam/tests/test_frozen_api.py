@@ -48,6 +48,8 @@ WITHOUT_MEMBERS: Final = ("Unit",)
 """Classes whose attributes and methods are not promised."""
 WITHOUT_ATTRIBUTES: Final = ("FlatParamHandle",)
 """Classes of which only the methods are promised; how they are made is not."""
+ATTACHED: Final = ("FlatExposure", "OriginalExposure")
+"""Classes that their method `attach` makes, from objects that are not public."""
 
 
 def is_ours(kind: type) -> bool:
@@ -121,7 +123,7 @@ def class_as_frozen(kind: type) -> dict[str, str]:
     own = [base for base in kind.__mro__ if is_ours(base)]
     is_made = any({"__init__", "__new__"} & set(vars(base)) for base in own)
     found = {}
-    is_promised = kind.__name__ not in (*WITHOUT_MEMBERS, *WITHOUT_ATTRIBUTES)
+    is_promised = kind.__name__ not in (*WITHOUT_MEMBERS, *WITHOUT_ATTRIBUTES, *ATTACHED)
     if is_made and is_promised and not getattr(kind, "_is_protocol", False):
         found["(made by)"] = signature_of(kind)
     if kind.__name__ not in WITHOUT_MEMBERS:

@@ -33,7 +33,8 @@ from flatparam_core.geometry import (
     replan,
     shard_metadata,
 )
-from flatparam_core.handle import FlatParamHandle, handle_of, owner_of
+from flatparam_core.handle import FlatParamHandle
+from flatparam_core.holders import handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage import (
     BufferPool,
