@@ -13,9 +13,9 @@ import attrs
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
 from flatparam_comm.process_group import groups
-from flatparam_comm.relay.count import CollectiveCount
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.positions.board import Board, Offer
+from flatparam_comm.relay.positions.page import CollectiveCount
 from flatparam_comm.relay.positions.standing import Position, Standing, Standings
 from flatparam_comm.relay.settings import RelaySettings
 

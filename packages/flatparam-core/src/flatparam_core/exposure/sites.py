@@ -14,8 +14,9 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.replaced import fitting_replacements, is_harmless, replaced
 
-__all__ = ["Sites", "replaced"]
+__all__ = ["Sites"]
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ class Sites:
         if repeats:
             shown = row.spread(shown)
         # The check comes before any change.
-        if not all(map(operator.is_, found, shown)) and not all(map(_is_harmless, found, shown)):
+        if not all(map(operator.is_, found, shown)) and not all(map(is_harmless, found, shown)):
             raise self._first_replaced()
         spread = row.spread(values) if repeats else values
         for registry, name, value in zip(registries, row.names, spread, strict=True):
@@ -139,28 +140,13 @@ class Sites:
                     _register(info, value)
 
     def replacements(self) -> dict[int, nn.Parameter]:
-        """By index, the parameters that somebody has registered since instead of those that `put` did, under all names.
-
-        Only what has the same shape and dtype, and is on the same device, is among them.
-        """
-        found: dict[int, nn.Parameter] = {}
-        for index, (infos, shown) in enumerate(zip(self.infos, self.shown, strict=True)):
-            modules = [info.reference() for info in infos]
-            there = [
-                None if module is None else module._parameters.get(info.param_name)
-                for module, info in zip(modules, infos, strict=True)
-            ]
-            new = there[0]
-            if new is None or shown is None or new is shown or any(each is not new for each in there):
-                continue
-            if (new.shape, new.dtype, new.device) == (shown.shape, shown.dtype, shown.device):
-                found[index] = new
-        return found
+        """By index, the parameters that somebody has registered since, under all names; see `fitting_replacements`."""
+        return fitting_replacements(self.infos, self.shown)
 
     def _first_replaced(self) -> FlatParamError:
         flat = [info for infos in self.infos for info in infos]
         both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)
-        return replaced(next(info for info, found, before in both if not _is_harmless(found, before)))
+        return replaced(next(info for info, found, before in both if not is_harmless(found, before)))
 
     def add(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under further names too, from now on."""
@@ -175,24 +161,3 @@ def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
     module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
     if type(module).__setattr__ is not nn.Module.__setattr__:
         setattr(module, info.param_name, value)
-
-
-def _is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
-    """Whether `found` may replace `shown`: it is the same, or both are frozen and have the same memory.
-
-    Layers of bitsandbytes give themselves such a parameter during a forward pass.
-    """
-    if found is shown:
-        return True
-    if found is None or shown is None or found.requires_grad or shown.requires_grad:
-        return False
-    facts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (found, shown)]
-    return facts[0] == facts[1]
-
-
-def replaced(info: ParamInfo) -> FlatParamError:
-    """The error for a parameter that is not the one that was put there."""
-    return FlatParamError(
-        f"parameter {info.fqn!r} was replaced by another object after its module was sharded, so the other ranks would "
-        "train without it; change its values instead, inside summon_full_params(), or replace it before sharding"
-    )
