@@ -45,6 +45,7 @@ ALSO_PASSED_ON: Final = {
     "each_module": "walks modules as the core does, where torch's own generator is too slow",
     "FlatParamError": "methods of flat parameters raise it",
     "gradient_divisors": "the rule by which reductions average, for hooks that take their place",
+    "telling": "functions of a caller run in layers above, maybe with an error on one rank alone",
     "Transitions": "the runtime's phases are a table of the same kind as the core's residencies",
 }
 # Import names that are not the distribution's name with underscores.

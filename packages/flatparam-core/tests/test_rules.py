@@ -311,9 +311,12 @@ def test_shares_that_are_no_weights_are_refused(shares: list[float], message: st
         FlatLayout.plan([spec("w", 4)], world_size=2, shares=shares)
 
 
-@pytest.mark.parametrize("make", [lambda: block_of(0), lambda: LayoutRule("row", 4)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: block_of(0), lambda: block_of(1.5), lambda: block_of("2"), lambda: LayoutRule("row", 4)],  # type: ignore[arg-type]
+)
 def test_rules_that_mean_nothing_are_refused(make: object) -> None:
-    """Blocks have at least one element, and only blocks have a length."""
+    """Blocks have a whole number of elements, at least one, and only blocks have a length."""
     with pytest.raises(LayoutError, match="blocks of"):
         make()  # type: ignore[operator]
     with pytest.raises(LayoutError, match="one of 'element', 'block', 'row' and 'whole', found 'column'"):

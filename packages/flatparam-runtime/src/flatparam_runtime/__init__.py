@@ -76,6 +76,7 @@ from flatparam_runtime.vocabulary import (
     memory_view,
     process_group_of,
     resolve_topology,
+    telling,
 )
 
 __version__ = "0.1.0"
@@ -143,6 +144,7 @@ __all__ = [
     "refuse_in_a_pass",
     "register_forward_method",
     "resolve_topology",
+    "telling",
     "revive_units",
     "set_flat_steps",
     "shard_module",

@@ -27,6 +27,7 @@ from flatparam_comm import (
     memory_view,
     process_group_of,
     resolve_topology,
+    telling,
 )
 
 __all__ = [
@@ -52,4 +53,5 @@ __all__ = [
     "memory_view",
     "process_group_of",
     "resolve_topology",
+    "telling",
 ]

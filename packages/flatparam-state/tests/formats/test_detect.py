@@ -46,3 +46,13 @@ def test_paths_that_do_not_go_together(tmp_path: Path) -> None:
         open_source(*both, format="safetensors")
     with pytest.raises(UnknownFormatError, match="'keras' is no format; expected one of flatparam"):
         open_source(both[0], format="keras")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pointer_of_git_lfs(name: str, inside: bool, tmp_path: Path) -> None:
+    """A file that Git LFS has not fetched is told from a damaged one, by itself and in its folder."""
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 123456789\n"
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=r"pointer of Git LFS.*git lfs pull"):
+        open_source(tmp_path if inside else tmp_path / name)

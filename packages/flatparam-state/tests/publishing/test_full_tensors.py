@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology
-from flatparam_comm.testing import rectangle, run_threads
+from flatparam_comm.testing import rectangle, run_processes, run_threads
 from flatparam_runtime import FlatParamError, UnitPlan, shard_module, summon_full_params
 from flatparam_state import PublishError, publish
 from flatparam_state.publishing import files
@@ -237,3 +237,26 @@ def test_a_model_that_is_not_sharded() -> None:
     model, given = mlp(), {}
     publish(model, given.__setitem__)
     assert_equal(given, dict(model.named_parameters()))
+
+
+def publish_where_one_raises(ranks: Collectives) -> str:
+    """The error of `publish` if `names` raises on rank 1 alone."""
+    model = shard(mlp(), ranks)
+
+    def names(name: str) -> str:
+        if ranks.rank == 1:
+            raise KeyError(f"{name} is not known here")
+        return name
+
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        publish(model, lambda name, tensor: None, names=names)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.processes
+def test_a_function_that_raises_on_one_rank() -> None:
+    """If `names` raises on one rank, the others, which wait for it, raise within seconds and say what it was."""
+    first, second = run_processes(2, publish_where_one_raises)
+    assert second.startswith("KeyError")
+    assert "rank 1 failed first in publish()" in first
+    assert "KeyError" in first

@@ -30,6 +30,10 @@ class LayoutRule:
             raise LayoutError(
                 f"a layout rule is one of 'element', 'block', 'row' and 'whole', found {self.kind!r}"
             )
+        if type(self.block_numel) is not int:
+            raise LayoutError(
+                f"a layout rule has blocks of a whole number of elements, found {self.block_numel!r}"
+            )
         if self.block_numel < 1 or (self.block_numel > 1 and self.kind != "block"):
             raise LayoutError(
                 f"a rule of kind {self.kind!r} cannot have blocks of {self.block_numel} elements; those of a rule "
@@ -82,6 +86,6 @@ def block_of(numel: int) -> LayoutRule:
     that blocks counted from the beginning of a shard are those counted from the beginning of each parameter.
 
     Raises:
-        LayoutError: if `numel` is less than 1.
+        LayoutError: if `numel` is no integer of at least 1.
     """
     return LayoutRule("block", numel)

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from typing_extensions import Self
 
@@ -17,6 +17,11 @@ __all__ = ["AnyPath", "ByteFile", "unreadable"]
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 """The name of a file or directory, as a caller gives it."""
+
+_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+"""The first bytes of a file that Git LFS leaves in the place of one that it has not fetched; see its specification."""
+_POINTER_NBYTES: Final = 1024
+"""Such a file is shorter than this."""
 
 
 def unreadable(path: AnyPath, done: str, error: OSError) -> UnreadableError:
@@ -41,7 +46,7 @@ class ByteFile:
             follows_links: whether it may be a symbolic link to a regular file.
 
         Raises:
-            CheckpointError: if there is none, or it is no regular file.
+            CheckpointError: if there is none, it is no regular file, or Git LFS has not fetched it.
             UnreadableError: if it cannot be opened for a different reason, saying why.
         """
         self.path = Path(path)
@@ -58,6 +63,14 @@ class ByteFile:
                 ) from error
             raise unreadable(path, "opened", error) from error
         self.nbytes = os.fstat(self._descriptor).st_size
+        self.nbytes_read = 0
+        if len(_POINTER) <= self.nbytes <= _POINTER_NBYTES and self.read(0, len(_POINTER)) == _POINTER:
+            self.close()
+            raise CheckpointError(
+                f"{path}: expected the file itself, found a pointer of Git LFS to it",
+                path=path,
+                hint="run `git lfs pull` in the repository that it comes from",
+            )
         self.nbytes_read = 0
 
     def __enter__(self) -> Self:

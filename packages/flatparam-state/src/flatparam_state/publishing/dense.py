@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from flatparam_runtime import telling
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES
 from flatparam_state.publishing.giving import Giving, Sink
@@ -71,7 +72,9 @@ def publish(
         publisher.publish()
         return publisher.catalogue
     bring_to_rest(model)
-    pairs = published_tensors(model, names, dtype, only)
+    # Functions of the caller run here, maybe with an error on this rank alone.
+    with telling("publish()"):
+        pairs = published_tensors(model, names, dtype, only)
     catalogue = Catalogue(tuple(published for _, published in pairs))
     topology = topology_of(model)
     if every_rank and not callable(sink):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_runtime import Threshold, Topology
+from flatparam_runtime import Threshold, Topology, telling
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
 from flatparam_state.publishing.ranks import is_first, topology_of
@@ -99,7 +99,8 @@ class Publisher:
         self._last: VersionId | None = None
         self._shards: list[_OwnShard] = []
         self._catalogue = Catalogue(())
-        self._look()
+        with telling("Publisher()"):
+            self._look()
 
     def __repr__(self) -> str:
         return f"Publisher({type(self._model).__name__}, version {self.version})"
@@ -127,7 +128,9 @@ class Publisher:
             FlatParamError: inside a forward or backward pass, or while full parameters are summoned.
         """
         bring_to_rest(self._model)
-        self._look()
+        # Functions of the caller run here, maybe with an error on this rank alone.
+        with telling("Publisher.publish()"):
+            self._look()
         topology = topology_of(self._model)
         stream = self._last.stream if self._last else self._agreed(topology)
         held = self._channel.held(topology)
