@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import EventLog, no_sync, observe
 
 from .models import Block, batch
-from .worlds import Grads, check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded
+from .worlds import (
+    Grads,
+    check_at_rest,
+    check_same,
+    full_gradients,
+    mean_gradients,
+    run,
+    seeded,
+    sharded,
+    zero_gradients,
+)
 
 
 class Checkpointed(nn.Module):
@@ -86,6 +97,44 @@ def test_checkpointed_training(
         return full_gradients(module)
 
     expected = mean_gradients(seeded(make, device), loss, ranks)
+    for found in run(ranks, steps):
+        check_same(found, expected)
+
+
+def all_operations(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+SELECTED: dict[str, Any] = {"all": all_operations, "products": [torch.ops.aten.addmm.default]}
+"""The operations whose results selective checkpointing saves."""
+
+
+@pytest.mark.parametrize("selected", SELECTED)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_selective_checkpoints(nesting: str, selected: str, ranks: int, use_orig_params: bool) -> None:
+    """Selective checkpointing saves operations of the model alone: not those of the gathers of units inside."""
+    part, units = NESTINGS[nesting]
+
+    class Selective(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            contexts = functools.partial(create_selective_checkpoint_contexts, SELECTED[selected])
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+            return out
+
+    def make() -> Model:
+        model = Model(False, part)
+        model.parts = nn.Sequential(*(Selective(part(), False) for _ in range(3)))
+        return model
+
+    def steps(collectives: Collectives) -> Grads:
+        module = sharded(make, collectives, units=units, use_orig_params=use_orig_params)
+        for _ in range(3):
+            zero_gradients(module)
+            loss(module, collectives.rank).backward()
+            check_at_rest(module)
+        return full_gradients(module)
+
+    expected = mean_gradients(seeded(make), loss, ranks)
     for found in run(ranks, steps):
         check_same(found, expected)
 

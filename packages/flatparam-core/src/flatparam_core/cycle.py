@@ -271,6 +271,7 @@ class FlatParamCycle:
             for leaf, wants in zip(form.leaves, wanted, strict=True):
                 leaf.requires_grad_(wants)
         self.exposure.show(self.forms.presented())
+        form.note_filled()
         # Last: if showing is refused, the buffer can still be given back.
         self.residency = unsharded
 

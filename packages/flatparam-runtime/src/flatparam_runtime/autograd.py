@@ -8,13 +8,15 @@
 | `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
 | `autograd.profiler._is_profiler_enabled` | whether somebody profiles | no ranges are shown |
 | `autograd.graph._engine_run_backward` | that a backward pass has raised | nobody is told of what it was |
+| `_C._len_torch_dispatch_stack`, `utils._python_dispatch` | which dispatch modes are on | none is turned off |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -26,6 +28,7 @@ from flatparam_comm import FlatParamError
 
 __all__ = [
     "accumulation_node",
+    "apart_from_checkpoints",
     "call_at_end",
     "current_run",
     "in_backward",
@@ -147,6 +150,41 @@ def accumulation_node(leaf: Tensor) -> Node | None:
         node = get_gradient_edge(leaf.requires_grad_(True)).node
     leaf.requires_grad_(wanted)
     return node
+
+
+def apart_from_checkpoints(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Have selective activation checkpointing neither save nor look for what `function` computes.
+
+    Its dispatch modes count all operations in a region. Those of a gather inside come in one of both passes only, or at
+    a time that depends on the other ranks.
+    """
+    count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not count():
+            return function(*args, **kwargs)
+        with _without_modes_of("torch.utils.checkpoint"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _without_modes_of(module: str) -> Iterator[None]:
+    """Turn the dispatch modes off whose class is one of `module`, or derives from one."""
+    from torch.utils import _python_dispatch
+
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    kept = [mode for mode in modes if all(base.__module__ != module for base in type(mode).__mro__)]
+    if len(kept) == len(modes):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_python_dispatch._disable_current_modes())
+        for mode in kept:
+            stack.enter_context(mode)
+        yield
 
 
 def untraced(function: Function, *, with_callees: bool = True) -> Function:

@@ -20,6 +20,7 @@ from flatparam_core.storage.precision import Precision
 __all__ = ["FullForm", "FullForms", "kind_of"]
 
 _GRAD: Final = operator.attrgetter("grad")
+_VERSION: Final = operator.attrgetter("_version")
 
 
 def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
@@ -44,6 +45,8 @@ class FullForm:
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
     """The offset of each of these leaves in the buffer, in bytes."""
+    _versions: list[int] = attrs.field(factory=list)
+    """The version of each leaf when the buffer was last filled."""
 
     @classmethod
     def create(
@@ -90,6 +93,17 @@ class FullForm:
         start = self.buffer.tensor.data_ptr()
         self._solid = {index: leaf for index, leaf in enumerate(leaves) if leaf.numel()}
         self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]
+
+    def note_filled(self) -> None:
+        """Note that the leaves have the values of the shards."""
+        self._versions = [*map(_VERSION, self.leaves)]
+
+    def edited(self) -> list[int]:
+        """The indices of the leaves that somebody has changed in place since, if the shards do not see it."""
+        if self.buffer.is_borrowed or [*map(_VERSION, self.leaves)] == self._versions:
+            return []
+        versions = zip(map(_VERSION, self.leaves), self._versions, strict=True)
+        return [index for index, (now, before) in enumerate(versions) if now != before]
 
     def reclaim(self, *, keep: bool = False) -> list[int]:
         """Turn the leaves that somebody gave other memory (`.data =`) into views of the allocated buffer again.

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
 from flatparam_runtime.agreement.divergence import rank_of
-from flatparam_runtime.autograd import in_backward, profiled, untraced
+from flatparam_runtime.autograd import apart_from_checkpoints, in_backward, profiled, untraced
 from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
@@ -41,7 +41,16 @@ def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have the full parameters in place for a call of `module`, and return the inputs as it takes them."""
-    tree, call = _enter(unit, module)
+    call = _enter(unit, module)
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
+    if torch.is_grad_enabled() and not call.is_recomputation:
+        _watch_inputs(unit, call, moved)
+    return moved
+
+
+@apart_from_checkpoints
+def _enter(unit: Unit, module: nn.Module) -> ForwardCall:
+    tree, call = _have_full_parameters(unit, module)
     for each in (unit, *unit.links.lenders):
         for number, handle in enumerate(each.handles):
             watch = each.held.watches.get(handle.forms.current)
@@ -49,13 +58,10 @@ def before_forward(
                 _watch_leaves(each, number, handle, tree.stream)
             elif tree.has_changed_stream:
                 watch.follow(tree.stream)
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
-    if torch.is_grad_enabled() and not call.is_recomputation:
-        _watch_inputs(unit, call, moved)
-    return moved
+    return call
 
 
-def _enter(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
+def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
     tree, backward = tree_and_backward(unit)
     inside_backward = in_backward()
     call = ForwardCall(sys.exc_info()[1], module)
@@ -170,7 +176,11 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     watched = recorded and _watch_outputs(unit, call, output)
     if recorded and not watched:
         _hook_every_leaf(unit)
+    edited = _edited(unit) if recorded else None
     _leave(tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched)
+    if edited is not None:
+        tell_failure(edited, f"forward pass of unit {unit.name!r}")
+        raise edited
     return output if call.restored is not None and not failed else None
 
 
@@ -179,6 +189,19 @@ def _is_of_exception(call: ForwardCall, output: Any) -> bool:
     return output is None and sys.exc_info()[1] is not call.outer_error
 
 
+def _edited(unit: Unit) -> FlatParamError | None:
+    """The error for parameters that the call has changed in place; None if there are none, or they are written back."""
+    edited = [handle.layout.fqns[index] for handle in unit.handles for index in handle.form.edited()]
+    if not edited or unit.showing.pins:
+        return None
+    return FlatParamError(
+        f"unit {unit.name!r}, rank {rank_of(unit.topology)}: its full parameters {', '.join(edited)} were changed in "
+        "place in its forward pass, as nn.Embedding(max_norm=...) does, and the change would be lost, since the shards "
+        "do not see it; change values between passes, inside summon_full_params()"
+    )
+
+
+@apart_from_checkpoints
 def _leave(
     tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
 ) -> None:
@@ -245,6 +268,7 @@ def _drop_unused_prefetches(tree: UnitTree) -> None:
             unit.reshard()
 
 
+@apart_from_checkpoints
 def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     args, kwargs = inputs
     for tensor in tensors_in(inputs if kwargs else args):
