@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from flatparam_comm import Collectives, Pending, ReduceOp
 from flatparam_comm.testing import run_processes, run_threads
@@ -103,6 +105,49 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     "root outside": (
         lambda comm, device: comm.broadcast(torch.zeros(2, device=device), root=comm.size),
         r"broadcast: expected a root in \[0, {size}\), found root={size}; give the rank within this group",
+    ),
+    "no tensor": (
+        lambda comm, device: comm.all_gather(torch.zeros(comm.size, device=device), None),
+        r"all_gather: expected shard to be a tensor, found a NoneType",
+    ),
+    "lists": (
+        lambda comm, device: comm.reduce_scatter([0.0], [0.0] * comm.size),
+        r"reduce_scatter: expected output to be a tensor, found a list",
+    ),
+    "an array": (
+        lambda comm, device: comm.all_reduce(np.zeros(2)),
+        r"all_reduce: expected tensor to be a tensor, found a ndarray",
+    ),
+    "a reduction of torch": (
+        lambda comm, device: comm.all_reduce(torch.zeros(2, device=device), op=dist.ReduceOp.SUM),
+        r"all_reduce: expected op to be one of ReduceOp.SUM, .*, found <RedOpType.SUM: 0>; take it from flatparam_comm",
+    ),
+    "a scattered reduction of torch": (
+        lambda comm, device: comm.reduce_scatter(
+            torch.zeros(2, device=device), torch.zeros(2 * comm.size, device=device), op=dist.ReduceOp.MAX
+        ),
+        r"reduce_scatter: expected op to be one of ReduceOp.SUM, .*, found <RedOpType.MAX",
+    ),
+    "a root as text": (
+        lambda comm, device: comm.broadcast(torch.zeros(2, device=device), root="0"),
+        r"broadcast: expected a root in \[0, {size}\), found root='0'",
+    ),
+    "ranks as text": (
+        lambda comm, device: comm.subgroup("01"),
+        r"subgroup: expected a sequence of ranks, which are whole numbers, found '01'",
+    ),
+    "a number of ranks": (
+        lambda comm, device: comm.subgroup(1),
+        r"subgroup: expected a sequence of ranks, which are whole numbers, found 1",
+    ),
+    "broken numbers": (
+        lambda comm, device: comm.all_to_all(
+            torch.zeros(comm.size, device=device),
+            torch.zeros(comm.size, device=device),
+            output_numels=[1.0] * comm.size,
+            given_numels=[1] * comm.size,
+        ),
+        r"all_to_all: expected output_numels to be a sequence of whole numbers, found \[1.0",
     ),
     "no ranks": (
         lambda comm, device: comm.subgroup([]),

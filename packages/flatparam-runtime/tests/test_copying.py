@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, FlatParamError, RanksOnly, owner_of
+from flatparam_comm import Collectives, FlatParamError, RanksOnly, owner_of, process_group_of, shared_memory
+from flatparam_comm.testing import run_processes
 from flatparam_runtime import no_sync, register_forward_method, summon_full_params, tree_of, unit_of, units_in
 
 from .models import Stack, batch
 from .worlds import (
+    Grads,
     check_at_rest,
     check_same,
     full_gradients,
@@ -23,6 +25,7 @@ from .worlds import (
     run,
     seeded,
     sharded,
+    zero_gradients,
 )
 
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -196,6 +199,27 @@ def test_a_file_belongs_to_a_rank() -> None:
 
     data = run(2, written)[1]
     run(3, read, data)
+
+
+def copied_over_shared_memory(collectives: Collectives) -> list[Grads]:
+    """The gradients of a model over shared memory, and those of its copies."""
+    module = sharded(Stack, shared_memory(process_group_of(collectives)), units=BLOCKS)
+    loss(module, collectives.rank).backward()
+    found = []
+    for each in (module, *(way(module) for way in WAYS.values())):
+        zero_gradients(each)
+        loss(each, collectives.rank).backward()
+        found.append(full_gradients(each))
+    return found
+
+
+@pytest.mark.processes
+def test_copies_over_shared_memory() -> None:
+    """A model whose ranks share memory is copied as any other: each copy computes the same gradients."""
+    for original, *copies in run_processes(2, copied_over_shared_memory):
+        assert len(copies) == 2
+        for each in copies:
+            check_same(each, original)
 
 
 def test_a_copy_asks_no_group_that_was_destroyed() -> None:

@@ -6,7 +6,8 @@ A call that gloo would refuse must fail on threads too, or tests on threads woul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Final
 
 import torch
@@ -42,8 +43,12 @@ _ORDERED: Final = frozenset(dtype for dtype in REDUCIBLE if not dtype.is_complex
 
 def check_all_gather(site: Site, output: Tensor, shard: Tensor) -> None:
     """Raise ValueError unless `shard` can be gathered from every rank into `output`."""
-    if _fit_apart(site.size, output, shard):
-        return
+    try:
+        if _fit_apart(site.size, output, shard):
+            return
+    except AttributeError:
+        # Something is no tensor, and is refused below.
+        pass
     check_flat(site, "output", output)
     check_flat(site, "shard", shard)
     check_alike(site, ("output", output), ("shard", shard))
@@ -53,8 +58,12 @@ def check_all_gather(site: Site, output: Tensor, shard: Tensor) -> None:
 
 def check_reduce_scatter(site: Site, output: Tensor, full: Tensor, op: ReduceOp) -> None:
     """Raise ValueError unless `full` can be reduced over the ranks and scattered into `output`."""
-    if full.dtype in _ORDERED and _fit_apart(site.size, full, output):
-        return
+    try:
+        if op.__class__ is ReduceOp and full.dtype in _ORDERED and _fit_apart(site.size, full, output):
+            return
+    except AttributeError:
+        # Something is no tensor, and is refused below.
+        pass
     check_flat(site, "output", output)
     check_flat(site, "full", full)
     check_alike(site, ("output", output), ("full", full))
@@ -106,19 +115,31 @@ def _lies_dense(tensor: Tensor) -> bool:
 
 def check_all_reduce(site: Site, tensor: Tensor, op: ReduceOp) -> None:
     """Raise ValueError unless `tensor` can be reduced in place."""
-    if tensor.dtype in _ORDERED and _lies_dense(tensor):
-        return
+    try:
+        if op.__class__ is ReduceOp and tensor.dtype in _ORDERED and _lies_dense(tensor):
+            return
+    except AttributeError:
+        # It is no tensor, and is refused below.
+        pass
     check_dense(site, "tensor", tensor)
     check_reducible(site, tensor, op)
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def _are_whole(numbers: object) -> bool:
+    return isinstance(numbers, Iterable) and all(map(_is_whole, numbers))
 
 
 def check_broadcast(site: Site, tensor: Tensor, root: int) -> None:
     """Raise ValueError unless `tensor` can be replaced by that of rank `root`."""
     check_dense(site, "tensor", tensor)
-    if not 0 <= root < site.size:
+    if not _is_whole(root) or not 0 <= root < site.size:
         raise site.refuse(
             f"a root in [0, {site.size})",
-            f"root={root}",
+            f"root={root!r}",
             "give the rank within this group, not the global one",
         )
 
@@ -131,6 +152,8 @@ def check_all_to_all(
     check_flat(site, "given", given)
     check_alike(site, ("output", output), ("given", given))
     for name, tensor, numels in (("output", output, output_numels), ("given", given, given_numels)):
+        if not _are_whole(numels):
+            raise site.refuse(f"{name}_numels to be a sequence of whole numbers", repr(numels))
         if len(numels) != site.size or min(numels) < 0 or sum(numels) != tensor.numel():
             raise site.refuse(
                 f"{name}_numels to have {site.size} numbers, none negative, that add up to {tensor.numel()}",
@@ -146,6 +169,8 @@ def check_all_to_all(
 
 def check_subgroup(site: Site, ranks: Sequence[int]) -> tuple[int, ...]:
     """The ranks as a tuple. Raises ValueError unless they are ranks of this group, in increasing order."""
+    if not _are_whole(ranks):
+        raise site.refuse("a sequence of ranks, which are whole numbers", repr(ranks))
     chosen = tuple(ranks)
     increasing = all(low < high for low, high in itertools.pairwise(chosen))
     if not chosen or not increasing or chosen[0] < 0 or chosen[-1] >= site.size:

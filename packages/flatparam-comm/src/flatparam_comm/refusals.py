@@ -20,6 +20,7 @@ __all__ = [
     "check_numel",
     "check_overlap",
     "check_reducible",
+    "check_tensor",
 ]
 
 #: The dtypes that can be reduced: gloo and NCCL both add them, with the same meaning. (bool is left out because gloo
@@ -55,8 +56,15 @@ class Site:
         return ValueError(f"{where}: expected {expected}, found {found}" + (f"; {advice}" if advice else ""))
 
 
+def check_tensor(site: Site, name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise site.refuse(f"{name} to be a tensor", f"a {type(value).__name__}", "pass a torch.Tensor")
+
+
 def check_dense(site: Site, name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the memory of `tensor` holds its values, one after the other."""
+    """Raise ValueError unless `tensor` is one whose memory holds its values, one after the other."""
+    check_tensor(site, name, tensor)
     if tensor.is_meta:
         raise site.refuse(f"{name} to hold bytes", "a meta tensor", "materialise it first")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
@@ -75,6 +83,7 @@ def check_dense(site: Site, name: str, tensor: Tensor) -> None:
 
 def check_flat(site: Site, name: str, tensor: Tensor) -> None:
     """Raise ValueError unless `tensor` is dense, and 1-D."""
+    check_tensor(site, name, tensor)
     if tensor.dim() != 1:
         raise site.refuse(f"{name} to be 1-D", f"shape {tuple(tensor.shape)}", f"pass {name}.view(-1)")
     check_dense(site, name, tensor)
@@ -126,6 +135,9 @@ def check_overlap(site: Site, *, whole: tuple[str, Tensor], part: tuple[str, Ten
 
 def check_reducible(site: Site, tensor: Tensor, op: ReduceOp) -> None:
     """Raise ValueError unless every engine can reduce `tensor` by `op`."""
+    if not isinstance(op, ReduceOp):
+        known = ", ".join(f"ReduceOp.{each.name}" for each in ReduceOp)
+        raise site.refuse(f"op to be one of {known}", repr(op), "take it from flatparam_comm")
     if tensor.dtype not in REDUCIBLE:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE))
         raise site.refuse(

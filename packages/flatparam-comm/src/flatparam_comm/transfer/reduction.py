@@ -114,6 +114,14 @@ class Reducer:
             is_sharded=self._is_sharded,
         )
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Reducer:
+        # A copy of a model works over the same ranks.
+        return self.copy()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # What reads it asks its own group whether it sums parts.
+        return Reducer, (self.topology, self.synchronises, self.sums_copies, self.divide_factor, self.hooks)
+
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         """The factors that turn the sum of the gradients of `handles` over ranks into their mean."""
         topology, hooks = self.topology, self.hooks
