@@ -509,7 +509,8 @@ def test_the_upcast_of_mixed_precision(use_orig_params: bool) -> None:
                 param.data = param.data.to(torch.float32)
                 module._handle._orig_param_dtype = torch.float32
         assert [name for name, _ in upcast] == ["Linear"] * 3
-        model(batch()).sum().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch()).sum().backward()
         assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
 
     on_ranks(2, rank)

@@ -16,7 +16,6 @@ from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_runtime import EventLog, observe
 
-from .models import mlp, seeded
 from .worlds import on_ranks
 
 LINEAR = ModuleWrapPolicy({nn.Linear})
@@ -94,24 +93,50 @@ def test_how_far_ahead_units_are_gathered(depth: int, ahead: int) -> None:
         assert (forward, backward) == (ahead, ahead)
 
 
+class Seen(nn.Linear):
+    """A layer that notes the dtype that it computes in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SEEN.add(self.weight.dtype)
+        return super().forward(x.to(self.weight.dtype)).float()
+
+
+SEEN: set[torch.dtype] = set()
+
+
+def upcast(kind: Any, use_orig_params: bool) -> tuple[Any, ...]:
+    """The dtypes of a model that is cast as accelerate casts one: computed in, of gradients, and in a state."""
+    SEEN.clear()
+    torch.manual_seed(0)
+    model = kind(
+        nn.Sequential(Seen(4, 4), Seen(4, 2)).bfloat16(),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    for wrapper in kind.fsdp_modules(model):
+        wrapper._flat_param.data = wrapper._flat_param.data.to(torch.float32)
+        wrapper._handle._orig_param_dtype = torch.float32
+    gradients = []
+    for step in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 4) * (step + 1)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    dtypes = {value.dtype for value in model.state_dict().values()} | {p.dtype for p in model.parameters()}
+    return {*SEEN}, {each.dtype for step in gradients for each in step}, dtypes, gradients
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_flat_parameter_that_is_cast(use_orig_params: bool) -> None:
-    """Giving `_flat_param` data of a different dtype, as accelerate does, casts the unit's parameters; it trains in it."""
+def test_a_flat_parameter_that_is_cast(torch_world: None, use_orig_params: bool) -> None:
+    """A model in bf16 whose flat parameters are given data in fp32, as accelerate does, computes in bf16, as in FSDP1.
 
-    def rank(world: Collectives) -> Any:
-        model = FSDP(seeded(mlp).bfloat16(), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
-        for wrapper in FSDP.fsdp_modules(model):
-            if wrapper._has_params:
-                wrapper._flat_param.data = wrapper._flat_param.data.to(torch.float32)
-                wrapper._handle._orig_param_dtype = torch.float32
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        model(torch.ones(2, 3)).sum().backward()
-        return {name: p.dtype for name, p in model.state_dict().items()}, [
-            p.grad.dtype for p in model.parameters() if p.grad is not None
-        ]
-
-    for state, grads in on_ranks(2, rank):
-        assert set(state.values()) == set(grads) == {torch.float32}
+    Its parameters, gradients and state are in fp32.
+    """
+    *theirs, expected = upcast(torchs_fsdp.FullyShardedDataParallel, use_orig_params)
+    *ours, found = upcast(FSDP, use_orig_params)
+    assert ours == theirs == [{torch.bfloat16}, {torch.float32}, {torch.float32}]
+    for step, other in zip(found, expected, strict=True):
+        assert sorted(each.sum().item() for each in step) == sorted(each.sum().item() for each in other)
 
 
 @pytest.mark.filterwarnings("ignore")

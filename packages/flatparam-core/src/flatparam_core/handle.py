@@ -114,14 +114,25 @@ class FlatParamHandle(FlatParamCycle):
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """FSDP1's name for the parameters' own dtype; code that casts the flat parameter sets this too."""
+        """FSDP1's name for the parameters' own dtype.
+
+        Code that gives the flat parameter data of a different dtype sets it, too. As in FSDP1, the full parameters then
+        keep the dtype that they had, and so does the reduction.
+        """
         return self.layout.dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        computed = self.forms.dtype(full_precision=False)
         self._follow()
         if dtype != self.layout.dtype:
             self.apply(lambda tensor: tensor.to(dtype))
+        if computed != self.forms.dtype(full_precision=False):
+            forms, precision = self.forms, attrs.evolve(self.precision, param_dtype=computed)
+            self.forms = FullForms(
+                self.layout, precision, forms.device, forms.attributes, forms.pool, forms.kinds
+            )
+            self.gradients = self._make_gradients()
 
     def has_presenter(self, index: int) -> bool:
         """Whether the module shows a tensor made from the full parameter `index`, for example a `DTensor`."""

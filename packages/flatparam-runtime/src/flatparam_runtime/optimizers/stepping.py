@@ -21,6 +21,7 @@ from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward, untraced
 from flatparam_runtime.optimizers.divided import is_long
+from flatparam_runtime.optimizers.earlier_state import keep_own_part
 from flatparam_runtime.optimizers.leaving_out import step_instead
 from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
@@ -83,6 +84,7 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if _note_step(optimizer):
         # torch's own function around the step, which calls this hook and `_after_step`.
         watch_call(sys._getframe(1), f"step of {type(optimizer).__name__}")
+    keep_own_part(optimizer)
     instead = step_instead(optimizer, args, kwargs) if NonfiniteGuard.are_there else None
     _choose_segments(optimizer)
     return instead

@@ -22,6 +22,7 @@ __all__ = [
     "HOOKS",
     "INIT_GROUP",
     "IN_BACKWARD",
+    "KEEPS_OWN_PART",
     "MAY_SEE_SHARDS",
     "STEPS",
     "STEPS_EACH",
@@ -39,6 +40,8 @@ HOOKS: Final = "_post_accumulate_grad_hooks"
 
 STEPS_EACH: Final = "_flatparam_steps_each"
 """Our mark on an optimizer that may not step segments."""
+KEEPS_OWN_PART: Final = "_flatparam_keeps_own_part"
+"""Our mark on an optimizer whose state has been cut as its parameters were."""
 MAY_SEE_SHARDS: Final = "_flatparam_may_see_shards"
 """Our mark on an optimizer that may step shards, whatever its kind."""
 

@@ -1,0 +1,52 @@
+"""The state that an optimizer has of parameters that were sharded afterwards: each rank keeps its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from flatparam_comm import FlatParamHandle, memory_view, owner_of
+from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
+
+__all__ = ["keep_own_part"]
+
+_COUNTS_STEPS = "step"
+"""The name of a state that belongs to no element, also if the parameter has no dimension."""
+
+
+def keep_own_part(optimizer: optim.Optimizer) -> None:
+    """Cut the state that `optimizer` had before its parameters were sharded, as these were cut; only once.
+
+    Adagrad makes state when it is made, and others have some if they have stepped before the model was wrapped.
+    """
+    if KEEPS_OWN_PART in vars(optimizer):
+        return
+    has_shards = False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+            if owner is None:
+                continue
+            has_shards = True
+            state = optimizer.state.get(parameter)
+            if isinstance(state, dict):
+                state.update(_own_parts(state, parameter, *owner))
+    if has_shards:
+        setattr(optimizer, KEEPS_OWN_PART, True)
+
+
+def _own_parts(
+    state: Mapping[str, Any], parameter: Tensor, handle: FlatParamHandle, index: int
+) -> dict[str, Tensor]:
+    spec = handle.layout.slots[index].spec
+    if parameter.shape == spec.shape:
+        return {}
+    span = handle.layout.fragment(index, handle.rank).in_param
+    return {
+        name: memory_view(value, spec)[span.as_slice()].clone().view(parameter.shape)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == spec.shape and name != _COUNTS_STEPS
+    }
