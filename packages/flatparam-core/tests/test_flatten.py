@@ -11,6 +11,7 @@ from flatparam_core import (
     FlatParamError,
     IllegalStepError,
     LayoutError,
+    Precision,
     discover,
     flatten_module,
 )
@@ -181,3 +182,11 @@ def test_all_errors_are_one_family() -> None:
     assert issubclass(IllegalStepError, FlatParamError)
     assert issubclass(LayoutError, (FlatParamError, ValueError))
     assert issubclass(FlatParamError, RuntimeError)
+
+
+@pytest.mark.parametrize("wrong", ["bfloat16", 3, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+def test_a_precision_has_floating_point_dtypes(name: str, wrong: object) -> None:
+    """Names, numbers and dtypes of integers are refused when the precision is made."""
+    with pytest.raises(FlatParamError, match=f"{name}: expected a floating-point dtype"):
+        Precision(**{name: wrong})  # type: ignore[arg-type]

@@ -50,3 +50,18 @@ def test_equal_plans_are_equal() -> None:
     assert UnitPlan(Topology(SingleCollectives())) != UnitPlan(
         Topology(SingleCollectives()), free_after_forward=False
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"topology": None}, "expected a Topology as topology, found None"),
+        ({"topology": SingleCollectives()}, "expected a Topology as topology"),
+        ({"precision": "bfloat16"}, "expected a Precision as precision, found 'bfloat16'"),
+        ({"prefetch": 2}, "expected a PrefetchPlan as prefetch, found 2"),
+    ],
+)
+def test_values_of_a_different_kind_are_refused(changes: dict[str, object], told: str) -> None:
+    """A plan says at once which of its parts is something else."""
+    with pytest.raises(TypeError, match=told):
+        UnitPlan(**{"topology": Topology(SingleCollectives()), **changes})  # type: ignore[arg-type]

@@ -196,3 +196,14 @@ def test_every_public_method_of_fsdp1() -> None:
     """There is no public name of FSDP1's class that ours has not."""
     wanted = {name for name in vars(theirs.FullyShardedDataParallel) if not name.startswith("_")}
     assert {name for name in wanted if not hasattr(FSDP, name)} == set()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_inside() -> None:
+    """A scripted layer is refused by name, and trains beside the others if it is ignored."""
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(FlatParamError, match=r"0\.(weight|bias).*belongs to TorchScript.*ignored_modules"):
+        FSDP(nn.Sequential(scripted, nn.Linear(2, 1)), HERE)
+    model = FSDP(nn.Sequential(scripted, nn.Linear(2, 1)), HERE, ignored_modules=[scripted])
+    model(torch.ones(1, 2)).sum().backward()
+    assert scripted.weight.grad is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import attrs
 import torch
+
+from flatparam_core.errors import FlatParamError
 
 __all__ = ["Precision"]
 
@@ -17,12 +19,23 @@ class Precision:
 
     Only floating-point parameters are cast. At rest (the shard, the optimizer, a checkpoint) a parameter has
     its own dtype.
+
+    Raises:
+        FlatParamError: for anything but floating-point dtypes.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     """Whether `.grad` has the compute dtype instead of the parameter's own."""
+
+    def __attrs_post_init__(self) -> None:
+        given: dict[str, Any] = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype}
+        for name, dtype in given.items():
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise FlatParamError(
+                    f"{name}: expected a floating-point dtype, such as torch.bfloat16, or None; found {dtype!r}"
+                )
 
     def compute(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameters of a flat parameter that is stored as `storage`."""

@@ -122,3 +122,9 @@ class UnitPlan:
     overlaps_reductions: bool | None = True
     use_orig_params: bool = False
     nonfinite: Nonfinite = attrs.field(default="ignore", converter=check_nonfinite)
+
+    def __attrs_post_init__(self) -> None:
+        for name, kind in (("topology", Topology), ("precision", Precision), ("prefetch", PrefetchPlan)):
+            found = getattr(self, name)
+            if not isinstance(found, kind):
+                raise TypeError(f"UnitPlan: expected a {kind.__name__} as {name}, found {found!r}")

@@ -35,7 +35,8 @@ def refuse_repacked(module: nn.Module, ignored: Ignored) -> None:
         FlatParamError: naming the parameter.
     """
     for path, child in module.named_modules():
-        weight = child._parameters.get("weight")
+        # TorchScript's parameters are in no dict.
+        weight = dict(child.named_parameters(recurse=False)).get("weight")
         if weight is None or weight in ignored:
             continue
         if getattr(getattr(weight, "quant_state", None), _IS_REPACKED, False):
