@@ -44,6 +44,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_init_group": "torch.optim.AdamW",
     "_is_profiler_enabled": "torch.autograd.profiler",
     "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
+    "_len_torch_dispatch_stack": "torch._C",
     "_local_scalar_dense": "torch.ops.aten",
     "_make_nccl_premul_sum": "torch.distributed",
     "_metadata": "torch.nn.Module().state_dict()",

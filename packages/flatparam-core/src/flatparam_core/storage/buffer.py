@@ -8,9 +8,9 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_core.geometry import FlatLayout
+from flatparam_core.geometry import FlatLayout, Slot
 
-__all__ = ["BufferPool", "FlatBuffer"]
+__all__ = ["BufferPool", "FlatBuffer", "slot_view"]
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can hand memory from one storage to another; if not, nothing is kept."""
@@ -207,8 +207,7 @@ class FlatBuffer:
         Make the view while the buffer is allocated; it then outlives every free and allocate. Writing the whole buffer
         does not count as an in-place change of the view, so autograd accepts it if the bytes come back as they were.
         """
-        slot = self.layout.slots[index]
-        return self.tensor.data.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start)
+        return slot_view(self.tensor.data, self.layout.slots[index])
 
     def views(self) -> tuple[torch.Tensor, ...]:
         """All parameters, in the order of the slots; see `view`."""
@@ -220,3 +219,8 @@ class FlatBuffer:
             self._gaps = [self.tensor[gap.as_slice()] for gap in self.layout.gaps]
         if self._gaps:
             torch._foreach_zero_(self._gaps)
+
+
+def slot_view(whole: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The parameter of `slot` in `whole`, a buffer or an alias of it, with which the view shares a version counter."""
+    return whole.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start)

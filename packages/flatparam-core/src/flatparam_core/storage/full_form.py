@@ -14,13 +14,12 @@ from typing_extensions import Self
 
 from flatparam_core.geometry import FlatLayout
 from flatparam_core.names import PRESENTER
-from flatparam_core.storage.buffer import BufferPool, FlatBuffer
+from flatparam_core.storage.buffer import BufferPool, FlatBuffer, slot_view
 from flatparam_core.storage.precision import Precision
 
 __all__ = ["FullForm", "FullForms", "kind_of"]
 
 _GRAD: Final = operator.attrgetter("grad")
-_VERSION: Final = operator.attrgetter("_version")
 
 
 def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
@@ -36,7 +35,10 @@ def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
 @final
 @attrs.define(eq=False)
 class FullForm:
-    """The buffer of the full parameters in one dtype, and an autograd leaf for each, a view of it that is made once."""
+    """The buffer of the full parameters in one dtype, and an autograd leaf for each, a view of it that is made once.
+
+    The leaves share a version counter, so that a look at one tells whether any was changed in place.
+    """
 
     buffer: FlatBuffer
     leaves: tuple[nn.Parameter, ...] = ()
@@ -45,8 +47,8 @@ class FullForm:
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
     """The offset of each of these leaves in the buffer, in bytes."""
-    _versions: list[int] = attrs.field(factory=list)
-    """The version of each leaf when the buffer was last filled."""
+    _version: int = 0
+    """The version of the leaves, which they share, when the buffer was last filled."""
 
     @classmethod
     def create(
@@ -81,11 +83,14 @@ class FullForm:
         """
         if self.leaves:
             return
-        leaves = []
+        leaves, slots = [], self.buffer.layout.slots
         kinds = kinds or [nn.Parameter] * len(attributes)
         # Leaves that are made in inference mode could never be trained.
         with torch.inference_mode(False):
-            for view, noted, wants, kind in zip(self.buffer.views(), attributes, wanted, kinds, strict=True):
+            alias = self.buffer.tensor.data
+            # In memory that is the flat parameter's, changes are kept, and are nothing to the neighbours.
+            views = self.buffer.views() if self.buffer.is_borrowed else [slot_view(alias, s) for s in slots]
+            for view, noted, wants, kind in zip(views, attributes, wanted, kinds, strict=True):
                 leaf: nn.Parameter = torch.Tensor._make_subclass(kind, view, wants)
                 vars(leaf).update(noted, _fsdp_flattened=True)
                 leaves.append(leaf)
@@ -96,14 +101,12 @@ class FullForm:
 
     def note_filled(self) -> None:
         """Note that the leaves have the values of the shards."""
-        self._versions = [*map(_VERSION, self.leaves)]
+        self._version = self.leaves[0]._version
 
-    def edited(self) -> list[int]:
-        """The indices of the leaves that somebody has changed in place since, if the shards do not see it."""
-        if self.buffer.is_borrowed or [*map(_VERSION, self.leaves)] == self._versions:
-            return []
-        versions = zip(map(_VERSION, self.leaves), self._versions, strict=True)
-        return [index for index, (now, before) in enumerate(versions) if now != before]
+    @property
+    def is_edited(self) -> bool:
+        """Whether somebody has changed a leaf in place since, and the shards do not see it."""
+        return not self.buffer.is_borrowed and self.leaves[0]._version != self._version
 
     def reclaim(self, *, keep: bool = False) -> list[int]:
         """Turn the leaves that somebody gave other memory (`.data =`) into views of the allocated buffer again.

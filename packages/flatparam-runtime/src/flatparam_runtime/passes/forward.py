@@ -191,13 +191,13 @@ def _is_of_exception(call: ForwardCall, output: Any) -> bool:
 
 def _edited(unit: Unit) -> FlatParamError | None:
     """The error for parameters that the call has changed in place; None if there are none, or they are written back."""
-    edited = [handle.layout.fqns[index] for handle in unit.handles for index in handle.form.edited()]
+    edited = [handle.name for handle in unit.handles if handle.form.is_edited]
     if not edited or unit.showing.pins:
         return None
     return FlatParamError(
-        f"unit {unit.name!r}, rank {rank_of(unit.topology)}: its full parameters {', '.join(edited)} were changed in "
-        "place in its forward pass, as nn.Embedding(max_norm=...) does, and the change would be lost, since the shards "
-        "do not see it; change values between passes, inside summon_full_params()"
+        f"unit {unit.name!r}, rank {rank_of(unit.topology)}: some of its full parameters {', '.join(edited)} were "
+        "changed in place in its forward pass, as nn.Embedding(max_norm=...) does, and the change would be lost, since "
+        "the shards do not see it; change values between passes, inside summon_full_params()"
     )
 
 
