@@ -31,6 +31,7 @@ __all__ = [
     "apart_from_checkpoints",
     "call_at_end",
     "current_run",
+    "dispatch_modes",
     "in_backward",
     "in_range",
     "in_transform",
@@ -152,22 +153,18 @@ def accumulation_node(leaf: Tensor) -> Node | None:
     return node
 
 
-def apart_from_checkpoints(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Have selective activation checkpointing neither save nor look for what `function` computes.
+#: The number of dispatch modes that are on in this thread.
+dispatch_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def apart_from_checkpoints(function: Callable[..., Result], *args: Any) -> Result:
+    """Call `function(*args)` so that selective activation checkpointing neither saves nor looks for what it computes.
 
     Its dispatch modes count all operations in a region. Those of a gather inside come in one of both passes only, or at
-    a time that depends on the other ranks.
+    a time that depends on the other ranks. If no mode is on (`dispatch_modes`), a plain call does the same.
     """
-    count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not count():
-            return function(*args, **kwargs)
-        with _without_modes_of("torch.utils.checkpoint"):
-            return function(*args, **kwargs)
-
-    return call
+    with _without_modes_of("torch.utils.checkpoint"):
+        return function(*args)
 
 
 @contextlib.contextmanager

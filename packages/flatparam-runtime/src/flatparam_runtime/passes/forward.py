@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
 from flatparam_runtime.agreement.divergence import rank_of
-from flatparam_runtime.autograd import apart_from_checkpoints, in_backward, profiled, untraced
+from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, profiled, untraced
 from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
@@ -41,14 +41,13 @@ def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have the full parameters in place for a call of `module`, and return the inputs as it takes them."""
-    call = _enter(unit, module)
+    call = apart_from_checkpoints(_enter, unit, module) if dispatch_modes() else _enter(unit, module)
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
     return moved
 
 
-@apart_from_checkpoints
 def _enter(unit: Unit, module: nn.Module) -> ForwardCall:
     tree, call = _have_full_parameters(unit, module)
     for each in (unit, *unit.links.lenders):
@@ -177,7 +176,13 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if recorded and not watched:
         _hook_every_leaf(unit)
     edited = _edited(unit) if recorded else None
-    _leave(tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched)
+    leave = functools.partial(
+        _leave, tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched
+    )
+    if dispatch_modes():
+        apart_from_checkpoints(leave)
+    else:
+        leave()
     if edited is not None:
         tell_failure(edited, f"forward pass of unit {unit.name!r}")
         raise edited
@@ -191,7 +196,7 @@ def _is_of_exception(call: ForwardCall, output: Any) -> bool:
 
 def _edited(unit: Unit) -> FlatParamError | None:
     """The error for parameters that the call has changed in place; None if there are none, or they are written back."""
-    edited = [handle.name for handle in unit.handles if handle.form.is_edited]
+    edited = [handle.name for handle in unit.handles if handle.forms.current.is_edited]
     if not edited or unit.showing.pins:
         return None
     return FlatParamError(
@@ -201,7 +206,6 @@ def _edited(unit: Unit) -> FlatParamError | None:
     )
 
 
-@apart_from_checkpoints
 def _leave(
     tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
 ) -> None:
@@ -268,19 +272,25 @@ def _drop_unused_prefetches(tree: UnitTree) -> None:
             unit.reshard()
 
 
-@apart_from_checkpoints
 def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     args, kwargs = inputs
     for tensor in tensors_in(inputs if kwargs else args):
         if tensor.requires_grad:
             token = object()
-            call.inputs[token] = tensor.grad_fn or get_gradient_edge(tensor).node, tensor.device
+            call.inputs[token] = (
+                tensor.grad_fn or apart_from_checkpoints(_node_of_leaf, tensor),
+                tensor.device,
+            )
             # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             # A leaf outlives this graph; the call does not.
             if tensor.grad_fn is None:
                 weakref.finalize(call, registered.remove)
+
+
+def _node_of_leaf(leaf: Tensor) -> Node:
+    return get_gradient_edge(leaf).node
 
 
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:

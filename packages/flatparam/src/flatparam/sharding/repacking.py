@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+import torch
 from torch import nn
 
 from flatparam.resolving import Ignored
@@ -35,8 +36,10 @@ def refuse_repacked(module: nn.Module, ignored: Ignored) -> None:
         FlatParamError: naming the parameter.
     """
     for path, child in module.named_modules():
-        # TorchScript's parameters are in no dict.
-        weight = dict(child.named_parameters(recurse=False)).get("weight")
+        # TorchScript's parameters are in no dict; they are refused, or ignored, later.
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
+        weight = child._parameters.get("weight")
         if weight is None or weight in ignored:
             continue
         if getattr(getattr(weight, "quant_state", None), _IS_REPACKED, False):
