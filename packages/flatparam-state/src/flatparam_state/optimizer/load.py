@@ -21,6 +21,7 @@ from flatparam_state.optimizer.holdings import (
     settings_of,
     with_settings,
 )
+from flatparam_state.optimizer.misfits import check_shapes
 from flatparam_state.optimizer.other_states import check_states
 from flatparam_state.optimizer.quantised import in_blocks
 from flatparam_state.optimizer.saved_states import SavedStates, has_cut_values
@@ -67,6 +68,7 @@ def load_optimizer_state(
         holding = Holding.of(model, optimizer)
         if not other_states:
             check_states(optimizer, holding, saved)
+        check_shapes(optimizer, holding, saved)
     except FlatParamError as error:
         if moves_between_ranks:
             agree_on_holdings(places, (), error=error)
