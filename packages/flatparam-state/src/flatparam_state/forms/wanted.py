@@ -20,6 +20,7 @@ from flatparam_runtime import (
 from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_chunked_over, is_dtensor, local_shape
 from flatparam_state.forms.deferred import LazyTensor, Streamed, as_tensor, is_tensor_like, shape_of
+from flatparam_state.forms.holders import holders_of
 from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
 from flatparam_state.places import Place
 
@@ -136,11 +137,12 @@ class Wanted:
             else:
                 value = chunker.whole(value, self.device, is_presented=self.is_presented)
         elif is_sharded_tensor(value):
-            held = Tiling.of_sharded_tensor(value, self._group)
-            if held.agrees_with(self.tiling):
+            group, ranks = holders_of(value, self.topology)
+            held = Tiling.of_sharded_tensor(value, ranks)
+            if group is self._group and held.agrees_with(self.tiling):
                 return self._own(value, chunker)
             shards = chunker.local_shards(value)
-            value = gathered(held, shards, value.dtype, self._group, self.device)
+            value = gathered(held, shards, value.dtype, group, self.device)
         return memory_view(value, self.spec)[span]
 
     def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
