@@ -12,7 +12,7 @@ from torch import nn
 
 from flatparam_comm import Collectives
 from flatparam_runtime import FlatParamError
-from flatparam_state import load_optimizer_state, optimizer_state_dict
+from flatparam_state import load_model_state, load_optimizer_state, model_state_dict, optimizer_state_dict
 
 from .optimizers import OPTIMIZERS, Make, adam
 from .worlds import assert_same_tensor, made_up_gradients, named_state, same_on_all, shard, step
@@ -179,3 +179,43 @@ def test_states_with_shapes_of_their_own_are_loaded(kind: Any) -> None:
                 assert_same_tensor(loaded["state"][number][name], value, name)
 
     same_on_all(1, rank)
+
+
+NO_ELEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "meta": lambda tensor: tensor.to("meta"),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("kind", NO_ELEMENTS)
+def test_a_tensor_that_cannot_be_copied(kind: str, rank0_only: bool, use_orig_params: bool) -> None:
+    """A sparse, meta or quantized moment of the right shape is refused by name, and says what it is."""
+    state = saved(layers(5), adam)
+    state["state"]["1.weight"]["exp_avg"] = NO_ELEMENTS[kind](torch.ones(3, 5))
+    for message in refusals(lambda: layers(5), adam, state, use_orig_params, rank0_only=rank0_only):
+        assert "'exp_avg' of '1.weight'" in message
+        assert kind in message
+
+
+@pytest.mark.parametrize("kind", NO_ELEMENTS)
+def test_a_parameter_that_cannot_be_copied_on_one_rank(kind: str, use_orig_params: bool) -> None:
+    """If rank 1 alone has a sparse, meta or quantized parameter, both ranks name it, and neither changes anything."""
+
+    def rank(ranks: Collectives) -> str:
+        model = shard(layers(5), ranks, ("0", "1"), use_orig_params=use_orig_params)
+        before = model_state_dict(model)
+        state = layers(5).state_dict()
+        if ranks.rank == 1:
+            state["1.weight"] = NO_ELEMENTS[kind](torch.ones(3, 5))
+        with pytest.raises(RuntimeError) as caught:
+            load_model_state(model, state)
+        after = model_state_dict(model)
+        for name, value in before.items():
+            assert_same_tensor(after[name], value, name)
+        return str(caught.value)
+
+    for message in same_on_all(2, rank):
+        assert "'1.weight'" in message
+        assert kind in message

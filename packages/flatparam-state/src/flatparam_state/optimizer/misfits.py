@@ -43,7 +43,9 @@ def check_shapes(optimizer: torch.optim.Optimizer, holding: Holding, saved: Stat
         for name, value in _tensors(item, saved.get(fqn, {})):
             found = wanted.misfit(value)
             if found is not None and (
-                name in known[number, dim, dtype] or _is_usual(optimizer, settings, item, wanted, name, value)
+                shape_of(value) == wanted.spec.shape
+                or name in known[number, dim, dtype]
+                or _is_usual(optimizer, settings, item, wanted, name, value)
             ):
                 raise misfit_error(name, fqn, wanted, found)
 
