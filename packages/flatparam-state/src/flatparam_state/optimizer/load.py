@@ -148,7 +148,7 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+    if not isinstance(state_dict, Mapping) or "param_groups" not in state_dict:
         found = (
             f"the keys {sorted(map(str, state_dict))}"
             if isinstance(state_dict, Mapping)
@@ -159,8 +159,10 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
             "if it was saved with rank0_only, load it on every rank, or load it with rank0_only too, so that it is "
             "sent from rank 0"
         )
+    # A checkpoint has no entry for an empty dict, which the state of plain SGD is.
+    state = state_dict.get("state", {})
     names = [
-        *state_dict["state"],
+        *state,
         *(name for group in state_dict["param_groups"] for name in group["params"]),
     ]
     for name in names:
@@ -170,4 +172,4 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
                 "the state_dict() of an ordinary optimizer, which numbers parameters: give its keys names first "
                 "(rekey_optim_state_dict does)"
             )
-    return state_dict["state"], state_dict["param_groups"]
+    return state, state_dict["param_groups"]
