@@ -108,6 +108,23 @@ def test_something_that_is_no_full_state(use_orig_params: bool, state: Any) -> N
         assert "every rank" in message
 
 
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_groups_without_a_state(use_orig_params: bool, rank0_only: bool) -> None:
+    """What a checkpoint has of plain SGD, groups alone, is the state of an optimizer without any, with its settings."""
+    names = list(mlp().state_dict())
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard(mlp(), ranks, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        groups = optimizer.state_dict()["param_groups"]
+        state = {"param_groups": [{**groups[0], "params": names, "lr": 0.5}]}
+        given = {} if rank0_only and ranks.rank else state
+        loaded = load_optimizer_state(model, optimizer, given, rank0_only=rank0_only)
+        return loaded["state"], loaded["param_groups"][0]["lr"]
+
+    assert same_on_all(2, rank) == [({}, 0.5)] * 2
+
+
 def test_a_plain_state_dict_by_numbers(use_orig_params: bool) -> None:
     """The state dict of an unsharded optimizer numbers its parameters: the error says that names are expected."""
     model = mlp()

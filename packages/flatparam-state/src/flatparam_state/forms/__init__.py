@@ -10,6 +10,7 @@ from flatparam_state.forms.deferred import (
     from_first,
     is_tensor_like,
     shape_of,
+    unreadable,
 )
 from flatparam_state.forms.state_form import FormKind, StateForm
 from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
@@ -33,4 +34,5 @@ __all__ = [
     "is_tensor_like",
     "row_major_boxes",
     "shape_of",
+    "unreadable",
 ]

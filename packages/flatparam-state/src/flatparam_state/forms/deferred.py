@@ -15,7 +15,16 @@ from flatparam_runtime import (
     broadcast_tensors,
 )
 
-__all__ = ["LazyTensor", "LazyValue", "Streamed", "as_tensor", "from_first", "is_tensor_like", "shape_of"]
+__all__ = [
+    "LazyTensor",
+    "LazyValue",
+    "Streamed",
+    "as_tensor",
+    "from_first",
+    "is_tensor_like",
+    "shape_of",
+    "unreadable",
+]
 
 
 class LazyValue(abc.ABC):
@@ -81,6 +90,19 @@ def shape_of(value: Any) -> tuple[int, ...]:
         return tuple(value.size() if isinstance(value, torch.Tensor) else value.shape)
     except AttributeError:
         return tuple(as_tensor(value).shape)
+
+
+def unreadable(value: Any) -> str | None:
+    """What keeps the elements of a tensor from being copied into an ordinary one; `None` if nothing does."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.is_meta:
+        return "a tensor on the meta device, which has no elements"
+    if value.is_quantized:
+        return f"a quantized tensor ({value.dtype}); dequantize() makes an ordinary one"
+    if value.layout is not torch.strided:
+        return f"a tensor of the layout {value.layout}; to_dense() makes an ordinary one"
+    return None
 
 
 def from_first(topology: Topology, value: Any, *, label: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import attrs
 import torch
@@ -12,7 +12,33 @@ from typing_extensions import Self
 from flatparam_runtime import Collectives, FlatParamError, ParamSpec, Span, process_group_of
 from flatparam_state.forms.boxes import Box, boxes_of
 
-__all__ = ["Tiling", "gathered", "is_sharded_tensor"]
+__all__ = ["Gathers", "Started", "Tiling", "gathered", "is_sharded_tensor", "ranks_in"]
+
+
+class Started(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> None:
+        """Return when its result is there."""
+        ...
+
+
+class Gathers(Protocol):
+    """Ranks that gather tensors: a group, or several groups together."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Started:
+        """Fill `output` with the `shard` of each rank, in their order."""
+        ...
 
 
 @final
@@ -48,19 +74,28 @@ class Tiling:
 
     @classmethod
     def of_sharded_tensor(cls, tensor: Any, group: Collectives) -> Self:
+        """As the metadata of `tensor`, a `ShardedTensor` over the ranks of `group`, says; see `of_shards_on`."""
+        return cls.of_shards_on(tensor, ranks_in(group))
+
+    @classmethod
+    def of_shards_on(cls, tensor: Any, ranks: Mapping[int, int]) -> Self:
         """As the metadata of `tensor`, a `ShardedTensor`, says.
 
+        Args:
+            tensor: its shards may lie on any of `ranks`.
+            ranks: the ranks that can be asked, by their ranks in the world.
+
         Raises:
-            FlatParamError: if it names ranks that are not in `group`.
+            FlatParamError: if it names different ranks.
         """
-        ranks = _ranks_in(group)
         boxes: dict[int, list[Box]] = {}
         for shard in tensor.metadata().shards_metadata:
             rank = None if shard.placement is None else ranks.get(shard.placement.rank() or 0)
             if rank is None:
                 raise FlatParamError(
-                    f"a ShardedTensor has a shard on {shard.placement}, which is none of the {group.size} ranks that "
-                    "the model is sharded over; load it with torch.distributed.checkpoint, which can change the ranks"
+                    f"a ShardedTensor has a shard on {shard.placement}, which is none of the {len(ranks)} ranks that "
+                    f"the model is sharded and replicated over, {sorted(ranks)} in the world: load the state with "
+                    "torch.distributed.checkpoint into a state dict of this model, or load a full state"
                 )
             boxes.setdefault(rank, []).append(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
         return cls(
@@ -125,7 +160,7 @@ class Tiling:
                 ShardMetadata(list(box.offsets), list(box.sizes), _placement(global_rank, device))
                 for box in boxes[rank]
             ]
-            for global_rank, rank in _ranks_in(group).items()
+            for global_rank, rank in ranks_in(group).items()
             if rank in boxes
         }
         shards = [Shard(part, facts) for part, facts in zip(parts, metadata.get(group.rank, ()), strict=True)]
@@ -145,7 +180,7 @@ def is_sharded_tensor(value: object) -> bool:
     return any(kind.__name__ == "ShardedTensor" for kind in type(value).__mro__)
 
 
-def _ranks_in(group: Collectives) -> dict[int, int]:
+def ranks_in(group: Collectives) -> dict[int, int]:
     """The ranks of the group, by their ranks in the world."""
     process_group = process_group_of(group)
     if process_group is None:
@@ -166,7 +201,7 @@ def gathered(
     held: Tiling,
     shards: Mapping[tuple[int, ...], torch.Tensor],
     dtype: torch.dtype,
-    group: Collectives,
+    group: Gathers,
     device: torch.device,
 ) -> torch.Tensor:
     """The full tensor, gathered from what every rank of `group` holds of it, as `held` says; every rank calls it.

@@ -19,7 +19,15 @@ from flatparam_runtime import (
 )
 from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_chunked_over, is_dtensor, local_shape
-from flatparam_state.forms.deferred import LazyTensor, Streamed, as_tensor, is_tensor_like, shape_of
+from flatparam_state.forms.deferred import (
+    LazyTensor,
+    Streamed,
+    as_tensor,
+    is_tensor_like,
+    shape_of,
+    unreadable,
+)
+from flatparam_state.forms.holders import holders_of
 from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
 from flatparam_state.places import Place
 
@@ -28,6 +36,11 @@ __all__ = ["Wanted"]
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _unreadable(value: Any) -> str | None:
+    """See `unreadable`; what ranks hold pieces of is not asked, since torch does not answer for it."""
+    return None if is_sharded_tensor(value) or is_dtensor(value) else unreadable(value)
 
 
 @final
@@ -103,16 +116,21 @@ class Wanted:
         return self.topology.shard
 
     def misfit(self, value: Any) -> str | None:
-        """The type or shape of `value` if it is not this tensor in one of its forms; the same on every rank."""
+        """What `value` is if it is not this tensor in one of its forms, with elements that can be copied.
+
+        Its type and shape are the same on every rank.
+        """
         if isinstance(value, (Streamed, LazyTensor)):
-            return None if value.shape == self.spec.shape else f"shape {value.shape}"
+            if value.shape != self.spec.shape:
+                return f"shape {value.shape}"
+            return _unreadable(value.tensor) if isinstance(value, Streamed) else None
         value = self.flattened(value)
         if not is_tensor_like(value):
             return type(value).__name__
         shape = shape_of(value)
         if is_dtensor(value) and self.is_presented:
             shape = local_shape(value)
-        return None if shape == self.spec.shape else f"shape {shape}"
+        return _unreadable(value) if shape == self.spec.shape else f"shape {shape}"
 
     def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
         """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.
@@ -136,11 +154,12 @@ class Wanted:
             else:
                 value = chunker.whole(value, self.device, is_presented=self.is_presented)
         elif is_sharded_tensor(value):
-            held = Tiling.of_sharded_tensor(value, self._group)
-            if held.agrees_with(self.tiling):
+            group, ranks = holders_of(value, self.topology)
+            held = Tiling.of_shards_on(value, ranks)
+            if group is self._group and held.agrees_with(self.tiling):
                 return self._own(value, chunker)
             shards = chunker.local_shards(value)
-            value = gathered(held, shards, value.dtype, self._group, self.device)
+            value = gathered(held, shards, value.dtype, group, self.device)
         return memory_view(value, self.spec)[span]
 
     def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:

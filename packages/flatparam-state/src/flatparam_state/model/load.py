@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, Topology, clean_fqn, tree_of
-from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted
+from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, unreadable
 from flatparam_state.model.collect import local_name
 from flatparam_state.places import Place, places_in
 
@@ -188,7 +188,7 @@ class ModelLoad:
 
 def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is an ordinary tensor with memory that exists already."""
-    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
+    return type(value) in (torch.Tensor, nn.Parameter) and unreadable(value) is None
 
 
 def refused_anywhere(topology: Topology, refused: list[str]) -> list[str]:

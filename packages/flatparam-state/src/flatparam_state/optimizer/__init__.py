@@ -1,7 +1,7 @@
 """The state of an optimizer over sharded parameters, by the names of the parameters."""
 
 from flatparam_state.optimizer.collect import optimizer_state_dict
-from flatparam_state.optimizer.entries import COUNTERS, PerRank
+from flatparam_state.optimizer.entries import COUNTERS, AsItIs, PerRank
 from flatparam_state.optimizer.first_state import FirstState
 from flatparam_state.optimizer.holdings import (
     Held,
@@ -15,7 +15,6 @@ from flatparam_state.optimizer.holdings import (
 )
 from flatparam_state.optimizer.load import load_optimizer_state
 from flatparam_state.optimizer.quantised import spread_out
-from flatparam_state.optimizer.saved_states import AsItIs
 
 __all__ = [
     "AsItIs",

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam_state.optimizer.holdings import Held, Holding, innermost
 
-__all__ = ["FirstState", "first_states", "names_of_first_state"]
+__all__ = ["FirstState", "first_states", "keeps_otherwise", "names_like_parameter", "names_of_first_state"]
 
 
 #: The method of an optimizer that says what the state of one parameter is before its first step: `(parameter,
@@ -57,16 +57,75 @@ def names_of_first_state(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> frozenset[str]:
     """The names of the states that an optimizer of torch will make for `parameter`; none for any other optimizer."""
-    inner = innermost(optimizer)
-    if not type(inner).__module__.startswith("torch.optim."):
+    values = _of_torch(
+        optimizer,
+        settings,
+        torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device),
+    )
+    return frozenset(name for name, value in values.items() if value is not None)
+
+
+def names_like_parameter(
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> frozenset[str]:
+    """The states of a parameter of `dim` dimensions that an optimizer of torch makes in the parameter's shape.
+
+    None are known of any other optimizer, nor of a 0-d parameter, which a single number looks like.
+    """
+    if not dim:
         return frozenset()
-    small = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    # The sizes differ, so that no factor looks like the parameter.
+    small = torch.zeros(tuple(range(2, 2 + dim)), dtype=dtype, device=device)
+    return frozenset(
+        name
+        for name, value in _of_torch(optimizer, settings, small).items()
+        if isinstance(value, torch.Tensor) and value.shape == small.shape
+    )
+
+
+def keeps_otherwise(
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    name: str,
+    device: torch.device,
+) -> bool:
+    """Whether an optimizer that is not one of torch's makes the state `name` of a parameter in a shape of its own.
+
+    It steps a whole parameter of zeros, so that every rank finds the same.
+    """
+    inner = innermost(optimizer)
+    if _is_of_torch(inner):
+        return False
     try:
-        values = _initial(inner, settings, small) or _after_zeros(inner, settings, small)
+        value = _after_zeros(inner, settings, torch.zeros(shape, dtype=dtype, device=device)).get(name)
+    except Exception:
+        # Nothing says that it does.
+        return False
+    return isinstance(value, torch.Tensor) and tuple(value.shape) != shape
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _of_torch(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], small: torch.Tensor
+) -> dict[str, Any]:
+    """The states that an optimizer of torch will make for a parameter like `small`; empty for any other optimizer."""
+    inner = innermost(optimizer)
+    if not _is_of_torch(inner):
+        return {}
+    try:
+        return _initial(inner, settings, small) or _after_zeros(inner, settings, small)
     except Exception:
         # Some settings suit only the parameters that they are for.
-        return frozenset()
-    return frozenset(name for name, value in values.items() if value is not None)
+        return {}
 
 
 def _told(

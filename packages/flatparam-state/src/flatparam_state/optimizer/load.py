@@ -21,6 +21,7 @@ from flatparam_state.optimizer.holdings import (
     settings_of,
     with_settings,
 )
+from flatparam_state.optimizer.misfits import check_shapes
 from flatparam_state.optimizer.other_states import check_states
 from flatparam_state.optimizer.quantised import in_blocks
 from flatparam_state.optimizer.saved_states import SavedStates, has_cut_values
@@ -67,6 +68,7 @@ def load_optimizer_state(
         holding = Holding.of(model, optimizer)
         if not other_states:
             check_states(optimizer, holding, saved)
+        check_shapes(optimizer, holding, saved)
     except FlatParamError as error:
         if moves_between_ranks:
             agree_on_holdings(places, (), error=error)
@@ -146,7 +148,7 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+    if not isinstance(state_dict, Mapping) or "param_groups" not in state_dict:
         found = (
             f"the keys {sorted(map(str, state_dict))}"
             if isinstance(state_dict, Mapping)
@@ -157,8 +159,10 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
             "if it was saved with rank0_only, load it on every rank, or load it with rank0_only too, so that it is "
             "sent from rank 0"
         )
+    # A checkpoint has no entry for an empty dict, which the state of plain SGD is.
+    state = state_dict.get("state", {})
     names = [
-        *state_dict["state"],
+        *state,
         *(name for group in state_dict["param_groups"] for name in group["params"]),
     ]
     for name in names:
@@ -168,4 +172,4 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
                 "the state_dict() of an ordinary optimizer, which numbers parameters: give its keys names first "
                 "(rekey_optim_state_dict does)"
             )
-    return state_dict["state"], state_dict["param_groups"]
+    return state, state_dict["param_groups"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 import attrs
 import torch
@@ -14,24 +14,24 @@ from flatparam_state.forms import (
     Chunker,
     LazyValue,
     Streamed,
-    Wanted,
     as_tensor,
     is_dtensor,
     is_sharded_tensor,
     is_tensor_like,
 )
-from flatparam_state.optimizer.entries import COUNTERS, PerRank, State, copy_value, is_equal, is_per_rank
+from flatparam_state.optimizer.entries import (
+    COUNTERS,
+    AsItIs,
+    PerRank,
+    State,
+    copy_value,
+    is_equal,
+    is_per_rank,
+)
 from flatparam_state.optimizer.holdings import Held, Holding
+from flatparam_state.optimizer.misfits import described, misfit_error, wanted_of
 
-__all__ = ["AsItIs", "SavedStates", "concrete", "has_cut_values"]
-
-
-@final
-@attrs.frozen(eq=False)
-class AsItIs:
-    """A saved state that belongs to its parameter as a whole, whatever its shape."""
-
-    value: Any
+__all__ = ["SavedStates", "concrete", "has_cut_values"]
 
 
 @attrs.frozen(eq=False)
@@ -53,7 +53,7 @@ class SavedStates:
         unlike: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         unclear: set[str] = set()
         for item in holding.items:
-            for fqn, wanted in _wanted(item).items():
+            for fqn, wanted in wanted_of(item).items():
                 for name, value in saved.get(fqn, {}).items():
                     if isinstance(value, AsItIs) or (
                         item.part_states is not None and name not in item.part_states
@@ -86,9 +86,9 @@ class SavedStates:
         for fqn, value in own.items():
             if not is_equal(value, first):
                 raise FlatParamError(
-                    f"optimizer state {name!r} is {first!r} for {first_fqn!r} and {value!r} for {fqn!r}, "
-                    "which lie in one flat parameter and can have only one; shard with use_orig_params=True, or make "
-                    "them units of their own"
+                    f"optimizer state {name!r} is {described(first)} for {first_fqn!r} and {described(value)} for "
+                    f"{fqn!r}, which lie in one flat parameter and can have only one; shard with "
+                    "use_orig_params=True, or make them units of their own"
                 )
         return copy_value(first, None)
 
@@ -113,15 +113,6 @@ def concrete(value: Any) -> Any:
     return as_tensor(value) if is_stand_in else value
 
 
-def _wanted(item: Held) -> dict[str, Wanted]:
-    if item.place is None:
-        return {}
-    return {
-        fqn: Wanted.of_parameter(item.place, index)
-        for fqn, index in zip(item.fqns, item.indices, strict=True)
-    }
-
-
 def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
     """The value itself, or of one for each rank the one that was saved for what this rank holds."""
     if isinstance(value, Streamed) and item.place is None:
@@ -130,7 +121,7 @@ def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
         return _read(value)
     if not is_per_rank(value):
         return value
-    span = _wanted(item)[fqn].span if item.place is not None else None
+    span = wanted_of(item)[fqn].span if item.place is not None else None
     values = PerRank.from_entry(value).values
     for part, each in values:
         if part == span:
@@ -159,15 +150,12 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
     assert item.place is not None, "called for sharded parameters only"
     layout, rank = item.place.handle.layout, item.place.handle.rank
     found = {fqn: value for fqn, value in entries.items() if value is not None}
-    wanted = _wanted(item)
+    wanted = wanted_of(item)
     for fqn, value in found.items():
         other = wanted[fqn].misfit(value)
         if other is not None:
-            raise FlatParamError(
-                f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape {wanted[fqn].spec.shape}, found "
-                f"{other if not isinstance(value, (int, float, str)) else repr(value)}; the state was saved from "
-                "a different model"
-            )
+            is_plain = isinstance(value, (int, float, str))
+            raise misfit_error(name, fqn, wanted[fqn], described(value) if is_plain else other)
     if not item.is_flat:
         (fqn,) = item.fqns
         part = wanted[fqn].part(found[fqn], chunker)

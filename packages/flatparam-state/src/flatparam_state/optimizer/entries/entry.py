@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, final
 
+import attrs
 import torch
 
 from flatparam_state.forms import is_sharded_tensor
 
-__all__ = ["COUNTERS", "State", "copy_value", "is_equal"]
+__all__ = ["COUNTERS", "AsItIs", "State", "copy_value", "is_equal"]
 
 State: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The states of an optimizer: by the name of a parameter, what it has under which name."""
 
 COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 """The 0-d states of torch's optimizers that are not shaped like the parameter."""
+
+
+@final
+@attrs.frozen(eq=False)
+class AsItIs:
+    """A saved state that belongs to its parameter as a whole, whatever its shape."""
+
+    value: Any
 
 
 def copy_value(value: Any, device: torch.device | None) -> Any:

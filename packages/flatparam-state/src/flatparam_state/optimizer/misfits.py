@@ -1,0 +1,112 @@
+"""Saved states whose shape shows that they are those of a different model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from flatparam_runtime import FlatParamError
+from flatparam_state.forms import LazyTensor, Streamed, Wanted, is_tensor_like, shape_of
+from flatparam_state.optimizer.entries import AsItIs, State, is_per_rank
+from flatparam_state.optimizer.first_state import keeps_otherwise, names_like_parameter
+from flatparam_state.optimizer.holdings import Held, Holding
+
+__all__ = ["check_shapes", "described", "misfit_error", "wanted_of"]
+
+_LIKE_PARAMETER: Final = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"}
+)
+"""The names that nearly every optimizer gives to states which are shaped like their parameter."""
+_MOST_CHARACTERS: Final = 200
+"""How much of a value a message shows."""
+
+
+def check_shapes(optimizer: torch.optim.Optimizer, holding: Holding, saved: State) -> None:
+    """Refuse tensors that would be shaped like their parameter, and have a different shape.
+
+    What an optimizer of torch keeps in the shape of the parameter is known from its first state. A different optimizer
+    may keep what it likes under any name, such as factors or blocks: of the names that are usual it is asked what it
+    makes itself, and nothing is said of others.
+
+    Raises:
+        FlatParamError: naming the state, the parameter, both shapes and the rank.
+    """
+    known: dict[tuple[int, int, torch.dtype], frozenset[str]] = {}
+    for number, settings, item, fqn, wanted in _parameters(holding):
+        dim, dtype = len(wanted.spec.shape), wanted.spec.dtype
+        if (number, dim, dtype) not in known:
+            known[number, dim, dtype] = names_like_parameter(
+                optimizer, settings, dim, dtype, item.parameter.device
+            )
+        for name, value in _tensors(item, saved.get(fqn, {})):
+            found = wanted.misfit(value)
+            if found is not None and (
+                shape_of(value) == wanted.spec.shape
+                or name in known[number, dim, dtype]
+                or _is_usual(optimizer, settings, item, wanted, name, value)
+            ):
+                raise misfit_error(name, fqn, wanted, found)
+
+
+def _parameters(holding: Holding) -> Iterator[tuple[int, Mapping[str, Any], Held, str, Wanted]]:
+    """Each sharded parameter: the number and the settings of its group, what holds it, its name, what is wanted."""
+    for number, (settings, items) in enumerate(holding.groups):
+        for item in items:
+            for fqn, wanted in wanted_of(item).items():
+                yield number, settings, item, fqn, wanted
+
+
+def wanted_of(item: Held) -> dict[str, Wanted]:
+    """What this rank's optimizer holds of each parameter that `item` stands for; empty if it is not sharded."""
+    if item.place is None:
+        return {}
+    return {
+        fqn: Wanted.of_parameter(item.place, index)
+        for fqn, index in zip(item.fqns, item.indices, strict=True)
+    }
+
+
+def misfit_error(name: str, fqn: str, wanted: Wanted, found: str) -> FlatParamError:
+    """The error for the state `name` of the parameter `fqn`, which is `found` and not the tensor that is `wanted`."""
+    return FlatParamError(
+        f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape {wanted.spec.shape}, found {found}, on rank "
+        f"{wanted.rank}; the state was saved from a different model: load the state that was saved with this one, or "
+        "leave out the state of this parameter"
+    )
+
+
+def described(value: Any) -> str:
+    """A value in a message: of a tensor with elements what it is, of anything else as much as fits in a line."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _tensors(item: Held, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The saved states of one parameter that are tensors, and that belong to no rank and to no whole parameter."""
+    for name, value in values.items():
+        if isinstance(value, AsItIs) or is_per_rank(value) or item.is_kept_once(name):
+            continue
+        if isinstance(value, (LazyTensor, Streamed)) or is_tensor_like(value):
+            yield name, value
+
+
+def _is_usual(
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    item: Held,
+    wanted: Wanted,
+    name: str,
+    value: Any,
+) -> bool:
+    """Whether the state has a usual name, is no single number, and the optimizer does not make it in its own shape."""
+    if name not in _LIKE_PARAMETER or torch.Size(shape_of(value)).numel() == 1:
+        return False
+    if item.part_states is not None:
+        # It has said itself which states are shaped like the parameter.
+        return True
+    spec = wanted.spec
+    return not keeps_otherwise(optimizer, settings, spec.shape, spec.dtype, name, item.parameter.device)
