@@ -175,14 +175,15 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     watched = recorded and _watch_outputs(unit, call, output)
     if recorded and not watched:
         _hook_every_leaf(unit)
-    edited = _edited(unit) if recorded else None
-    leave = functools.partial(
-        _leave, tree_of(unit), unit, call, failed=failed, recorded=recorded, watched=watched
-    )
+    edited = None
+    for handle in unit.handles if recorded else ():
+        if handle.forms.current.is_edited:
+            edited = _edited(unit)
+    tree = tree_of(unit)
     if dispatch_modes():
-        apart_from_checkpoints(leave)
+        apart_from_checkpoints(_leave, tree, unit, call, failed, recorded, watched)
     else:
-        leave()
+        _leave(tree, unit, call, failed, recorded, watched)
     if edited is not None:
         tell_failure(edited, f"forward pass of unit {unit.name!r}")
         raise edited
@@ -195,10 +196,10 @@ def _is_of_exception(call: ForwardCall, output: Any) -> bool:
 
 
 def _edited(unit: Unit) -> FlatParamError | None:
-    """The error for parameters that the call has changed in place; None if there are none, or they are written back."""
-    edited = [handle.name for handle in unit.handles if handle.forms.current.is_edited]
-    if not edited or unit.showing.pins:
+    """The error for parameters that the call has changed in place; None if they are written back."""
+    if unit.showing.pins:
         return None
+    edited = [handle.name for handle in unit.handles if handle.form.is_edited]
     return FlatParamError(
         f"unit {unit.name!r}, rank {rank_of(unit.topology)}: some of its full parameters {', '.join(edited)} were "
         "changed in place in its forward pass, as nn.Embedding(max_norm=...) does, and the change would be lost, since "
@@ -207,7 +208,7 @@ def _edited(unit: Unit) -> FlatParamError | None:
 
 
 def _leave(
-    tree: UnitTree, unit: Unit, call: ForwardCall, *, failed: bool, recorded: bool, watched: bool
+    tree: UnitTree, unit: Unit, call: ForwardCall, failed: bool, recorded: bool, watched: bool
 ) -> None:
     """Free the unit's full parameters if its plan says so.
 
