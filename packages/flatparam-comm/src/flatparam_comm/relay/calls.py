@@ -67,6 +67,7 @@ class GroupCalls(CollectiveCount):
         "_group",
         "_has_met",
         "_is_forked",
+        "_is_meeting",
         "_relay",
         "_standings",
         "broken_by",
@@ -99,6 +100,7 @@ class GroupCalls(CollectiveCount):
         self._goes_through_gloo = goes_through_gloo
         self._has_met = not goes_through_gloo
         self._is_forked = False
+        self._is_meeting = False
         self.broken_by: FailureReport | None = None
         self.failed_at: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         """The counts at which this rank has failed."""
@@ -135,10 +137,13 @@ class GroupCalls(CollectiveCount):
         """Find the other ranks' memory. It is the group's first collective, and returns when all ranks have come."""
         group = self._group()
         assert group is not None, "a collective is about to be issued on it"
+        self._is_meeting = True
         try:
             self.meet(lambda offer: groups.exchange(offer, group))
         except Exception as error:
             raise self.error_of(site, error, waited=True) from error
+        finally:
+            self._is_meeting = False
 
     def meet(self, exchange: Callable[[Offer | None], list[Any]]) -> None:
         """Find the memory of the other ranks, which call this, too; `exchange` returns every rank's argument."""
@@ -209,7 +214,8 @@ class GroupCalls(CollectiveCount):
             return self.issued > 0
         count = failure.issued.get(self.name, 0)
         is_alike = self.failed_at.count(count) >= max(1, failure.failures.get(self.name, 1))
-        return self.issued > count and (failure.is_final or not is_alike)
+        # The meeting comes before the first collective is counted.
+        return self.issued + self._is_meeting > count and (failure.is_final or not is_alike)
 
     def break_by(self, failure: FailureReport) -> None:
         """Make every wait and every later call on the group raise."""

@@ -149,6 +149,12 @@ def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool
         where: what this rank was doing, as in `forward pass of unit 'blocks.1'`.
         is_final: this process is about to end, so the call returns when the failure is told (or after a moment).
     """
+    if _NOW.relay is None:
+        # Nothing was issued here yet, and the others may wait for the first collective.
+        with contextlib.suppress(Exception):
+            world = groups.default_group()
+            if world is not None:
+                calls_of(world)
     relay = _NOW.relay
     if relay is None or not relay.is_running or relay.pid != os.getpid():
         return
