@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from flatparam_comm import FlatParamHandle, memory_view, owner_of
+from flatparam_comm import FlatParameter, FlatParamHandle, memory_view, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
 
 __all__ = ["keep_own_part"]
@@ -18,15 +18,14 @@ _COUNTS_STEPS = "step"
 
 
 def keep_own_part(optimizer: optim.Optimizer) -> None:
-    """Cut the state that `optimizer` had before its parameters were sharded, as these were cut; only once.
+    """Cut the state that `optimizer` had before its parameters were sharded, as these were cut, and mark it.
 
     Adagrad makes state when it is made, and others have some if they have stepped before the model was wrapped.
     """
-    if KEEPS_OWN_PART in vars(optimizer):
-        return
     has_shards = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            has_shards = has_shards or isinstance(parameter, FlatParameter)
             owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
             if owner is None:
                 continue

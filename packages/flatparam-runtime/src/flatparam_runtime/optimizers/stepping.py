@@ -26,7 +26,7 @@ from flatparam_runtime.optimizers.leaving_out import step_instead
 from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
-from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, STEPS_EACH
+from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, KEEPS_OWN_PART, STEPS, STEPS_EACH
 from flatparam_runtime.unit import WAITING, drop_waiting_of, holder_of_parameter
 
 __all__ = ["notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
@@ -84,7 +84,8 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if _note_step(optimizer):
         # torch's own function around the step, which calls this hook and `_after_step`.
         watch_call(sys._getframe(1), f"step of {type(optimizer).__name__}")
-    keep_own_part(optimizer)
+    if KEEPS_OWN_PART not in vars(optimizer):
+        keep_own_part(optimizer)
     instead = step_instead(optimizer, args, kwargs) if NonfiniteGuard.are_there else None
     _choose_segments(optimizer)
     return instead

@@ -93,7 +93,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def unreadable(value: Any) -> str | None:
-    """What keeps the elements of a tensor from being copied into an ordinary one; `None` if nothing does."""
+    """The reason that keeps the elements of a tensor from being copied into an ordinary one; `None` if nothing does."""
     if not isinstance(value, torch.Tensor):
         return None
     if value.is_meta:

@@ -116,7 +116,7 @@ class Wanted:
         return self.topology.shard
 
     def misfit(self, value: Any) -> str | None:
-        """What `value` is if it is not this tensor in one of its forms, with elements that can be copied.
+        """The kind or shape of `value` if it is not this tensor in one of its forms, with elements that can be copied.
 
         Its type and shape are the same on every rank.
         """
