@@ -59,7 +59,7 @@ def _parameters(holding: Holding) -> Iterator[tuple[int, Mapping[str, Any], Held
 
 
 def wanted_of(item: Held) -> dict[str, Wanted]:
-    """The part that this rank's optimizer holds of each parameter that `item` stands for; empty if it is not sharded."""
+    """This rank's part, in its optimizer, of each parameter that `item` stands for; empty if it is not sharded."""
     if item.place is None:
         return {}
     return {
