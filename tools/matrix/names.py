@@ -50,6 +50,11 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_metadata": "torch.nn.Module().state_dict()",
     "_non_persistent_buffers_set": "torch.nn.Module()",
     "_parameters": "torch.nn.Module()",
+    # Its constructor sets it.
+    "_process_group": (
+        "type('Made', (), dict.fromkeys("
+        "torch.distributed._shard.sharded_tensor.ShardedTensor._prepare_init.__code__.co_names))"
+    ),
     "_process_group_name": "torch.distributed.distributed_c10d",
     "_schema": "torch.ops.aten.add.Tensor",
     "_sequence_nr": "torch.ones(1, requires_grad=True).exp().grad_fn",
