@@ -71,8 +71,8 @@ def wanted_of(item: Held) -> dict[str, Wanted]:
 def misfit_error(name: str, fqn: str, wanted: Wanted, found: str) -> FlatParamError:
     """The error for the state `name` of the parameter `fqn`, which is `found` and not the tensor that is `wanted`."""
     return FlatParamError(
-        f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape {wanted.spec.shape}, found {found}, on rank "
-        f"{wanted.rank}; the state was saved from a different model: load the state that was saved with this one, or "
+        f"optimizer state {name!r} of {fqn!r}: expected a tensor of shape {wanted.spec.shape}, found {found}; "
+        "the state was saved from a different model: load the state that was saved with this one, or "
         "leave out the state of this parameter"
     )
 
