@@ -79,7 +79,7 @@ def test_the_state_of_a_model_with_other_shapes(
     state = saved(build(sizes[0]), make)
     wrong = {"p"} if build is vector else {"0.weight", "0.bias", "1.weight"}
     messages = refusals(lambda: build(sizes[1]), make, state, use_orig_params, rank0_only=rank0_only)
-    for rank, message in enumerate(messages):
+    for message in messages:
         assert "a different model" in message
         assert any(f"of {fqn!r}" in message for fqn in wrong)
         assert "expected a tensor of shape (" in message
