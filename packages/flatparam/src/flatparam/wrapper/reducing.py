@@ -35,7 +35,7 @@ def set_requires_all_reduce(units: Iterable[Unit], requires_all_reduce: bool) ->
         unit.reducer.sums_copies = requires_all_reduce
 
 
-def set_divide_factor(units: Iterable[Unit], factor: float | None) -> None:
+def set_divide_factor(units: Sequence[Unit], factor: float | None) -> None:
     """Divide the sum of the gradients of `units` by `factor`; `None`: by the number of ranks.
 
     Raises:
@@ -51,4 +51,6 @@ def set_divide_factor(units: Iterable[Unit], factor: float | None) -> None:
                 "accumulations, found gradients of backward passes without synchronisation, which were collected with "
                 "the old one; set it before the first of these passes, or after the one that synchronises"
             )
+    # Only now: if one unit refuses, none is changed.
+    for unit in units:
         unit.reducer.divide_factor = factor
