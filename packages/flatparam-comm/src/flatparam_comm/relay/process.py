@@ -141,8 +141,8 @@ def _end() -> None:
 def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool = False) -> None:
     """Let the ranks that wait for this one raise `PeerError`, since this one has failed.
 
-    It begins the relay if there is none yet, does nothing if there can be none or the same exception was told before, and
-    never raises. If this rank goes
+    It begins the relay if there is none yet. It does nothing if there can be none, or if the same exception was told
+    before, and never raises. If this rank goes
     on and issues its next collective, the other ranks go on waiting for it.
 
     Args:

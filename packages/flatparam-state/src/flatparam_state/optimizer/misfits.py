@@ -31,7 +31,7 @@ def check_shapes(optimizer: torch.optim.Optimizer, holding: Holding, saved: Stat
     makes itself, and nothing is said of others.
 
     Raises:
-        FlatParamError: naming the state, the parameter and both shapes; the same on every rank that has the state.
+        FlatParamError: naming the state, the parameter and both shapes.
     """
     known: dict[tuple[int, int, torch.dtype], frozenset[str]] = {}
     for number, settings, item, fqn, wanted in _parameters(holding):
