@@ -1,6 +1,7 @@
 """How optimizers step flat parameters, and which are refused."""
 
 from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
+from flatparam_runtime.optimizers.earlier_state import part_states_of
 from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers, step_in_backward
 from flatparam_runtime.optimizers.shape_rules import allow_shards
 from flatparam_runtime.optimizers.stepping import (
@@ -16,6 +17,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_gradients_",
     "notice_optimizers",
+    "part_states_of",
     "set_flat_steps",
     "step_in_backward",
     "step_in_segments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn, optim
@@ -11,10 +11,26 @@ from torch import Tensor, nn, optim
 from flatparam_comm import FlatParameter, FlatParamHandle, memory_view, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
 
-__all__ = ["keep_own_part"]
+__all__ = ["keep_own_part", "part_states_of"]
+
+_PART_STATES_OF: Final = "part_states_of"
+"""The method of an optimizer that knows of shards: `(settings of a group) -> names of states`, or `None` for all."""
 
 _COUNTS_STEPS = "step"
 """The name of a state that belongs to no element, also if the parameter has no dimension."""
+
+
+def part_states_of(optimizer: optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str] | None:
+    """The names of the states that are cut like their parameter if they have its shape; `None` stands for all.
+
+    Other states belong to a parameter as a whole.
+
+    Args:
+        optimizer: says it itself, by a method of this name without the first argument, if it steps whole parameters.
+        settings: a parameter group of it.
+    """
+    tell = getattr(optimizer, _PART_STATES_OF, None)
+    return tell(settings) if callable(tell) else None
 
 
 def keep_own_part(optimizer: optim.Optimizer) -> None:
@@ -24,6 +40,7 @@ def keep_own_part(optimizer: optim.Optimizer) -> None:
     """
     has_shards = False
     for group in optimizer.param_groups:
+        names = part_states_of(optimizer, group)
         for parameter in group["params"]:
             has_shards = has_shards or isinstance(parameter, FlatParameter)
             owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
@@ -32,13 +49,17 @@ def keep_own_part(optimizer: optim.Optimizer) -> None:
             has_shards = True
             state = optimizer.state.get(parameter)
             if isinstance(state, dict):
-                state.update(_own_parts(state, parameter, *owner))
+                state.update(_own_parts(state, names, parameter, *owner))
     if has_shards:
         setattr(optimizer, KEEPS_OWN_PART, True)
 
 
 def _own_parts(
-    state: Mapping[str, Any], parameter: Tensor, handle: FlatParamHandle, index: int
+    state: Mapping[str, Any],
+    names: frozenset[str] | None,
+    parameter: Tensor,
+    handle: FlatParamHandle,
+    index: int,
 ) -> dict[str, Tensor]:
     spec = handle.layout.slots[index].spec
     if parameter.shape == spec.shape:
@@ -47,5 +68,7 @@ def _own_parts(
     return {
         name: memory_view(value, spec)[span.as_slice()].clone().view(parameter.shape)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape == spec.shape and name != _COUNTS_STEPS
+        if isinstance(value, torch.Tensor)
+        and value.shape == spec.shape
+        and (name != _COUNTS_STEPS if names is None else name in names)
     }

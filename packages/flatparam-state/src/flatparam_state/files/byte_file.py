@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -31,6 +32,15 @@ def unreadable(path: AnyPath, done: str, error: OSError) -> UnreadableError:
         path=path,
         hint="its contents may be sound: see whether its disk is mounted, and who may read it",
     )
+
+
+def _is_pointer(descriptor: int, nbytes: int) -> bool:
+    """Whether an open file is a pointer of Git LFS; one that cannot be read is told by the first read of its data."""
+    if not len(_POINTER) <= nbytes <= _POINTER_NBYTES:
+        return False
+    with contextlib.suppress(OSError):
+        return os.pread(descriptor, len(_POINTER), 0) == _POINTER
+    return False
 
 
 @final
@@ -64,14 +74,13 @@ class ByteFile:
             raise unreadable(path, "opened", error) from error
         self.nbytes = os.fstat(self._descriptor).st_size
         self.nbytes_read = 0
-        if len(_POINTER) <= self.nbytes <= _POINTER_NBYTES and self.read(0, len(_POINTER)) == _POINTER:
+        if _is_pointer(self._descriptor, self.nbytes):
             self.close()
             raise CheckpointError(
                 f"{path}: expected the file itself, found a pointer of Git LFS to it",
                 path=path,
                 hint="run `git lfs pull` in the repository that it comes from",
             )
-        self.nbytes_read = 0
 
     def __enter__(self) -> Self:
         return self

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_runtime import FlatParamError, clean_fqn
+from flatparam_runtime import FlatParamError, clean_fqn, part_states_of
 from flatparam_state.places import Place, places_in
 
 __all__ = ["Held", "Holding", "held_by", "held_parameters", "innermost", "numbered"]
@@ -55,11 +55,6 @@ class Held:
         return any(self.place.handle.layout.slots[index].spec.numel for index in self.indices)
 
 
-#: The method of an optimizer that says which states of the parameters in a group are cut like them, if they have their
-#: shape: `(settings of the group) -> names`, or `None` for all. Others belong to a parameter as a whole.
-_PART_STATES_OF: Final = "part_states_of"
-
-
 def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Mapping[int, Held]:
     """Every parameter of `model` that an optimizer may hold, by identity.
 
@@ -79,9 +74,8 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
     if optimizer is None:
         return held
-    tell = getattr(innermost(optimizer), _PART_STATES_OF, None)
-    for group in optimizer.param_groups if callable(tell) else ():
-        names = tell(group)  # type: ignore[misc]  # it was looked at
+    for group in optimizer.param_groups:
+        names = part_states_of(innermost(optimizer), group)
         for parameter in group["params"] if names is not None else ():
             if id(parameter) in held:
                 held[id(parameter)] = attrs.evolve(held[id(parameter)], part_states=names)
