@@ -23,6 +23,7 @@ from flatparam_state.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from flatparam_state.checkpoint.protocol import CheckpointDirectory
 
 from .runs import Setup, assert_equal_state, full_state
 from .small import ALONE, SmallRun, end_of, fork
@@ -271,8 +272,9 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
         assert "give each job a directory of its own" in caught.value.hint
 
     assert end_of(fork(work)) == 0
-    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host"):
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host") as caught:
         SmallRun(tmp_path).train(5)
+    assert "in this process" in caught.value.hint
     run.train(10)
     run.checkpointer.close()
     other = SmallRun(tmp_path)
@@ -303,6 +305,18 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).manifest.step == 10
 
 
+@pytest.mark.parametrize("step", [0, 10**8, 1_764_000_000_000_000_000, 2**63 - 1])
+def test_steps_of_any_length_are_found(step: int, tmp_path: Path) -> None:
+    """A step may be as large as the time in nanoseconds: what is saved is listed, loaded and replaced."""
+    run = SmallRun(tmp_path)
+    run.checkpointer.save(step)
+    assert CheckpointDirectory(tmp_path).steps() == [step]
+    loaded = run.checkpointer.load()
+    assert loaded is not None
+    assert loaded.step == step
+    run.checkpointer.close()
+
+
 def test_arguments() -> None:
     """What makes no sense is refused at once."""
     with pytest.raises(ValueError, match="at least 1 checkpoint"):
@@ -311,8 +325,9 @@ def test_arguments() -> None:
         Checkpointer("x", ranks=ALONE, on_save_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the model of the optimizer's parameters"):
         Checkpointer("x", None, SmallRun(Path("x")).optimizer, ranks=ALONE)
-    with pytest.raises(ValueError, match="a step of at least 0"):
-        Checkpointer("x", ranks=ALONE).save(-1)
+    for step in (-1, 2**63):
+        with pytest.raises(ValueError, match="a step of at least 0"):
+            Checkpointer("x", ranks=ALONE).save(step)
     with pytest.raises(CheckpointError, match="cannot be the name of an optimizer"):
         run = SmallRun(Path("x"))
         Checkpointer("x", run.model, {"state": run.optimizer}, ranks=ALONE)

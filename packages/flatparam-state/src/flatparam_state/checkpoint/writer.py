@@ -12,7 +12,15 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_runtime import Span
-from flatparam_state.checkpoint.manifest import TensorRecord, dtype_name, encode, graft, rank_file, reference
+from flatparam_state.checkpoint.manifest import (
+    TensorRecord,
+    dtype_name,
+    encode,
+    graft,
+    is_count,
+    rank_file,
+    reference,
+)
 from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.save import (
     Committer,
@@ -63,10 +71,10 @@ class CheckpointWriter:
         Raises:
             CheckpointError: if the step is there, another writer is, the disk is too full, or a value is refused.
         """
-        if world_size < 1 or step < 0:
-            raise ValueError(
-                f"expected a world_size of at least 1 and a step of at least 0: {world_size}, {step}"
-            )
+        if world_size < 1:
+            raise ValueError(f"expected a world_size of at least 1, found {world_size}")
+        if not is_count(step):
+            raise ValueError(f"expected a step of at least 0 and at most 2**63 - 1, found {step!r}")
         self._tensors = dict(tensors)
         self._world_size = world_size
         self._aliases = dict(aliases or {})

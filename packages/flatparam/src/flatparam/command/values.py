@@ -47,9 +47,11 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """A number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text!r}")
+    """A number of at least 0, of 63 bits at most."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of at least 0 and at most 2**63 - 1, found {text!r}"
+        )
     return int(text)
 
 

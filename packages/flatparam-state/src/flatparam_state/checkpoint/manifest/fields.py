@@ -21,6 +21,7 @@ __all__ = [
     "count",
     "hash_digits",
     "instance_of",
+    "is_count",
     "mapping_of",
     "text",
     "tuple_of",
@@ -40,8 +41,8 @@ def bad_value(record: object, field: attrs.Attribute[Any], value: object, expect
 
 def count(record: object, field: attrs.Attribute[Any], value: Any) -> None:
     """Validate a number of bytes, of elements, of a rank, a file or a step."""
-    if not _is_count(value):
-        raise bad_value(record, field, value, "a number of at least 0")
+    if not is_count(value):
+        raise bad_value(record, field, value, "a number of at least 0 and at most 2**63 - 1")
 
 
 def hash_digits(record: object, field: attrs.Attribute[Any], value: Any) -> None:
@@ -114,10 +115,13 @@ def as_text(tree: Any) -> str:
 
 def as_count(tree: Any) -> int:
     """The JSON number `tree`: an integer of at least 0, and of 63 bits at most."""
-    if not _is_count(tree):
-        raise ValueError(f"expected a number of at least 0, found {str(tree)[:_SHOWN]!r}")
+    if not is_count(tree):
+        raise ValueError(
+            f"expected a number of at least 0 and at most 2**63 - 1, found {str(tree)[:_SHOWN]!r}"
+        )
     return int(tree)
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether `value` can be a number of bytes, of elements, of a rank, a file or a step."""
     return type(value) is int and 0 <= value < 2**63

@@ -32,8 +32,8 @@ _LATEST_NBYTES: Final = 4096
 _BEGINNING_NBYTES: Final = 4096
 """Of a manifest; what it follows stands before the tensors."""
 _TRIES: Final = 100
-_COMMITTED: Final = re.compile(r"step-(\d{8,18})")
-_LEFT: Final = re.compile(r"step-\d{8,18}\.(tmp|deleted)-[0-9a-f]{32}")
+_COMMITTED: Final = re.compile(r"step-(\d{8,19})")
+_LEFT: Final = re.compile(r"step-\d{8,19}\.(tmp|deleted)-[0-9a-f]{32}")
 
 
 def read_manifest(path: Path) -> Manifest:

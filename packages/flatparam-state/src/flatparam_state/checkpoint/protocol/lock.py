@@ -147,11 +147,15 @@ def _is_alive(pid: object) -> bool:
 
 
 def _refusal(root: Path, owner: dict[str, Any], more: str = "") -> CheckpointError:
+    is_own = (owner.get("host"), owner.get("pid")) == (socket.gethostname(), os.getpid())
+    advice = "stop that one, or give each job a directory of its own"
+    if is_own:
+        advice = "it is in this process: use the Checkpointer that is open, or close() it first"
     who = f"process {owner.get('pid', '?')} on host {owner.get('host', '?')} since {owner.get('since', '?')}"
     return CheckpointError(
         f"{root}: another writer has it: {who}",
         path=root,
-        hint=f"stop that one, or give each job a directory of its own{more}",
+        hint=f"{advice}{more}",
     )
 
 
