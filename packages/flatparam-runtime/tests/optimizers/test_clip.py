@@ -116,6 +116,22 @@ def test_norms_of_negative_order(
             torch.testing.assert_close(found[name], parameter.grad)
 
 
+@pytest.mark.parametrize("norm_type", [0.0, math.nan])
+def test_an_order_that_no_norm_has(norm_type: float, ranks: int) -> None:
+    """It is refused on every rank, also on one that would divide by nothing, and no gradient changes."""
+
+    def step(collectives: Collectives) -> tuple[Grads, Grads]:
+        module = sharded(Stack, collectives, units=BLOCKS)
+        loss(module, collectives.rank).backward()
+        before = full_gradients(module)
+        with pytest.raises(ValueError, match="expected the order of a norm"):
+            clip_grad_norm_(module, 1.0, norm_type)
+        return before, full_gradients(module)
+
+    for before, after in run(ranks, step):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_params: bool) -> None:
     """Gradients of ignored, whole parameters count once, not once per rank, and are clipped with the others."""

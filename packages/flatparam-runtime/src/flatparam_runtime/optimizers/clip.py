@@ -43,6 +43,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
+        ValueError: if `norm_type` is 0 or not a number.
     """
     sharded = _sharded_gradients(module)
     known = {id(g) for gradients in sharded.values() for g in gradients}
@@ -100,7 +101,10 @@ def clip_gradients_(
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
+        ValueError: if `norm_type` is 0 or not a number.
     """
+    if not norm_type or math.isnan(norm_type):
+        raise ValueError(f"expected the order of a norm, such as 2.0 or inf, found norm_type={norm_type!r}")
     everything = [g for gradients in sharded.values() for g in gradients] + list(whole)
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():
