@@ -45,6 +45,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_is_profiler_enabled": "torch.autograd.profiler",
     "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
     "_len_torch_dispatch_stack": "torch._C",
+    "_load_state_dict_post_hooks": "torch.nn.Module()",
     "_local_scalar_dense": "torch.ops.aten",
     "_make_nccl_premul_sum": "torch.distributed",
     "_metadata": "torch.nn.Module().state_dict()",

@@ -10,10 +10,11 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from flatparam import FullStateDictConfig, StateDictType
+from flatparam import FullStateDictConfig, StateDictType, fully_shard
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_core import clean_fqn
 
 from .models import Batch, Block, Transformer, mlp, seeded
 from .worlds import assert_same_state, on_ranks
@@ -247,3 +248,56 @@ def test_tied_parameters_load_as_in_torch(change: str, use_orig_params: bool) ->
     assert found.missing_keys == expected.missing_keys
     assert found.unexpected_keys == expected.unexpected_keys
     assert_same_state(model.state_dict(), reference.state_dict())
+
+
+def noted_by_hooks(module: nn.Module) -> list[list[str]]:
+    """What the post hook of each module inside reads as missing, in the order in which they are called."""
+    found: list[list[str]] = []
+
+    def note(_: nn.Module, incompatible: Any) -> None:
+        found.append([clean_fqn(name) for name in incompatible.missing_keys])
+
+    for inside in module.modules():
+        inside.register_load_state_dict_post_hook(note)
+    return found
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_hooks_of_modules_read_what_is_missing(way: str, left_out: int, use_orig_params: bool) -> None:
+    """A post hook that a model's own module has reads the report of torch on the unwrapped model, at each module."""
+    build, wrap = WAYS[way]
+    reference, model = seeded(build), seeded(build)
+    state = seeded(build, 8).state_dict()
+    for name in list(state)[:left_out]:
+        del state[name]
+    expected, found = noted_by_hooks(reference), noted_by_hooks(model)
+    # Modules that wrapping adds have no hook of these.
+    wrapped = wrap(model, process_group=HERE, use_orig_params=use_orig_params)
+    reference.load_state_dict(state, strict=False)
+    wrapped.load_state_dict(state, strict=False)
+    assert found == expected
+    assert any(expected) is bool(left_out)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_hooks_of_modules_that_are_sharded_in_place(left_out: int) -> None:
+    """The same for `fully_shard`, on two ranks."""
+    state = seeded(mlp, 8).state_dict()
+    for name in list(state)[:left_out]:
+        del state[name]
+
+    def rank(world: Collectives) -> list[list[str]]:
+        model = seeded(mlp)
+        found = noted_by_hooks(model)
+        for inside in model:
+            if isinstance(inside, nn.Linear):
+                fully_shard(inside, mesh=world)
+        fully_shard(model, mesh=world)
+        model.load_state_dict(state, strict=False)
+        return found
+
+    reference = seeded(mlp)
+    expected = noted_by_hooks(reference)
+    reference.load_state_dict(state, strict=False)
+    assert on_ranks(2, rank) == [expected] * 2

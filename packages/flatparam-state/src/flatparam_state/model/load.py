@@ -32,6 +32,8 @@ class ModelLoad:
     """
 
     _chunker: Chunker
+    _taken: set[str] = attrs.field(factory=set)
+    """The clean names of entries that torch no longer finds, since this has taken them."""
     _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
     _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
@@ -39,8 +41,6 @@ class ModelLoad:
     """Tensors that are not sharded, buffers above all, and the values that go there."""
     refused: bool = False
     """Whether some entry did not fit."""
-    _taken: set[str] = attrs.field(factory=set)
-    """The clean names of entries that torch no longer finds, since this has taken them."""
     _handles: dict[str, FlatParamHandle] = attrs.field(factory=dict)
     """By the clean names of their parameters."""
     in_flat: set[FlatParamHandle] = attrs.field(factory=set)
@@ -52,17 +52,19 @@ class ModelLoad:
         places: Iterable[Place],
         modules: Collection[nn.Module] | None = None,
         chunker: Chunker | None = None,
+        taken: set[str] | None = None,
     ) -> Self:
         """Open the loading of `places`, whose full parameters are freed first.
 
         Args:
             modules: those whose entries are taken; by default all that hold a parameter of `places`.
             chunker: what takes torch's sharded tensors apart.
+            taken: the names that this load takes are added to these, those of other loads of the same state.
 
         Raises:
             FlatParamError: inside a forward or backward pass.
         """
-        loading = cls(chunker or OWN_CHUNKER)
+        loading = cls(chunker or OWN_CHUNKER, set() if taken is None else taken)
         named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
         flat: dict[nn.Module, dict[str, Place]] = {}
         for place in places:
@@ -82,11 +84,22 @@ class ModelLoad:
             loading.watch(
                 module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {}))
             )
+            loading._report_to(module)
         return loading
 
     def watch(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Have `hook` run before `module` is loaded, after the module's own hooks, while this loading is open."""
         registered = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        self._hooks.callback(registered.remove)
+
+    def _report_to(self, module: nn.Module) -> None:
+        """Remove what was taken from torch's report before the module's own hooks read it."""
+
+        def remove(_: nn.Module, incompatible: Any) -> None:
+            incompatible.missing_keys[:] = self.really_missing(incompatible.missing_keys)
+
+        registered = module.register_load_state_dict_post_hook(remove)  # type: ignore[no-untyped-call]
+        module._load_state_dict_post_hooks.move_to_end(registered.id, last=False)
         self._hooks.callback(registered.remove)
 
     def _take(

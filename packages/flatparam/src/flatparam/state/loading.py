@@ -62,7 +62,7 @@ def _before(
         load = _begun_by(wrapper, errors)
     load.begin(
         wrapper,
-        ModelLoad.begin(places_of(interior.unit), own_modules(wrapper, interior.unit), chunker()),
+        ModelLoad.begin(places_of(interior.unit), own_modules(wrapper, interior.unit), chunker(), load.taken),
     )
     below = f"{prefix}{FSDP_WRAPPED_MODULE}."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(below)]:

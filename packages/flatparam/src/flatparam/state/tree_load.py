@@ -24,6 +24,8 @@ class TreeLoad:
     outermost: nn.Module
     errors: list[str]
     """The list in which torch collects the errors of one loading: the same object for every module in it."""
+    taken: set[str] = attrs.field(factory=set)
+    """The clean names of the entries that wrappers have taken."""
     _loads: list[ModelLoad] = attrs.field(factory=list)
     _open: dict[nn.Module, ModelLoad] = attrs.field(factory=dict)
     """By wrapper, the loads of those whose modules torch is loading now."""
