@@ -1,5 +1,6 @@
 """Training calls of the wrapper: `no_sync`, `clip_grad_norm_`, `summon_full_params`, names."""
 
+import copy
 import math
 from typing import Any
 
@@ -264,3 +265,34 @@ def test_evaluation_keeps_nothing_unsharded() -> None:
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, 3)), seeded(mlp)(torch.ones(2, 3)))
     assert not any(wrapper._handle.is_unsharded for wrapper in FSDP.fsdp_modules(model) if wrapper._handle)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["0", "2", ""])
+def test_an_interrupted_forward_leaves_shards(
+    error: type[BaseException], where: str, use_orig_params: bool
+) -> None:
+    """Whatever a module raises: afterwards the model is sharded, can be copied, and trains as one process does."""
+
+    def run(world: Collectives) -> dict[str, Any]:
+        model = FSDP(
+            seeded(mlp), process_group=world, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
+        )
+        shards = [tuple(parameter.shape) for parameter in model.parameters()]
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        hooked = model.module.get_submodule(where).register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            model(inputs(world.rank)[0])
+        hooked.remove()
+        assert [tuple(parameter.shape) for parameter in model.parameters()] == shards
+        copy.deepcopy(model)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(0))
+        return dict(model.state_dict())
+
+    reference = seeded(mlp)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), inputs(0))
+    for state in on_ranks(2, run):
+        assert_same_state(state, reference.state_dict())

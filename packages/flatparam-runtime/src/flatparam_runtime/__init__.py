@@ -30,6 +30,7 @@ from flatparam_runtime.optimizers.matrices import (
 from flatparam_runtime.passes import (
     ROOT_NAME,
     UnitTree,
+    end_interrupted,
     notice_failed_passes,
     register_forward_method,
     tree_of,
@@ -133,6 +134,7 @@ __all__ = [
     "holder_of",
     "in_range",
     "inside",
+    "end_interrupted",
     "inspecting",
     "memory_view",
     "newton_schulz_flops",

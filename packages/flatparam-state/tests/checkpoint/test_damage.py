@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_comm.testing import run_threads
+from flatparam_runtime import UnitPlan, shard_module
+from flatparam_state import optimizer_state_dict
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal
 
@@ -252,6 +255,47 @@ def test_another_model_is_refused(root: Path) -> None:
             Checkpointer(root, torch.nn.Sequential(torch.nn.Linear(3, 5)), ranks=world).load()
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+def test_new_parameters_have_no_optimizer_state_yet(own_group: bool, tmp_path: Path) -> None:
+    """`strict=False` with an optimizer: what was saved is loaded, new parameters have their group's settings."""
+
+    def grown(world: Collectives, *, head: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(world.rank if head else 3)
+        model = nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if head else []))
+        shard_module(model, UnitPlan(Topology(world), use_orig_params=True))
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:2]}]
+        if head:
+            groups = [*groups, {"params": parameters[2:]}] if own_group else [{"params": parameters}]
+        return model, torch.optim.AdamW(groups, lr=0.5 if head else 0.25)
+
+    def save(world: Collectives) -> Any:
+        model, optimizer = grown(world, head=False)
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        Checkpointer(tmp_path, model, optimizer, ranks=world).save(1)
+        return optimizer_state_dict(model, optimizer)["state"]
+
+    def load(world: Collectives) -> Any:
+        model, optimizer = grown(world, head=True)
+        loaded = Checkpointer(tmp_path, model, optimizer, ranks=world).load(strict=False)
+        assert loaded is not None
+        assert loaded.missing == ("1.weight", "1.bias")
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == ([0.25, 0.5] if own_group else [0.25])
+        states = optimizer_state_dict(model, optimizer)["state"]
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        return states
+
+    saved = run_threads(2, save)[0]
+    for states in run_threads(2, load):
+        assert states.keys() == saved.keys()
+        for name, values in saved.items():
+            for key, value in values.items():
+                assert torch.equal(states[name][key], value), (name, key)
 
 
 def test_dtypes_are_converted_on_request_only(root: Path) -> None:

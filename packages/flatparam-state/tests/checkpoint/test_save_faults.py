@@ -126,6 +126,19 @@ def test_training_goes_on_with_a_warning(tmp_path: Path) -> None:
         assert Checkpointer(tmp_path, ranks=ALONE, on_save_error="warn", on_moment=fail).save(3) is None
 
 
+def test_loading_goes_on_with_a_warning(tmp_path: Path) -> None:
+    """The same if `load` is what learns that a save in the background has failed: what was saved before is loaded."""
+    fail = FailAt(Moment.PIECE_WRITTEN)
+    run = SmallRun(tmp_path, on_save_error="warn", asynchronous=True, on_moment=fail)
+    run.train(5)
+    run.checkpointer.wait()
+    fail.armed = True
+    run.train(10)
+    with pytest.warns(UserWarning, match="a checkpoint was not saved: rank 0"):
+        assert run.resume() == 5
+    run.checkpointer.close()
+
+
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 kB."""

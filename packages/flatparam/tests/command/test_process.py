@@ -108,6 +108,14 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert process.wait() == 0
 
 
+def test_a_closed_stdout(tmp_path: Path) -> None:
+    """A process without a stdout, as after `>&-`, verifies in silence; the status is that of the checkpoint."""
+    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pt")
+    command = f'exec "{sys.executable}" -m flatparam ckpt verify "{tmp_path / "a.pt"}" >&-'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
     """On a terminal there is a progress bar in bytes on stderr, and none with --no-progress."""
     make_all(tmp_path)

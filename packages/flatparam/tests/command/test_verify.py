@@ -38,6 +38,20 @@ def test_damaged(flatparam: Caller) -> None:
     assert flatparam("verify", "@run").status == 0
 
 
+def test_damaged_run(flatparam: Caller) -> None:
+    """If the newest checkpoint of a run is damaged, that is said once, and of what the others read instead."""
+    flatparam("reshard", "@run", "@run", "--step", "9", "--world-size", "1")
+    _flip(flatparam.directory / "run" / "step-00000009" / "manifest.json", 300)
+    found = flatparam("verify", "@run")
+    assert (found.status, found.out) == (1, "")
+    assert found.err.count("step-00000009/manifest.json: damaged") == 1
+    for arguments in (("inspect", "@run"), ("export", "@run", "@out.pt", "--to", "torch")):
+        found = flatparam(*arguments)
+        assert found.status == 0
+        assert found.err.startswith("flatparam: warning: ")
+        assert "step-00000004, is used instead" in found.err
+
+
 def test_damaged_foreign(flatparam: Caller) -> None:
     """So it is in a file of torch.save, where it has a checksum, and where the pickle is broken."""
     data = (flatparam.directory / "a.pt").read_bytes()

@@ -26,7 +26,7 @@ from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
 from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, running_calls
 
-__all__ = ["after_forward", "before_forward"]
+__all__ = ["after_forward", "before_forward", "end_interrupted"]
 
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
@@ -188,6 +188,14 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         tell_failure(edited, f"forward pass of unit {unit.name!r}")
         raise edited
     return output if call.restored is not None and not failed else None
+
+
+def end_interrupted(unit: Unit) -> None:
+    """End the forward call of `unit` because of the exception that is being handled, of which torch tells no hook.
+
+    Torch calls hooks after an `Exception`, but not after a `KeyboardInterrupt`, a `SystemExit` and the like.
+    """
+    after_forward(unit, unit.module, (), None)
 
 
 def _is_of_exception(call: ForwardCall, output: Any) -> bool:

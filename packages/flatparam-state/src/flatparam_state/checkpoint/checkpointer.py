@@ -240,7 +240,7 @@ class Checkpointer:
             CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
         self._check_averages("loaded")
-        self._saver.settle()
+        self._reported(self._saver.settle)
         return load_checkpoint(
             self._directory,
             self._ranks,

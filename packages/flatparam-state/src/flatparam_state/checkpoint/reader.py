@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,8 @@ def is_checkpoint(path: Path) -> bool:
 def open_checkpoint(path: AnyPath) -> CheckpointReader:
     """Open a checkpoint for reading: a run's directory (its latest one), or one checkpoint in it.
 
+    If the latest one of a run cannot be told, or its manifest is damaged, this is the newest sound one, with a warning.
+
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
@@ -60,7 +63,9 @@ def open_checkpoint(path: AnyPath) -> CheckpointReader:
             path=path,
             hint=f"expected a directory with {MANIFEST}, or one of such directories",
         )
-    return CheckpointReader(chosen.path, chosen.manifest)
+    if chosen.warning:
+        warnings.warn(chosen.warning, stacklevel=2)
+    return CheckpointReader(chosen.path, chosen.manifest, chosen.warning)
 
 
 def deletion_of(path: Path) -> CheckpointError:
@@ -79,10 +84,12 @@ class CheckpointReader:
     `nbytes_read` counts what was read of the ranks' files: their headers, once each, and whole blocks of 1 MiB.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Open the checkpoint in directory `path`; `open_checkpoint` finds both."""
+    def __init__(self, path: Path, manifest: Manifest, instead_of: str = "") -> None:
+        """Open the checkpoint in directory `path`; `open_checkpoint` finds all three."""
         self.path = path
         self.manifest = manifest
+        self.instead_of = instead_of
+        """The damage because of which this checkpoint stands for the latest one; "" if there is none."""
         self._files: dict[int, ByteFile] = {}
 
     def __repr__(self) -> str:

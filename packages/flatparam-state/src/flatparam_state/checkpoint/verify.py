@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
@@ -53,7 +54,11 @@ def verify_checkpoint(path: AnyPath) -> Verification:
         CheckpointError: if there is no manifest that can be trusted; what is wrong beyond that is in the result.
     """
     for _ in range(_TRIES):
-        with open_checkpoint(path) as reader:
+        with warnings.catch_warnings():
+            # It is one of the problems that are found.
+            warnings.simplefilter("ignore")
+            reader = open_checkpoint(path)
+        with reader:
             found = examine(checks_of_directory(reader))
         # A writer has gone on, and retired what was the latest: there is a newer one.
         if reader.deletion() is None or reader.path == Path(path):
@@ -93,13 +98,22 @@ def damage_of(path: Path) -> str:
 
 
 def checks_of_directory(reader: CheckpointReader) -> Iterator[Check]:
-    """Check the headers of all files, and then the blocks of all tensors in files that have passed."""
+    """Check the headers of all files, and then the blocks of all tensors in files that have passed.
+
+    If the checkpoint is only the newest sound one of its run, that is a problem, too.
+    """
+    if reader.instead_of:
+        yield functools.partial(_refuse, reader)
     sound: set[int] = set()
     for number in range(reader.manifest.world_size):
         yield functools.partial(_check_header, reader, number, sound)
     for path, record in reader.manifest.tensors.items():
         if sound.issuperset(piece.file for piece in record.pieces):
             yield functools.partial(_check_blocks, reader, path, Span(0, record.info.numel))
+
+
+def _refuse(reader: CheckpointReader) -> Iterator[BytesRead]:
+    raise CheckpointError(reader.instead_of, path=reader.path)
 
 
 def _check_header(reader: CheckpointReader, number: int, sound: set[int]) -> Iterator[BytesRead]:

@@ -99,7 +99,8 @@ class ModelLoad:
             incompatible.missing_keys[:] = self.really_missing(incompatible.missing_keys)
 
         registered = module.register_load_state_dict_post_hook(remove)  # type: ignore[no-untyped-call]
-        module._load_state_dict_post_hooks.move_to_end(registered.id, last=False)
+        # It is an ordered dictionary.
+        module._load_state_dict_post_hooks.move_to_end(registered.id, last=False)  # type: ignore[attr-defined]
         self._hooks.callback(registered.remove)
 
     def _take(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 
@@ -46,8 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, _terminate)
-        status: int = chosen.run(chosen)
-        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+            status: int = chosen.run(chosen)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except (CheckpointError, OSError) as error:
         # The reader of our output has seen enough.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 
 from flatparam.command.opening import ArgumentsError, opened
 from flatparam.command.output import say, shown_nbytes
@@ -16,7 +17,10 @@ __all__ = ["run"]
 def run(chosen: argparse.Namespace) -> int:
     """Verify the checkpoint; returns the exit status."""
     try:
-        source = opened(chosen)
+        with warnings.catch_warnings():
+            # What is opened instead of a damaged checkpoint is one of the problems below.
+            warnings.simplefilter("ignore")
+            source = opened(chosen)
     except (ArgumentsError, UnknownFormatError):
         raise
     except CheckpointError as error:

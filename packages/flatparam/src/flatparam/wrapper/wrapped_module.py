@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 import flatparam_runtime as runtime
+from flatparam.wrapper.interior import interior_of
 from flatparam_core import FSDP_WRAPPED_MODULE
 
 __all__ = ["forward", "item_of", "module_of"]
@@ -16,7 +17,15 @@ __all__ = ["forward", "item_of", "module_of"]
 @partial(runtime.untraced, with_callees=False)
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the wrapped module, with its full parameters in place."""
-    return runtime.in_range("forward", partial(_inside(self), *args, **kwargs))
+    try:
+        return runtime.in_range("forward", partial(_inside(self), *args, **kwargs))
+    except Exception:
+        raise
+    except BaseException:
+        interior = interior_of(self)
+        assert interior is not None, "it is a wrapper's forward"
+        runtime.end_interrupted(interior.unit)
+        raise
 
 
 def module_of(self: nn.Module) -> nn.Module:

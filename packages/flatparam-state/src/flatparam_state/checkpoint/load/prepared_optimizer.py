@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import attrs
@@ -14,7 +14,7 @@ from flatparam_state.checkpoint.load.elements import SavedTensor, SavedValue
 from flatparam_state.checkpoint.model_tensors import model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.files import CheckpointError, join_path, split_path
-from flatparam_state.optimizer import COUNTERS, AsItIs, PerRank, load_optimizer_state
+from flatparam_state.optimizer import COUNTERS, AsItIs, Holding, PerRank, load_optimizer_state
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
 
@@ -51,14 +51,20 @@ def prepare_optimizer(
     at: tuple[str, ...],
     *,
     other_states: bool,
+    new: Collection[str] = (),
 ) -> PreparedOptimizer:
     """Read what this rank has of the optimizer's state that was saved under the keys `at`.
+
+    Args:
+        new: the parameters that the checkpoint lacks: they have no state yet, and the settings of their groups.
 
     Raises:
         CheckpointError: if there is none.
         FlatParamError: if it does not fit; if it is that of a different optimizer, unless `other_states`.
     """
     saved = _saved_state(reader, model, at)
+    if new:
+        _add_new(saved["param_groups"], Holding.of(model, optimizer), frozenset(new))
     made = load_optimizer_state(model, optimizer, saved, other_states=other_states)
     return PreparedOptimizer(optimizer, {**made, "param_groups": copy.deepcopy(made["param_groups"])})
 
@@ -90,6 +96,19 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
         for key in {"params", "param_names"} & group.keys():
             group[key] = [name_now(fqn) for fqn in group[key]]
     return {"state": state, "param_groups": groups}
+
+
+def _add_new(saved_groups: list[dict[str, Any]], holding: Holding, new: frozenset[str]) -> None:
+    """Add the `new` parameters to the saved groups of those that are in one group with them now."""
+    homes = {fqn: group for group in saved_groups for fqn in group["params"]}
+    for group, items in holding.groups:
+        fqns = [fqn for item in items for fqn in item.fqns]
+        added = [fqn for fqn in fqns if fqn in new and fqn not in homes]
+        home = next((homes[fqn] for fqn in fqns if fqn in homes), None)
+        if added and home is None:
+            saved_groups.append({**group, "params": added})
+        elif added and home is not None:
+            home["params"] = [*home["params"], *added]
 
 
 def _counters_first(values: dict[str, Any]) -> dict[str, Any]:
