@@ -15,6 +15,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_core import clean_fqn
+from flatparam_runtime import summon_full_params
 
 from .models import Batch, Block, Transformer, mlp, seeded
 from .worlds import assert_same_state, on_ranks
@@ -301,3 +302,131 @@ def test_the_hooks_of_modules_that_are_sharded_in_place(left_out: int) -> None:
     expected = noted_by_hooks(reference)
     reference.load_state_dict(state, strict=False)
     assert on_ranks(2, rank) == [expected] * 2
+
+
+class Fused(nn.Linear):
+    """Makes its weight and bias from the three parts that older states have."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
+        for name, parameter in list(self._parameters.items()):
+            parts = [state.pop(f"{prefix}{name}_{part}", None) for part in "qkv"]
+            if None not in parts:
+                assert parameter is not None
+                with torch.no_grad():
+                    parameter.copy_(torch.cat(parts))
+                state[prefix + name] = parameter.detach().clone()
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+class Choosy(nn.Linear):
+    """Drops entries whose shape is not that of its parameters."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
+        for name, parameter in self._parameters.items():
+            assert parameter is not None
+            if prefix + name in state and state[prefix + name].shape != parameter.shape:
+                del state[prefix + name]
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def tied_by_a_hook() -> nn.Module:
+    def tie(module: Any, incompatible: Any) -> None:
+        with torch.no_grad():
+            module[1].weight.copy_(module[0].weight)
+
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module.register_load_state_dict_post_hook(tie)
+    return module
+
+
+def cached_by_a_hook() -> nn.Module:
+    def note(module: Any, incompatible: Any) -> None:
+        module.norm.copy_(module.weight.detach().norm())
+
+    module = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 3))
+    module[0].register_buffer("norm", torch.zeros(()))
+    module[0].register_load_state_dict_post_hook(note)
+    return module
+
+
+def parts_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of `Fused` in three parts."""
+    return {
+        f"{name}_{part}": piece
+        for name, value in state.items()
+        for part, piece in zip("qkv", value.chunk(3), strict=True)
+    }
+
+
+OWN_CODE: dict[str, Any] = {
+    "fused": (lambda: nn.Sequential(Fused(3, 9), Fused(9, 3)), parts_of),
+    "choosy": (lambda: nn.Sequential(Choosy(3, 7), Choosy(7, 3)), lambda s: {**s, "1.bias": torch.ones(4)}),
+    "tied by a hook": (tied_by_a_hook, dict),
+    "cached by a hook": (cached_by_a_hook, dict),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_code_that_looks_at_parameters_while_they_are_loaded(
+    name: str, in_place: bool, use_orig_params: bool
+) -> None:
+    """A module's own way to load itself, and its hooks, see full parameters and change them, as in the unwrapped model.
+
+    If something else does not fit, all is as it was, also what such code has written.
+    """
+    build, change = OWN_CODE[name]
+    state = change(seeded(build, 8).state_dict())
+    reference = seeded(build)
+    found = reference.load_state_dict(state, strict=False)
+
+    def rank(world: Collectives) -> None:
+        model = seeded(build)
+        if in_place:
+            fully_shard(model, mesh=world)
+        else:
+            model = FSDP(model, process_group=world, use_orig_params=use_orig_params)
+        before = copy.deepcopy(full_state_of(model))
+        with pytest.raises(RuntimeError, match="more"):
+            model.load_state_dict({**state, "more": torch.ones(1)}, strict=True)
+        assert_same_state(full_state_of(model), before)
+        report = model.load_state_dict(state, strict=False)
+        assert report.missing_keys == found.missing_keys
+        assert_same_state(full_state_of(model), reference.state_dict())
+        x = torch.ones(2, 3)
+        assert torch.equal(model(x), reference(x))
+
+    on_ranks(2, rank)
+
+
+def full_state_of(model: nn.Module) -> dict[str, Any]:
+    if isinstance(model, FSDP):
+        return dict(model.state_dict())
+    with summon_full_params(model):
+        found = {k: v.detach().clone() for k, v in (*model.named_parameters(), *model.named_buffers())}
+    return {name: found[name] for name in model.state_dict()}
+
+
+def test_an_exception_of_such_code_leaves_what_was_there(use_orig_params: bool) -> None:
+    """A hook that raises in the middle of a load: no value has changed, and the model is sharded and trains."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("too old")
+
+    def rank(world: Collectives) -> None:
+        model = FSDP(
+            seeded(mlp), process_group=world, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
+        )
+        before = dict(model.state_dict())
+        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+        hooked = model.module[2].module.register_load_state_dict_post_hook(fail)
+        with pytest.raises(ValueError, match="too old"):
+            model.load_state_dict(seeded(mlp, 8).state_dict())
+        assert [tuple(parameter.shape) for parameter in model.parameters()] == shapes
+        assert_same_state(dict(model.state_dict()), before)
+        hooked.remove()
+        model(torch.ones(2, 3)).sum().backward()
+        model.load_state_dict(seeded(mlp, 8).state_dict())
+        assert_same_state(dict(model.state_dict()), seeded(mlp, 8).state_dict())
+
+    on_ranks(2, rank)

@@ -12,9 +12,20 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_runtime import FLAT_PARAM, FlatParamError, FlatParamHandle, Topology, clean_fqn, tree_of
+from flatparam_runtime import (
+    FLAT_PARAM,
+    FlatParamError,
+    FlatParamHandle,
+    Topology,
+    Unit,
+    clean_fqn,
+    inside,
+    summon_full_params,
+    tree_of,
+)
 from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, unreadable
 from flatparam_state.model.collect import local_name
+from flatparam_state.model.own_code import has_own_code
 from flatparam_state.places import Place, places_in
 
 __all__ = ["ModelLoad", "load_model_state", "refused_anywhere"]
@@ -29,12 +40,23 @@ class ModelLoad:
     parameters out of the state, and of what torch would copy itself: under the names and at the moment at which torch
     would. Nothing is copied before `commit`, and nothing if anything did not fit. Each entry may have any form (see
     `Wanted.part`); no bytes move between ranks for full tensors, nor for sharded ones that are cut like the model is.
+
+    If a module of a unit has code of its own that may look at its parameters meanwhile, the unit shows its full
+    parameters to this code, and torch itself loads full tensors into them. What is there at the end is written back;
+    if anything did not fit, the shards get their former values again.
     """
 
     _chunker: Chunker
     _taken: set[str] = attrs.field(factory=set)
     """The clean names of entries that torch no longer finds, since this has taken them."""
     _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
+    _shown: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
+    """The units that show their full parameters meanwhile."""
+    _showing: set[Unit] = attrs.field(factory=set)
+    _left_to_torch: set[nn.Module] = attrs.field(factory=set)
+    """The modules of these units."""
+    _before: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
+    """The tensors of these modules, and the shards of these units, with the values that they had before."""
     _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
     _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
@@ -53,6 +75,7 @@ class ModelLoad:
         modules: Collection[nn.Module] | None = None,
         chunker: Chunker | None = None,
         taken: set[str] | None = None,
+        shows_full: bool = False,
     ) -> Self:
         """Open the loading of `places`, whose full parameters are freed first.
 
@@ -60,6 +83,8 @@ class ModelLoad:
             modules: those whose entries are taken; by default all that hold a parameter of `places`.
             chunker: what takes torch's sharded tensors apart.
             taken: the names that this load takes are added to these, those of other loads of the same state.
+            shows_full: show the full parameters of units whose modules have code of their own; the caller makes sure
+                that the loading is closed if an exception ends it. Every rank does so.
 
         Raises:
             FlatParamError: inside a forward or backward pass.
@@ -73,6 +98,8 @@ class ModelLoad:
                     f"unit {place.unit.name!r}: state cannot be loaded inside a forward or backward pass"
                 )
             place.unit.reshard()
+            if shows_full:
+                loading._show(place.unit)
             for index, infos in enumerate(place.handle.param_infos):
                 for info in infos:
                     if modules is None or info.module in modules:
@@ -86,6 +113,24 @@ class ModelLoad:
             )
             loading._report_to(module)
         return loading
+
+    def _show(self, unit: Unit) -> None:
+        """Show the full parameters of `unit` to the code of its modules, if they have some."""
+        # Inside summon_full_params() they are shown already; and those that are elsewhere cannot be.
+        if unit in self._showing or unit.showing.pins or unit.showing.away:
+            return
+        modules = (unit.module, *inside(unit.module))
+        if any(map(has_own_code, modules)):
+            self._showing.add(unit)
+            self._left_to_torch.update(modules)
+            named = [info for handle in unit.handles for infos in handle.param_infos for info in infos]
+            sharded = {(info.module, info.param_name) for info in named}
+            kept: list[torch.Tensor] = [handle.flat_param for handle in unit.handles]
+            for module in modules:
+                plain = {**module._parameters, **module._buffers}
+                kept += [p for name, p in plain.items() if _is_plain(p) and (module, name) not in sharded]
+            self._before += [(tensor.detach(), tensor.detach().clone()) for tensor in kept]
+            self._shown.enter_context(summon_full_params(unit.module, recurse=False))
 
     def watch(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Have `hook` run before `module` is loaded, after the module's own hooks, while this loading is open."""
@@ -125,7 +170,10 @@ class ModelLoad:
                 self.in_flat.add(place.handle)
         for name, (place, index) in parameters.items():
             key = prefix + name
-            if key in state:
+            is_torchs = place.unit in self._showing and not metadata.get("assign_to_params_buffers", False)
+            if key in state and is_torchs and _is_plain(state[key]):
+                pass
+            elif key in state:
                 shard = place.handle.flat_param.detach()
                 part = shard[place.handle.layout.fragment(index, place.handle.rank).in_shard.as_slice()]
                 self._plan(Wanted.of_parameter(place, index), part, key, state.pop(key), errors)
@@ -133,7 +181,7 @@ class ModelLoad:
                 # Torch itself reports the others as missing.
                 missing.append(key)
             self._handles[clean_fqn(key)] = place.handle
-        if not metadata.get("assign_to_params_buffers", False):
+        if not metadata.get("assign_to_params_buffers", False) and module not in self._left_to_torch:
             self._take_plain(module, parameters.keys(), state, prefix)
 
     def _take_plain(
@@ -179,6 +227,7 @@ class ModelLoad:
     def commit(self) -> None:
         """Copy the taken values to the shards, if all of them fit; every rank calls it."""
         if not self.refused:
+            self._before.clear()
             for target, wanted, value in self._copies:
                 target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
             for target, tensor in self._plain:
@@ -186,13 +235,21 @@ class ModelLoad:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the taken values without copying them."""
+        """Drop the taken values without copying them, and undo what was written back."""
+        for shard, values in self._before:
+            shard.copy_(values)
+        self._before.clear()
         self._copies.clear()
         self._plain.clear()
 
     def stop(self) -> None:
         """Take the hooks away: what was not in the state by now is not taken any more."""
         self._hooks.close()
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Write back what torch and the modules' own code have put into full parameters, and free these."""
+        self._shown.close()
 
     def close(self) -> None:
         """Forget everything; calling it twice is harmless."""
@@ -244,7 +301,7 @@ def load_model_state(
         RuntimeError: torch's, naming every key that does not fit.
     """
     places = list(places_in(model))
-    loading = ModelLoad.begin(places, set(model.modules()), chunker)
+    loading = ModelLoad.begin(places, set(model.modules()), chunker, shows_full=True)
     torchs_errors: list[list[str]] = []
 
     def begin(*arguments: Any) -> None:
@@ -254,6 +311,7 @@ def load_model_state(
         missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
         missing[:] = loading.really_missing(missing)
         errors = next(iter(torchs_errors), [])
+        loading.write_back()
         refused = [*errors]
         if strict:
             refused += [f"missing key {name!r}" for name in missing]

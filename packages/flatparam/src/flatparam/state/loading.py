@@ -41,6 +41,10 @@ def load_state(
             if not interior.has_told:
                 _tell(interior, [f"{type(error).__name__}: {error}"])
             raise
+        finally:
+            # If an exception has ended it: units show their shards again, which have their former values.
+            if interior.load is not None and interior.load.outermost is wrapper:
+                interior.load.close()
     SimpleProfiler.dump_and_reset("FSDP load_state_dict() profiling:")
     return loaded
 
@@ -62,7 +66,13 @@ def _before(
         load = _begun_by(wrapper, errors)
     load.begin(
         wrapper,
-        ModelLoad.begin(places_of(interior.unit), own_modules(wrapper, interior.unit), chunker(), load.taken),
+        ModelLoad.begin(
+            places_of(interior.unit),
+            own_modules(wrapper, interior.unit),
+            chunker(),
+            load.taken,
+            shows_full=load.is_ours,
+        ),
     )
     below = f"{prefix}{FSDP_WRAPPED_MODULE}."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(below)]:
@@ -71,7 +81,7 @@ def _before(
 
 def _begun_by(outermost: nn.Module, errors: list[str]) -> TreeLoad:
     """A new loading of the wrappers in `outermost`."""
-    load = TreeLoad(outermost, errors)
+    load = TreeLoad(outermost, errors, _interior(outermost).is_loading)
     for wrapper, interior in _interiors(outermost):
         # An exception may have ended the loading before.
         if interior.load is not None:

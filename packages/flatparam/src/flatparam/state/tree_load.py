@@ -24,6 +24,8 @@ class TreeLoad:
     outermost: nn.Module
     errors: list[str]
     """The list in which torch collects the errors of one loading: the same object for every module in it."""
+    is_ours: bool = False
+    """Whether the wrapper's own `load_state_dict` is under way, and not that of a plain module around it."""
     taken: set[str] = attrs.field(factory=set)
     """The clean names of the entries that wrappers have taken."""
     _loads: list[ModelLoad] = attrs.field(factory=list)

@@ -32,6 +32,8 @@ class Interior:
     """The form of the wrapper's state."""
     clean_names: bool = False
     """Whether parameters and buffers always have the names of the unwrapped module."""
+    is_loading: bool = False
+    """Whether the wrapper's own `load_state_dict` is under way."""
     is_strict: bool = False
     """Whether the wrapper's own `load_state_dict`, if it is under way, refuses missing and unexpected names."""
     has_told: bool = False
@@ -44,12 +46,13 @@ class Interior:
     @contextlib.contextmanager
     def being_strict(self, strict: bool) -> Iterator[None]:
         """Inside, a missing or unexpected name keeps everything from being loaded if `strict`; torch tells no hook."""
-        before, self.is_strict = self.is_strict, strict
+        before = self.is_loading, self.is_strict
+        self.is_loading, self.is_strict = True, strict
         self.has_told = False
         try:
             yield
         finally:
-            self.is_strict = before
+            self.is_loading, self.is_strict = before
 
 
 def interior_of(module: nn.Module) -> Interior | None:
