@@ -1,6 +1,7 @@
 """`state_dict()` and `load_state_dict()` of anything that contains wrappers are those of the unwrapped model."""
 
 import copy
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -14,6 +15,7 @@ from flatparam import FullStateDictConfig, StateDictType, fully_shard
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm.testing import run_processes
 from flatparam_core import clean_fqn
 from flatparam_runtime import summon_full_params
 
@@ -430,3 +432,60 @@ def test_an_exception_of_such_code_leaves_what_was_there(use_orig_params: bool) 
         assert_same_state(dict(model.state_dict()), seeded(mlp, 8).state_dict())
 
     on_ranks(2, rank)
+
+
+def mixed() -> nn.Module:
+    """Vectors and matrices whose lengths tell nothing: every one of them is a multiple of every alignment."""
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+def mixed_wrapped(world: Collectives, seed: int, is_frozen: str, use_orig_params: bool) -> FSDP:
+    """`mixed` with one frozen parameter, or none."""
+    module = seeded(mixed, seed)
+    if is_frozen:
+        module.get_parameter(is_frozen).requires_grad_(False)
+    return FSDP(module, process_group=world, use_orig_params=use_orig_params)
+
+
+def load_local(world: Collectives, orders: tuple[bool, bool], frozen: tuple[str, str]) -> None:
+    fits = orders[0] == orders[1] and frozen[0] == frozen[1]
+    source = mixed_wrapped(world, 0, frozen[0], orders[0])
+    target = mixed_wrapped(world, 8, frozen[1], orders[1])
+    before, expected = dict(target.state_dict()), dict(source.state_dict())
+    with FSDP.state_dict_type(source, StateDictType.LOCAL_STATE_DICT):
+        state = source.state_dict()
+    with FSDP.state_dict_type(target, StateDictType.LOCAL_STATE_DICT):
+        if fits:
+            target.load_state_dict(copy.copy(state))
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"expected one of .*weight.*, in this order, found one of"
+            ):
+                target.load_state_dict(copy.copy(state))
+    assert_same_state(dict(target.state_dict()), expected if fits else before)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with FSDP.state_dict_type(target, StateDictType.LOCAL_STATE_DICT):
+            target.load_state_dict(dict(state))
+    told = [each for each in found if "does not tell the order" in str(each.message)]
+    assert len(told) == int(orders[1])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("orders", "frozen"),
+    [
+        ((False, True), ("", "")),
+        ((True, False), ("", "")),
+        ((True, True), ("0.weight", "0.bias")),
+        ((True, True), ("", "")),
+        ((False, False), ("", "")),
+    ],
+    ids=["flat to originals", "originals to flat", "other frozen", "originals", "flat"],
+)
+def test_a_local_state_in_a_different_order(orders: tuple[bool, bool], frozen: tuple[str, str]) -> None:
+    """It loads if the flat parameter has the same parameters in the same order, and is refused otherwise, by name.
+
+    If its metadata are lost, as with a state of FSDP1, a model with a different order than FSDP1's warns.
+    """
+    run_processes(2, load_local, orders, frozen)

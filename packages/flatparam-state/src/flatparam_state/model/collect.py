@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
 import torch
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     pass
 from torch import nn
 
-__all__ = ["StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
+__all__ = ["IN_FLAT", "StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
+
+IN_FLAT: Final = "flatparam"
+"""In the metadata of a module in a local state: for each of its flat parameters, the names of those in it, in order."""
 
 
 @final
@@ -37,6 +40,7 @@ class StandIns:
     _values: dict[int, Any] = attrs.field(factory=dict)
     """By the stand-in's storage, which an alias of it shares."""
     _added: dict[str, Any] = attrs.field(factory=dict)
+    _named: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     _kept: list[nn.Parameter] = attrs.field(factory=list)
 
     def stand_in(self, like: torch.Size | tuple[int, ...], dtype: torch.dtype, value: Any) -> nn.Parameter:
@@ -46,9 +50,11 @@ class StandIns:
         self._kept.append(parameter)
         return parameter
 
-    def add(self, key: str, value: Any) -> None:
-        """Have `value` in the state under `key`."""
+    def add(self, key: str, value: Any, fqns: Sequence[str] = ()) -> None:
+        """Have `value` in the state under `key`; if it is a flat parameter of `fqns`, the metadata name them."""
         self._added[key] = value
+        if fqns:
+            self._named[key] = tuple(fqns)
 
     def resolve(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
         """Put the values into `state`, in which the model's names begin with `prefix`."""
@@ -60,6 +66,12 @@ class StandIns:
             ):
                 state[key] = self._values.get(value.untyped_storage()._cdata, value)
         state.update((prefix + key, value) for key, value in self._added.items())
+        metadata = getattr(state, "_metadata", None)
+        if metadata is None:
+            return
+        for key, fqns in self._named.items():
+            module, _, name = (prefix + key).rpartition(".")
+            metadata.setdefault(module, {}).setdefault(IN_FLAT, {})[name] = fqns
 
 
 @contextlib.contextmanager
@@ -83,7 +95,7 @@ def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
                 values.append(_values(place, form.at(place), stand_ins))
                 if form.at(place).kind is FormKind.LOCAL and id(place.handle) in prefixes:
                     name = prefixes[id(place.handle)] + local_name(number)
-                    stand_ins.add(name, _local(place, form))
+                    stand_ins.add(name, _local(place, form), place.handle.layout.fqns)
             stack.enter_context(shown(unit, values))
         yield stand_ins
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeGuard, final
 
 import attrs
@@ -24,7 +25,7 @@ from flatparam_runtime import (
     tree_of,
 )
 from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, unreadable
-from flatparam_state.model.collect import local_name
+from flatparam_state.model.collect import IN_FLAT, local_name
 from flatparam_state.model.own_code import has_own_code
 from flatparam_state.places import Place, places_in
 
@@ -164,6 +165,7 @@ class ModelLoad:
         for name, place in flat.items():
             if prefix + name in state:
                 shard = place.handle.flat_param.detach()
+                self._check_order(place, prefix + name, metadata.get(IN_FLAT, {}).get(name), errors)
                 self._plan(
                     Wanted.of_flat_parameter(place), shard, prefix + name, state.pop(prefix + name), errors
                 )
@@ -211,6 +213,26 @@ class ModelLoad:
             f"parameter {clean_fqn(key)!r}: expected a tensor of shape {wanted.spec.shape}, found {found}."
         )
 
+    def _check_order(self, place: Place, key: str, saved: Sequence[str] | None, errors: list[str]) -> None:
+        """Refuse a flat parameter in which the parameters are not in the same order; warn if nothing tells."""
+        fqns = place.handle.layout.fqns
+        if saved is not None and tuple(saved) != fqns:
+            self.refused = True
+            errors.append(
+                f"flat parameter {clean_fqn(key)!r}: expected one of {', '.join(fqns)}, in this order, found one of "
+                f"{', '.join(saved)}: it was saved with a different use_orig_params or other frozen parameters; load "
+                "it with those, and save a full or a sharded state."
+            )
+        # None, if modules do not list their originals: then these are in the order of the modules.
+        listed = [name for name in _names_in(place.unit.module) if name in fqns]
+        if saved is None and listed and listed != list(fqns):
+            warnings.warn(
+                f"{clean_fqn(key)!r}: this local state does not tell the order of the parameters in it, and with "
+                "use_orig_params=True matrices come first: if it was saved by FSDP1, or with use_orig_params=False, "
+                "load it with use_orig_params=False, and save a full or a sharded state",
+                stacklevel=2,
+            )
+
     def really_missing(self, missing: list[str]) -> list[str]:
         """The keys of torch's `missing` that the state lacks: neither taken by this load, nor of a flat parameter."""
         return [key for key in missing if not self._is_there(clean_fqn(key))]
@@ -255,6 +277,11 @@ class ModelLoad:
         """Forget everything; calling it twice is harmless."""
         self.stop()
         self.forget()
+
+
+def _names_in(module: nn.Module) -> list[str]:
+    """The names of all parameters, in the order of the module."""
+    return [clean_fqn(name) for name, _ in module.named_parameters()]
 
 
 def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
