@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import attrs
 import torch
+from torch import nn
 
 from flatparam_runtime import (
     FLAT_PARAM,
@@ -21,10 +22,6 @@ from flatparam_runtime import (
 from flatparam_state.codec import gather, shard_of
 from flatparam_state.forms import FormKind, StateForm, Wanted
 from flatparam_state.places import Place, places_in, places_of
-
-if TYPE_CHECKING:
-    pass
-from torch import nn
 
 __all__ = ["IN_FLAT", "StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
 

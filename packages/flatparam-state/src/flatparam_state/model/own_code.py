@@ -10,12 +10,11 @@ from torch import nn
 
 __all__ = ["has_own_code"]
 
-_KNOWN: Final = frozenset(
-    {"torch", "flatparam", "flatparam_state", "flatparam_runtime", "flatparam_comm", "flatparam_core"}
+_OURS: Final = frozenset(
+    {"flatparam", "flatparam_state", "flatparam_runtime", "flatparam_comm", "flatparam_core"}
 )
+_READS_STATE_ONLY: Final = _OURS | {"torch", "bitsandbytes", "peft"}
 """The packages whose code does not look at the parameters of the module that is loaded."""
-_READS_STATE_ONLY: Final = frozenset({"bitsandbytes", "peft"})
-"""The same of others that are known."""
 
 
 def has_own_code(module: nn.Module) -> bool:
@@ -30,4 +29,4 @@ def _is_known(function: Callable[..., Any]) -> bool:
         function = function.func
     function = getattr(function, "__func__", function)
     home: str = getattr(function, "__module__", None) or type(function).__module__
-    return home.partition(".")[0] in _KNOWN | _READS_STATE_ONLY
+    return home.partition(".")[0] in _READS_STATE_ONLY
