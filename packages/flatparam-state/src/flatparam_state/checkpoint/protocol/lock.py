@@ -25,7 +25,7 @@ _NAME: Final = "lock"
 
 @final
 class DirectoryLock:
-    """The lock of a directory, the file `<root>/lock`. The operating system takes it back when the process dies, however it dies.
+    """The file `<root>/lock`. The operating system takes the lock back when the process dies, however it dies.
 
     If the file system has no locks, the owner's process id decides, on its own host; if the operating system has none,
     the owner is taken to be alive until its file is deleted.
