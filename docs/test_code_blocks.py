@@ -172,9 +172,8 @@ def script_of(document: Path, folder: Path) -> Path:
         pytest.skip("; ".join(left_out) or "it has no Python blocks")
     script = folder / f"{document.stem}.md.py"
     script.write_text(program_of(blocks), encoding="utf-8")
-    (folder / "packages").symlink_to(
-        ROOT / "packages"
-    )  # for files that the text names from the root of a checkout
+    # For files that the text names from the root of a checkout.
+    (folder / "packages").symlink_to(ROOT / "packages")
     return script
 
 

@@ -66,9 +66,8 @@ def test_setting_one() -> None:
 def all_set(extreme: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in all_thresholds():
-            small = (
-                2**12 if each.name == "runtime.step_numel" else each.least
-            )  # else hundreds of thousands of pieces
+            # Else hundreds of thousands of pieces.
+            small = 2**12 if each.name == "runtime.step_numel" else each.least
             large = 2**20 if each.name == "comm.least_mapped_nbytes" else 2**40
             stack.enter_context(each.set_to(small if extreme == "least" else large))
         yield

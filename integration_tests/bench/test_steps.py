@@ -46,9 +46,8 @@ def counted(workload: str) -> Counted:
 
 def test_everybody_trains_to_the_same_losses(workload: str, counted: Counted) -> None:
     """All that average gradients have, bit for bit, the losses of the plain model on the mean of both ranks' losses."""
-    (expected,) = run_processes(
-        1, losses_on_the_mean, workload
-    )  # a process like theirs, with as many threads
+    # A process like theirs, with as many threads.
+    (expected,) = run_processes(1, losses_on_the_mean, workload)
     losses = {name: counted[name]["losses"] for name in NAMES if name not in FLOORS}
     assert {name: found for name, found in losses.items() if found != expected} == {}, expected
 

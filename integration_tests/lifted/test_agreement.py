@@ -161,8 +161,7 @@ def test_l49_ranks_that_go_astray_are_told() -> None:
     for message in run_threads(2, rank):
         assert "unit 'first'" in message
         assert "unit 'second'" in message
-        ahead = (
-            torch.get_default_device().type != "cpu"
-        )  # an accelerator may be at a unit that is gathered ahead
+        # An accelerator may be at a unit that is gathered ahead.
+        ahead = torch.get_default_device().type != "cpu"
         for rank, name in enumerate(("first", "second")):
             assert f"rank {rank} was at the gather of unit {'' if ahead else repr(name)}" in message

@@ -328,10 +328,11 @@ MODELS = (
         ),
         noisy_of_class,
         blocks=("BasicTransformerBlock",),
+        # The root calls a module inside a block, which torch cannot have.
         blocks_in_torch=(
             "Attention",
             "FeedForward",
-        ),  # the root calls a module inside a block, which torch cannot have
+        ),
         loss_of=distance_to("hidden_states"),
         checkpoint=enable,
     ),

@@ -92,9 +92,8 @@ def share_zeros(model: nn.Module, case: Case) -> None:
     """Give a zero gradient to every parameter that has none and shares a flat parameter with one that has."""
     together: dict[object, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        unit = next(
-            (unit for unit in case.units if name.startswith(f"{unit}.")), ""
-        )  # the innermost comes first
+        # The innermost comes first.
+        unit = next((unit for unit in case.units if name.startswith(f"{unit}.")), "")
         together.setdefault((unit, parameter.dtype, parameter.requires_grad), []).append(parameter)
     for parameters in together.values():
         if any(parameter.grad is not None for parameter in parameters):

@@ -119,9 +119,8 @@ def _of_unit(program: Program, sizes: Sizes, k: int) -> Iterator[int]:
     given = sum(R[k + 1 : k + 3] if program.offload else R[k + 1 :])
     waiting = sum(G[1 : k + 1]) if program.no_sync else 0
     made = F[k]  # by autograd, in the dtype of computation; there is but one parameter
-    of_root = (
-        G[0] if program.no_sync else _ends(program)[1]
-    )  # kept where autograd left it, until the first comes
+    # Kept where autograd left it, until the first comes.
+    of_root = G[0] if program.no_sync else _ends(program)[1]
     yield of_root + F[k] + others + made + flying + waiting + given
     yield of_root + others + made + (waiting or G[k]) + given
     yield of_root + (others or before) + (waiting or G[k]) + (0 if _is_whole(program) else R[k]) + given

@@ -114,9 +114,8 @@ def test_saved_and_loaded_at_once(group: Collectives, files: Files, form: str, o
     model.load_state_dict(state)
     assert_same(full_state(model), kept)
     train(model, optimizer, group.rank)
-    assert_model(
-        saved, kept, but=(*OF_RANK, "normed.norm.num_batches_tracked")
-    )  # buffers are torch's own entries
+    # Buffers are torch's own entries.
+    assert_model(saved, kept, but=(*OF_RANK, "normed.norm.num_batches_tracked"))
 
 
 @on_ranks(2, 3)

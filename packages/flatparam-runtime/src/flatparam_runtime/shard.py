@@ -93,9 +93,8 @@ def shard_module(
     if flattening is not None and initialise is not None:
         initialise(flattening.pack)
         names = {b.names[0] for b in own}
-        handles = flattening.finish(
-            [b for b in find() if b.names[0] in names]
-        )  # they may be other objects by now
+        # They may be other objects by now.
+        handles = flattening.finish([b for b in find() if b.names[0] in names])
     elif flattening is not None:
         if plan.topology.data_parallel_size > 1:
             weights = InitialWeights.of([b.names[0] for b in own], [b.parameter for b in own])

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from flatparam_runtime import Collectives, CommError, FlatParamError, resolve_topology
 from flatparam_state.checkpoint.averages_of import averages_by_name
 from flatparam_state.checkpoint.load import Loaded, load_checkpoint
-from flatparam_state.checkpoint.manifest import is_count
+from flatparam_state.checkpoint.manifest import check_step
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
 from flatparam_state.checkpoint.save import (
     Committer,
@@ -129,8 +129,7 @@ class Checkpointer:
             CheckpointError: on every rank, if one has failed, naming rank and file and what to do. What was saved
                 before is as it was, and training can go on. Also if the model shows its averages (`applied`).
         """
-        if not is_count(step):
-            raise ValueError(f"expected a step of at least 0 and at most 2**63 - 1, found {step!r}")
+        check_step(step)
         self._check_averages("saved")
         return self._reported(lambda: self._saver.save(step, extra, rank_extra))
 

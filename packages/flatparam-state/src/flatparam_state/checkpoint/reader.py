@@ -37,7 +37,14 @@ from flatparam_state.files import (
     tensor_of,
 )
 
-__all__ = ["CheckpointReader", "deletion_of", "is_checkpoint", "open_checkpoint", "what_it_says"]
+__all__ = [
+    "CheckpointReader",
+    "deletion_of",
+    "find_checkpoint",
+    "is_checkpoint",
+    "open_checkpoint",
+    "what_it_says",
+]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -53,7 +60,14 @@ def open_checkpoint(path: AnyPath) -> CheckpointReader:
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    path = Path(path)
+    reader = find_checkpoint(Path(path))
+    if reader.instead_of:
+        warnings.warn(reader.instead_of, stacklevel=2)
+    return reader
+
+
+def find_checkpoint(path: Path) -> CheckpointReader:
+    """Do what `open_checkpoint` does, without a warning: the reader tells what it stands for (`instead_of`)."""
     if (path / MANIFEST).exists():
         return CheckpointReader(path, read_manifest(path))
     chosen = CheckpointDirectory(path).choose()
@@ -63,8 +77,6 @@ def open_checkpoint(path: AnyPath) -> CheckpointReader:
             path=path,
             hint=f"expected a directory with {MANIFEST}, or one of such directories",
         )
-    if chosen.warning:
-        warnings.warn(chosen.warning, stacklevel=2)
     return CheckpointReader(chosen.path, chosen.manifest, chosen.warning)
 
 

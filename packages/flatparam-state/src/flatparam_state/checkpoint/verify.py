@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
@@ -13,7 +12,7 @@ import attrs
 
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import MANIFEST
-from flatparam_state.checkpoint.reader import CheckpointReader, open_checkpoint
+from flatparam_state.checkpoint.reader import CheckpointReader, find_checkpoint
 from flatparam_state.files import AnyPath, CheckpointError, UnreadableError, unreadable
 from flatparam_state.soundness import BytesRead, Check, examine
 
@@ -54,11 +53,7 @@ def verify_checkpoint(path: AnyPath) -> Verification:
         CheckpointError: if there is no manifest that can be trusted; what is wrong beyond that is in the result.
     """
     for _ in range(_TRIES):
-        with warnings.catch_warnings():
-            # It is one of the problems that are found.
-            warnings.simplefilter("ignore")
-            reader = open_checkpoint(path)
-        with reader:
+        with find_checkpoint(Path(path)) as reader:
             found = examine(checks_of_directory(reader))
         # A writer has gone on, and retired what was the latest: there is a newer one.
         if reader.deletion() is None or reader.path == Path(path):
@@ -84,7 +79,7 @@ def damage_of(path: Path) -> str:
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / MANIFEST).stat()
-        with open_checkpoint(path) as reader:
+        with find_checkpoint(path) as reader:
             for check in checks_of_directory(reader):
                 for _ in check():
                     pass

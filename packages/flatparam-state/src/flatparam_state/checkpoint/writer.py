@@ -14,10 +14,10 @@ from typing_extensions import Self
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import (
     TensorRecord,
+    check_step,
     dtype_name,
     encode,
     graft,
-    is_count,
     rank_file,
     reference,
 )
@@ -73,8 +73,7 @@ class CheckpointWriter:
         """
         if world_size < 1:
             raise ValueError(f"expected a world_size of at least 1, found {world_size}")
-        if not is_count(step):
-            raise ValueError(f"expected a step of at least 0 and at most 2**63 - 1, found {step!r}")
+        check_step(step)
         self._tensors = dict(tensors)
         self._world_size = world_size
         self._aliases = dict(aliases or {})

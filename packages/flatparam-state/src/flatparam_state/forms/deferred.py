@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import attrs
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "Streamed",
     "as_tensor",
     "from_first",
+    "is_ordinary",
     "is_tensor_like",
     "shape_of",
     "unreadable",
@@ -103,6 +104,11 @@ def unreadable(value: Any) -> str | None:
     if value.layout is not torch.strided:
         return f"a tensor of the layout {value.layout}; to_dense() makes an ordinary one"
     return None
+
+
+def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor of torch's own class, whose elements can be copied into a different one."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and unreadable(value) is None
 
 
 def from_first(topology: Topology, value: Any, *, label: str) -> Any:

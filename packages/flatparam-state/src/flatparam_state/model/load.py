@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeGuard, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -18,15 +18,12 @@ from flatparam_runtime import (
     FlatParamError,
     FlatParamHandle,
     Topology,
-    Unit,
     clean_fqn,
-    inside,
-    summon_full_params,
     tree_of,
 )
-from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, unreadable
+from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, is_ordinary
 from flatparam_state.model.collect import IN_FLAT, local_name
-from flatparam_state.model.own_code import has_own_code
+from flatparam_state.model.own_code import ShownUnits
 from flatparam_state.places import Place, places_in
 
 __all__ = ["ModelLoad", "load_model_state", "refused_anywhere"]
@@ -51,13 +48,8 @@ class ModelLoad:
     _taken: set[str] = attrs.field(factory=set)
     """The clean names of entries that torch no longer finds, since this has taken them."""
     _hooks: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
-    _shown: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
+    shown: ShownUnits = attrs.field(factory=ShownUnits)
     """The units that show their full parameters meanwhile."""
-    _showing: set[Unit] = attrs.field(factory=set)
-    _left_to_torch: set[nn.Module] = attrs.field(factory=set)
-    """The modules of these units."""
-    _before: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
-    """The tensors of these modules, and the shards of these units, with the values that they had before."""
     _copies: list[tuple[torch.Tensor, Wanted, Any]] = attrs.field(factory=list)
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
     _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
@@ -100,7 +92,7 @@ class ModelLoad:
                 )
             place.unit.reshard()
             if shows_full:
-                loading._show(place.unit)
+                loading.shown.add(place.unit)
             for index, infos in enumerate(place.handle.param_infos):
                 for info in infos:
                     if modules is None or info.module in modules:
@@ -114,24 +106,6 @@ class ModelLoad:
             )
             loading._report_to(module)
         return loading
-
-    def _show(self, unit: Unit) -> None:
-        """Show the full parameters of `unit` to the code of its modules, if they have some."""
-        # Inside summon_full_params() they are shown already; and those that are elsewhere cannot be.
-        if unit in self._showing or unit.showing.pins or unit.showing.away:
-            return
-        modules = (unit.module, *inside(unit.module))
-        if any(map(has_own_code, modules)):
-            self._showing.add(unit)
-            self._left_to_torch.update(modules)
-            named = [info for handle in unit.handles for infos in handle.param_infos for info in infos]
-            sharded = {(info.module, info.param_name) for info in named}
-            kept: list[torch.Tensor] = [handle.flat_param for handle in unit.handles]
-            for module in modules:
-                plain = {**module._parameters, **module._buffers}
-                kept += [p for name, p in plain.items() if _is_plain(p) and (module, name) not in sharded]
-            self._before += [(tensor.detach(), tensor.detach().clone()) for tensor in kept]
-            self._shown.enter_context(summon_full_params(unit.module, recurse=False))
 
     def watch(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Have `hook` run before `module` is loaded, after the module's own hooks, while this loading is open."""
@@ -172,8 +146,8 @@ class ModelLoad:
                 self.in_flat.add(place.handle)
         for name, (place, index) in parameters.items():
             key = prefix + name
-            is_torchs = place.unit in self._showing and not metadata.get("assign_to_params_buffers", False)
-            if key in state and is_torchs and _is_plain(state[key]):
+            is_torchs = place.unit in self.shown.units and not metadata.get("assign_to_params_buffers", False)
+            if key in state and is_torchs and is_ordinary(state[key]):
                 pass
             elif key in state:
                 shard = place.handle.flat_param.detach()
@@ -183,7 +157,7 @@ class ModelLoad:
                 # Torch itself reports the others as missing.
                 missing.append(key)
             self._handles[clean_fqn(key)] = place.handle
-        if not metadata.get("assign_to_params_buffers", False) and module not in self._left_to_torch:
+        if not metadata.get("assign_to_params_buffers", False) and module not in self.shown.modules:
             self._take_plain(module, parameters.keys(), state, prefix)
 
     def _take_plain(
@@ -197,10 +171,11 @@ class ModelLoad:
         }
         for name, target in {**module._parameters, **buffers}.items():
             value = state.get(prefix + name)
-            if name in sharded or not (_is_plain(target) and _is_plain(value)) or target.shape != value.shape:
+            if name in sharded or not is_ordinary(target) or not is_ordinary(value):
                 continue
-            self._taken.add(clean_fqn(prefix + name))
-            self._plain.append((target.detach(), state.pop(prefix + name)))
+            if target.shape == value.shape:
+                self._taken.add(clean_fqn(prefix + name))
+                self._plain.append((target.detach(), state.pop(prefix + name)))
 
     def _plan(self, wanted: Wanted, target: torch.Tensor, key: str, value: Any, errors: list[str]) -> None:
         self._taken.add(clean_fqn(key))
@@ -249,7 +224,7 @@ class ModelLoad:
     def commit(self) -> None:
         """Copy the taken values to the shards, if all of them fit; every rank calls it."""
         if not self.refused:
-            self._before.clear()
+            self.shown.keep()
             for target, wanted, value in self._copies:
                 target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
             for target, tensor in self._plain:
@@ -258,20 +233,14 @@ class ModelLoad:
 
     def forget(self) -> None:
         """Drop the taken values without copying them, and undo what was written back."""
-        for shard, values in self._before:
-            shard.copy_(values)
-        self._before.clear()
+        self.shown.undo()
         self._copies.clear()
         self._plain.clear()
 
     def stop(self) -> None:
         """Take the hooks away: what was not in the state by now is not taken any more."""
         self._hooks.close()
-        self.write_back()
-
-    def write_back(self) -> None:
-        """Write back what torch and the modules' own code have put into full parameters, and free these."""
-        self._shown.close()
+        self.shown.write_back()
 
     def close(self) -> None:
         """Forget everything; calling it twice is harmless."""
@@ -282,11 +251,6 @@ class ModelLoad:
 def _names_in(module: nn.Module) -> list[str]:
     """The names of all parameters, in the order of the module."""
     return [clean_fqn(name) for name, _ in module.named_parameters()]
-
-
-def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether it is an ordinary tensor with memory that exists already."""
-    return type(value) in (torch.Tensor, nn.Parameter) and unreadable(value) is None
 
 
 def refused_anywhere(topology: Topology, refused: list[str]) -> list[str]:
@@ -338,7 +302,7 @@ def load_model_state(
         missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
         missing[:] = loading.really_missing(missing)
         errors = next(iter(torchs_errors), [])
-        loading.write_back()
+        loading.shown.write_back()
         refused = [*errors]
         if strict:
             refused += [f"missing key {name!r}" for name in missing]

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its records, the values in it, and the file that shows every changed bit."""
 
 from flatparam_state.checkpoint.manifest.dtypes import dtype_name, file_dtype
-from flatparam_state.checkpoint.manifest.fields import is_count
+from flatparam_state.checkpoint.manifest.fields import check_step
 from flatparam_state.checkpoint.manifest.records import (
     BLOCK_NBYTES,
     FilePiece,
@@ -24,13 +24,13 @@ __all__ = [
     "FilePiece",
     "RankValue",
     "TensorRecord",
+    "check_step",
     "decode",
     "dtype_name",
     "encode",
     "file_dtype",
     "graft",
     "inline",
-    "is_count",
     "rank_file",
     "read_sealed",
     "reference",

@@ -18,10 +18,10 @@ __all__ = [
     "as_object",
     "as_text",
     "bad_value",
+    "check_step",
     "count",
     "hash_digits",
     "instance_of",
-    "is_count",
     "mapping_of",
     "text",
     "tuple_of",
@@ -30,6 +30,7 @@ __all__ = [
 Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
 
 _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
+_COUNTS: Final = "at least 0 and at most 2**63 - 1"
 _SHOWN: Final = 60
 
 
@@ -41,8 +42,8 @@ def bad_value(record: object, field: attrs.Attribute[Any], value: object, expect
 
 def count(record: object, field: attrs.Attribute[Any], value: Any) -> None:
     """Validate a number of bytes, of elements, of a rank, a file or a step."""
-    if not is_count(value):
-        raise bad_value(record, field, value, "a number of at least 0 and at most 2**63 - 1")
+    if not _is_count(value):
+        raise bad_value(record, field, value, f"a number of {_COUNTS}")
 
 
 def hash_digits(record: object, field: attrs.Attribute[Any], value: Any) -> None:
@@ -115,13 +116,17 @@ def as_text(tree: Any) -> str:
 
 def as_count(tree: Any) -> int:
     """The JSON number `tree`: an integer of at least 0, and of 63 bits at most."""
-    if not is_count(tree):
-        raise ValueError(
-            f"expected a number of at least 0 and at most 2**63 - 1, found {str(tree)[:_SHOWN]!r}"
-        )
+    if not _is_count(tree):
+        raise ValueError(f"expected a number of {_COUNTS}, found {str(tree)[:_SHOWN]!r}")
     return int(tree)
 
 
-def is_count(value: object) -> bool:
+def check_step(step: object) -> None:
+    """Raise a ValueError if `step` cannot be the step of a checkpoint."""
+    if not _is_count(step):
+        raise ValueError(f"expected a step of {_COUNTS}, found {step!r}")
+
+
+def _is_count(value: object) -> bool:
     """Whether `value` can be a number of bytes, of elements, of a rank, a file or a step."""
     return type(value) is int and 0 <= value < 2**63
