@@ -89,6 +89,23 @@ def test_interrupted(kind: str, sent: signal.Signals, tmp_path: Path) -> None:
     assert entries(tmp_path) == before
 
 
+def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:
+    """An interrupt in the first seconds, which importing torch takes, is the same sentence and status."""
+    (tmp_path / "torch").mkdir()
+    interrupting = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "torch" / "__init__.py").write_text(interrupting)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "flatparam", "ckpt", "verify", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=heed_interrupts,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "flatparam: interrupted; nothing was written\n")
+
+
 def _begun(directory: Path) -> bool:
     """Whether there is a file with some megabytes of the output."""
     files = [*directory.glob(".new*"), *directory.glob(".new*/*"), *directory.glob("new/step-*.tmp-*/*")]

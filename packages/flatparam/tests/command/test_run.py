@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,11 @@ def folder(tmp_path: Path) -> Path:
         "from .inner import NAME\nimport sys\nprint(NAME, __package__, sys.argv[1:])\n"
     )
     (package / "inner.py").write_text("NAME = __name__\n")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "sibling.py").write_text("NAME = __name__\n")
+    (whole / "__main__.py").write_text(FACTS)
+    zipapp.create_archive(whole, tmp_path / "whole.pyz")
     return tmp_path
 
 
@@ -121,6 +127,9 @@ def outcome(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ("broken.py",),
         ("-m", "facts", "exit"),
         ("-m", "package", "--help"),
+        ("whole", "exit"),
+        ("./whole/", "thread"),
+        ("whole.pyz", "exit"),
     ],
 )
 def test_a_program_runs_as_python_runs_it(folder: Path, program: tuple[str, ...]) -> None:
@@ -140,6 +149,11 @@ def test_programs_that_are_not_there(folder: Path) -> None:
     assert outcome(folder, "-m", "flatparam", "run", "nothing.py")[::2] == (
         2,
         f"flatparam run: can't open file '{folder / 'nothing.py'}': No such file or directory\n",
+    )
+    (folder / "empty").mkdir()
+    assert outcome(folder, "-m", "flatparam", "run", "empty")[::2] == (
+        2,
+        f"flatparam run: can't find '__main__' module in '{folder / 'empty'}'\n",
     )
     for module in ("nothing", "sibling.inside"):
         status, _, errors = outcome(folder, "-m", "flatparam", "run", "-m", module)

@@ -72,8 +72,10 @@ class Checkpointer:
             on_save_error: "warn" has training go on without the checkpoint.
             on_moment: for tests, see `Moment`.
         """
-        if keep is not None and keep < 1:
-            raise ValueError(f"expected to keep at least 1 checkpoint, found keep={keep}")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(f"expected keep to be None or a number of at least 1, found {keep!r}")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"expected a module as model, or None, found {type(model).__name__}")
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"expected on_save_error to be 'raise' or 'warn', found {on_save_error!r}")
         self._ranks = resolve_topology().shard if ranks is None else ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -34,13 +35,15 @@ class Program:
 
     @classmethod
     def script(cls, path: str) -> Program:
-        """The program in a file.
+        """The program in a file, or in `__main__.py` of a folder or a zip file.
 
         Raises:
             CannotRun: if it cannot be read.
         """
         # As Python has it: `..` stays.
         absolute = os.path.join(os.getcwd(), path)
+        if pkgutil.get_importer(absolute) is not None:
+            return cls._main_in(absolute, path)
         loader = SourceFileLoader("__main__", absolute)
         try:
             text = loader.get_data(absolute)
@@ -49,6 +52,15 @@ class Program:
         code = _unwound(lambda: compile(text, absolute, "exec", dont_inherit=True))
         names = {"__file__": absolute, "__loader__": loader, "__package__": None, "__spec__": None}
         return cls(code, path, str(Path(absolute).resolve().parent), {**names, "__cached__": None})
+
+    @classmethod
+    def _main_in(cls, folder: str, path: str) -> Program:
+        finder: Any = pkgutil.get_importer(folder)
+        spec = finder.find_spec("__main__")
+        if spec is None:
+            raise CannotRun(f"can't find '__main__' module in {folder!r}")
+        code = _unwound(lambda: spec.loader.get_code("__main__"))
+        return cls(code, path, folder, _told_of(spec))
 
     @classmethod
     def module(cls, name: str) -> Program:
@@ -66,8 +78,7 @@ class Program:
         code = None if loader is None else _unwound(lambda: loader.get_code(name))
         if spec is None or code is None:
             raise CannotRun(f"no module named {name!r} that can be run")
-        names = {"__file__": spec.origin, "__loader__": loader, "__package__": spec.parent, "__spec__": spec}
-        return cls(code, spec.origin or name, os.getcwd(), {**names, "__cached__": spec.cached})
+        return cls(code, spec.origin or name, os.getcwd(), _told_of(spec))
 
     def run(self, arguments: Sequence[str]) -> None:
         """Run it as `__main__`; whatever it raises comes out, with a traceback that begins in the program."""
@@ -108,6 +119,11 @@ def run_program(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"flatparam run: {error}\n")
         return 2
     return 0
+
+
+def _told_of(spec: ModuleSpec) -> dict[str, Any]:
+    names = {"__file__": spec.origin, "__loader__": spec.loader, "__package__": spec.parent}
+    return {**names, "__spec__": spec, "__cached__": spec.cached}
 
 
 def _spec(name: str) -> ModuleSpec | None:

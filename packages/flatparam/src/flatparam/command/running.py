@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -41,6 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[TRACE_FOLDER] = os.path.abspath(given[2])
         return run_program(given[3:])
     chosen = parser().parse_args(given)
+    try:
+        return _run(chosen)
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was written")
+        return _INTERRUPTED
+
+
+def _run(chosen: argparse.Namespace) -> int:
     # Imports torch, which takes seconds: not for help.
     from flatparam_state import CheckpointError
 
@@ -63,9 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _say(str(error))
         return 2
-    except KeyboardInterrupt:
-        _say("interrupted; nothing was written")
-        return _INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,0 +1,51 @@
+"""Wrong arguments of a `Checkpointer` are refused at once, before anything is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam_comm import SingleCollectives
+from flatparam_state import Checkpointer
+
+MODEL = nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"keep": "2"}, ValueError, "expected keep to be None or a number of at least 1, found '2'"),
+        ({"keep": 0}, ValueError, "expected keep to be None or a number of at least 1, found 0"),
+        ({"keep": True}, ValueError, "expected keep to be None or a number of at least 1, found True"),
+        ({"model": 3}, TypeError, "expected a module as model, or None, found int"),
+        (
+            {"model": MODEL, "optimizer": [OPTIMIZER]},
+            TypeError,
+            "expected an optimizer, a dictionary of several by name, or None, found list",
+        ),
+        (
+            {"model": MODEL, "optimizer": {"a": MODEL}},
+            TypeError,
+            "expected an optimizer, a dictionary of several by name, or None, found Linear",
+        ),
+        ({"optimizer": OPTIMIZER}, ValueError, "expected the model of the optimizer's parameters too"),
+        (
+            {"on_save_error": "ignore"},
+            ValueError,
+            "expected on_save_error to be 'raise' or 'warn', found 'ignore'",
+        ),
+    ],
+)
+def test_wrong_arguments(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """The message says what was expected and what was found; no directory is made."""
+    with pytest.raises(error) as raised:
+        Checkpointer(tmp_path / "run", ranks=SingleCollectives(), **arguments)
+    assert str(raised.value) == message
+    assert not (tmp_path / "run").exists()
