@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import SingleCollectives
-from flatparam_state import Checkpointer
+from flatparam_state import Checkpointer, CheckpointError
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -33,6 +33,11 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
             TypeError,
             "expected an optimizer, a dictionary of several by name, or None, found Linear",
         ),
+        (
+            {"model": MODEL, "optimizer": {"state": OPTIMIZER}},
+            CheckpointError,
+            "'state' cannot be the name of an optimizer; give it a different one",
+        ),
         ({"optimizer": OPTIMIZER}, ValueError, "expected the model of the optimizer's parameters too"),
         (
             {"on_save_error": "ignore"},
@@ -48,4 +53,13 @@ def test_wrong_arguments(
     with pytest.raises(error) as raised:
         Checkpointer(tmp_path / "run", ranks=SingleCollectives(), **arguments)
     assert str(raised.value) == message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, 1.0, "1", True])
+def test_wrong_steps(tmp_path: Path, step: Any) -> None:
+    """A step that no checkpoint can have is refused before anything is written."""
+    checkpointer = Checkpointer(tmp_path / "run", ranks=SingleCollectives())
+    with pytest.raises(ValueError, match=r"expected a step of at least 0 and at most 2\*\*63 - 1, found "):
+        checkpointer.save(step)
     assert not (tmp_path / "run").exists()

@@ -330,22 +330,6 @@ def test_steps_of_any_length_are_found(step: int, tmp_path: Path) -> None:
     run.checkpointer.close()
 
 
-def test_arguments() -> None:
-    """What makes no sense is refused at once."""
-    with pytest.raises(ValueError, match="at least 1 checkpoint"):
-        Checkpointer("x", ranks=ALONE, keep=0)
-    with pytest.raises(ValueError, match="'raise' or 'warn'"):
-        Checkpointer("x", ranks=ALONE, on_save_error="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the model of the optimizer's parameters"):
-        Checkpointer("x", None, SmallRun(Path("x")).optimizer, ranks=ALONE)
-    for step in (-1, 2**63):
-        with pytest.raises(ValueError, match="a step of at least 0"):
-            Checkpointer("x", ranks=ALONE).save(step)
-    with pytest.raises(CheckpointError, match="cannot be the name of an optimizer"):
-        run = SmallRun(Path("x"))
-        Checkpointer("x", run.model, {"state": run.optimizer}, ranks=ALONE)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_save_different_steps(asynchronous: bool, tmp_path: Path) -> None:
     """Every rank raises the one error, which names both steps, and nothing is written; the next save succeeds."""
