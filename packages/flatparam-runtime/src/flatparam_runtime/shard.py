@@ -20,6 +20,7 @@ from flatparam_comm import (
     discover,
     owner_of,
 )
+from flatparam_runtime.agreement.newcomers import names_left_whole
 from flatparam_runtime.passes import attach
 from flatparam_runtime.unit import (
     InitialWeights,
@@ -108,7 +109,9 @@ def shard_module(
         _borrow(unit, b)
     with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
     initial = None if weights is None else attrs.evolve(weights, stamp=unit.stamp())
-    unit.held.look_after(UnitBuffers.of(module, with_buffers), initial, attach(unit, below))
+    unit.held.look_after(
+        UnitBuffers.of(module, with_buffers), initial, attach(unit, below), names_left_whole(module)
+    )
     return unit
 
 

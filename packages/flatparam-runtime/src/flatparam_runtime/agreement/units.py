@@ -1,4 +1,4 @@
-"""The look at units before the first pass: are they and their weights the same on all ranks, and hold they all?"""
+"""The comparison before the first pass: does every rank have the same units, and the same initial weights?"""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class _Fact:
 
 
 def agree_on_units(units: Sequence[Unit]) -> None:
-    """Check that every rank has the same units with the same parameters and plans.
-
-    Warn of different weights, and of parameters that came in after their module was sharded.
+    """Check that every rank has the same units with the same parameters and plans; warn of different weights.
 
     Raises:
         DivergenceError: on every rank; it names the first difference and what each rank has.
@@ -43,21 +41,6 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         raise DivergenceError(_first_difference(root.exchange(facts, label="units"), rank_of(root)))
     if len({digest for _, digest in digests}) > 1:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
-    _warn_of_newcomers(units)
-
-
-def _warn_of_newcomers(units: Sequence[Unit]) -> None:
-    for unit in units:
-        names = list(unit.held.newcomers())
-        if names:
-            several = f" .. {names[-1]!r} ({len(names)} parameters)" if len(names) > 1 else ""
-            warnings.warn(
-                f"unit {unit.name!r}: no unit holds {names[0]!r}{several}, which came into the module after it "
-                "was sharded: gradients are not averaged over the ranks there, so each rank trains different values; "
-                "replace or add modules before the model is sharded, or shard the new module, too",
-                stacklevel=2,
-            )
-            return
 
 
 def _digest(value: object) -> str:

@@ -13,6 +13,7 @@ from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clea
 from flatparam_runtime.agreement.comparison import Comparison, compare_inference
 from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.newcomers import warn_of_newcomers
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, in_transform, profiled
@@ -167,6 +168,7 @@ class UnitTree:
             self.check_comparison()
         if not self._has_begun:
             agree_on_units(self.units)
+            warn_of_newcomers(self.units)
             self._has_begun = True
         for unit in self.units:
             unit.cast_buffers()

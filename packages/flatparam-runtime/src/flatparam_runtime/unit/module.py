@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import (
-    FlatParamError,
-    FlatParameter,
-    FlatParamHandle,
-    FullForm,
-    clean_fqn,
-    owner_of,
-)
+from flatparam_comm import FlatParamError, FlatParamHandle, FullForm
 from flatparam_runtime.autograd import accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.calls import ForwardCall
@@ -195,23 +188,16 @@ class UnitModule:
         self.calls.clear()
         self.inner.put()
 
-    def look_after(self, buffers: UnitBuffers, initial: InitialWeights | None, inner: InnerCalls) -> None:
-        """Take the buffers to cast, the initial weights to compare, and the calls inside to watch."""
+    def look_after(
+        self,
+        buffers: UnitBuffers,
+        initial: InitialWeights | None,
+        inner: InnerCalls,
+        left_whole: frozenset[str],
+    ) -> None:
+        """Take the buffers to cast, the weights to compare, the calls inside to watch, and what was left whole."""
         self.buffers, self.initial, self.inner = buffers, initial, inner
-        self.left_whole = frozenset(name for name, _ in self._whole_parameters())
-
-    def newcomers(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, came into the module after it was sharded, and are held by no unit."""
-        if self.left_whole is None:
-            return {}
-        found = self._whole_parameters()
-        return {name: p for name, p in found if p.requires_grad and name not in self.left_whole}
-
-    def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        module = self.reference()
-        for name, parameter in () if module is None else module.named_parameters():
-            if owner_of(parameter) is None and not isinstance(parameter, FlatParameter):
-                yield clean_fqn(name), parameter
+        self.left_whole = left_whole
 
     def forget_initial(self) -> None:
         """Drop the checksums of the initial weights: the ranks have compared them."""
