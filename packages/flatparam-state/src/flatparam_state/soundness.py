@@ -7,7 +7,7 @@ from typing import TypeAlias, final
 
 import attrs
 
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import CheckpointError, UnreadableError
 
 __all__ = ["Check", "BytesRead", "Soundness", "examine"]
 
@@ -24,6 +24,8 @@ class Soundness:
     nbytes: int
     unproven_nbytes: int
     problems: tuple[str, ...]
+    is_damaged: bool
+    """Whether some problem is damage: the system could read the file, and its content is wrong."""
 
 
 @final
@@ -48,6 +50,7 @@ def examine(checks: Iterator[Check], observe: Callable[[int], object] = lambda n
     """
     nbytes = unproven_nbytes = 0
     problems: dict[str, None] = {}
+    is_damaged = False
     for check in checks:
         try:
             for reading in check():
@@ -56,4 +59,5 @@ def examine(checks: Iterator[Check], observe: Callable[[int], object] = lambda n
                 observe(reading.nbytes)
         except CheckpointError as error:
             problems[str(error)] = None
-    return Soundness(nbytes, unproven_nbytes, tuple(problems))
+            is_damaged = is_damaged or not isinstance(error, UnreadableError)
+    return Soundness(nbytes, unproven_nbytes, tuple(problems), is_damaged)

@@ -184,6 +184,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         ("export", "@run", "@x", "--to", "hf", "--dtype", "int8"),
         ("reshard", "@run", "@x"),
         ("reshard", "@run", "@x", "--world-size", "0"),
+        ("reshard", "@run", "@x", "--world-size", "2000000000"),
         ("import", "@a.pt", "@x", "--step", "-1"),
         ("import", "@x"),
         ("export", "@run", "@no/where/x", "--to", "torch"),

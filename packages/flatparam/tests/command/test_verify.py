@@ -1,5 +1,7 @@
 """`flatparam ckpt verify`."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,26 @@ def test_nothing_to_verify(flatparam: Caller) -> None:
 def test_a_part_cannot_be_verified(flatparam: Caller) -> None:
     """A checkpoint is verified as a whole, so --only is refused rather than ignored."""
     assert flatparam("verify", "@run", "--only", "model").status == 2
+
+
+def test_an_unreadable_file_is_not_damaged(flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk fails to read a file, the file may be sound, and the status is 2; it is 1 if another one is damaged."""
+    shards = sorted((flatparam.directory / "run" / "step-00000004").glob("*.safetensors"))
+    assert len(shards) > 1
+    unread = os.stat(shards[0]).st_ino
+    preadv = os.preadv
+
+    def failing(descriptor: int, views: list[memoryview], offset: int) -> int:
+        if os.fstat(descriptor).st_ino == unread:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    found = flatparam("verify", "@run")
+    assert (found.status, found.out) == (2, "")
+    assert f"{shards[0].name}: cannot be read at offset" in found.err
+    _flip(shards[1], 20)
+    found = flatparam("verify", "@run")
+    assert (found.status, found.out) == (1, "")
+    assert shards[0].name in found.err
+    assert shards[1].name in found.err

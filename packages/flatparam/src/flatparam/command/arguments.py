@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from flatparam import __version__
 from flatparam.command.plan.arguments import add_plan
-from flatparam.command.values import dtype_name, natural, nbytes_of, positive, tolerance
+from flatparam.command.values import dtype_name, natural, nbytes_of, ranks, tolerance
 
 __all__ = ["EXPORTS", "FORMATS", "parser"]
 
@@ -224,7 +224,7 @@ def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser
         metavar="SIZE",
         help="hf: the most bytes of tensors in a file, such as 2GB (default: 5GB)",
     )
-    added.add_argument("--world-size", type=positive, default=1, help="dcp: the number of files (default: 1)")
+    added.add_argument("--world-size", type=ranks, default=1, help="dcp: the number of files (default: 1)")
     added.add_argument(
         "--averages",
         metavar="NAME",
@@ -246,7 +246,7 @@ def _add_own(
     _add_paths(added, "the directory of a run; made if it is not there")
     added.add_argument(
         "--world-size",
-        type=positive,
+        type=ranks,
         required=needs_world_size,
         default=1,
         help="the number of ranks" + ("" if needs_world_size else " (default: 1)"),

@@ -15,10 +15,12 @@ __all__ = [
     "nbytes_of",
     "norm",
     "positive",
+    "ranks",
     "tolerance",
     "worlds",
 ]
 
+_MOST_RANKS: Final = 2**20
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", re.IGNORECASE)
 
@@ -43,6 +45,14 @@ def positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
+    return number
+
+
+def ranks(text: str) -> int:
+    """A number of ranks, each of which gets a file of its own."""
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST_RANKS}, found {text!r}")
     return number
 
 

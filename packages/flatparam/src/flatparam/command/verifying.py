@@ -9,7 +9,7 @@ import warnings
 from flatparam.command.opening import ArgumentsError, opened
 from flatparam.command.output import say, shown_nbytes
 from flatparam.command.progress import showing
-from flatparam_state import CheckpointError, Source, UnknownFormatError, verify_source
+from flatparam_state import CheckpointError, Source, UnknownFormatError, UnreadableError, verify_source
 
 __all__ = ["run"]
 
@@ -21,7 +21,7 @@ def run(chosen: argparse.Namespace) -> int:
             # What is opened instead of a damaged checkpoint is one of the problems below.
             warnings.simplefilter("ignore")
             source = opened(chosen)
-    except (ArgumentsError, UnknownFormatError):
+    except (ArgumentsError, UnknownFormatError, UnreadableError):
         raise
     except CheckpointError as error:
         say(f"flatparam: {error}", sys.stderr)
@@ -36,7 +36,7 @@ def _verified(source: Source, chosen: argparse.Namespace) -> int:
     for problem in found.problems:
         say(f"flatparam: {problem}", sys.stderr)
     if found.problems:
-        return 1
+        return 1 if found.is_damaged else 2
     if not chosen.quiet:
         unproven = found.unproven_nbytes
         proven = f"{shown_nbytes(found.nbytes - unproven)} are what was written"
