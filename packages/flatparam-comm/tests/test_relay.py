@@ -27,6 +27,7 @@ from flatparam_comm import (
     tell_failure,
     telling,
 )
+from flatparam_comm.relay.process import _NOW
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.testing import BRIEFLY, PATIENCE, run_processes
 
@@ -110,7 +111,38 @@ def test_every_rank_that_waits_is_told(tmp_path: Path, size: int, how: str) -> N
         )
 
 
+def _loses_its_relay(comm: ProcessGroupCollectives, which: int, directory: str) -> None:
+    _steps(comm)
+    relay = _NOW.relay
+    assert relay is not None
+    if comm.rank == which:
+
+        def fail(timeout: float) -> None:
+            raise RuntimeError("a fault of the relay's")
+
+        relay._star.listen = fail  # type: ignore[method-assign, assignment]
+        relay._star.wake()
+    deadline = time.monotonic() + PATIENCE
+    while (
+        relay.is_running if comm.rank == which else which not in relay._deaf
+    ) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # Its connection has ended by now; nobody takes that for its death.
+    comm.barrier()
+    time.sleep(0.2)
+    _steps(comm)
+    Path(directory, f"rank-{comm.rank}").touch()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_relay_that_fails_stops_nobody(tmp_path: Path, which: int) -> None:
+    """If the relay of one rank fails, whichever it is, the others know that its process lives, and all go on."""
+    run_processes(3, _loses_its_relay, which, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def _catches(comm: ProcessGroupCollectives, alike: bool) -> None:
+    os.environ["FLATPARAM_RELAY_FORGIVENESS"] = "600"
     for attempt in range(20):
         _steps(comm)
         if alike or comm.rank == 1:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.star import Ended, Said, Star
+from flatparam_comm.testing import PATIENCE
 
 HELLO, BYE = {"text": "hello"}, {"text": "bye"}
 
@@ -88,17 +89,83 @@ def test_a_stranger_is_not_heard(stars: Callable[[int], Star]) -> None:
     try:
         first.open()
         told = json.loads(store.get("address"))
-        hellos = (b'{"secret": "guessed", "rank": 1}\n', b"no JSON\n", b'{"rank": 1}\n', b"", b"x" * 5000)
+        hellos = (
+            b'{"secret": "guessed", "rank": 1}\n',
+            b'{"secret": "\xc3\xa9", "rank": 1}\n',
+            b'{"secret": "\\ud800", "rank": 1}\n',
+            json.dumps({"secret": told["secret"], "rank": "1"}).encode() + b"\n",
+            b"no JSON\n",
+            b"\xff\n",
+            b"1\n",
+            b"[]\n",
+            b"[" * 4000 + b"\n",
+            b'{"rank": 1}\n',
+            b"",
+            b"x" * 5000,
+        )
         for hello in hellos:
             with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
                 if hello:
                     stranger.sendall(hello)
                 stranger.shutdown(socket.SHUT_WR)
-                assert list(first.listen(5.0)) == []
+                stranger.settimeout(PATIENCE)
+                # It is sent away, so its own reading ends.
+                while not _is_over(first, stranger):
+                    pass
             assert not first.is_connected
     finally:
         first.close()
     assert not store.check(["address"])
+
+
+def _is_over(star: Star, stranger: socket.socket) -> bool:
+    assert list(star.listen(0.0)) == []
+    stranger.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        try:
+            return stranger.recv(1) == b""
+        except ConnectionResetError:
+            return True
+    return False
+
+
+def test_a_slow_stranger_holds_nobody_up(stars: Callable[[int], Star]) -> None:
+    """Ranks are heard at once beside a connection that has sent half a line, which is sent away after a while."""
+    store = dist.HashStore()
+    first = Star(0, store, RelaySettings(sending=0.05))
+    second = Star(1, store, RelaySettings())
+    try:
+        first.open()
+        port = json.loads(store.get("address"))["port"]
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b'{"secret": ')
+            second.say(HELLO)
+            assert heard(first, [second], 1) == [Said(1, HELLO)]
+            while not _is_over(first, stranger):
+                pass
+        second.say(BYE)
+        assert heard(first, [second], 1) == [Said(1, BYE)]
+    finally:
+        first.close()
+        second.close()
+
+
+def test_words_right_behind_the_introduction(stars: Callable[[int], Star]) -> None:
+    """What a rank says in the packet in which it introduces itself is heard, too, and half a line is kept."""
+    store = dist.HashStore()
+    first = Star(0, store, RelaySettings())
+    try:
+        first.open()
+        told = json.loads(store.get("address"))
+        hello = json.dumps({"secret": told["secret"], "rank": 1}).encode()
+        words = json.dumps({"rank": 1, "words": HELLO}).encode()
+        with socket.create_connection(("127.0.0.1", told["port"])) as second:
+            second.sendall(hello + b"\n" + words + b"\n" + words[:5])
+            assert heard(first, [], 1) == [Said(1, HELLO)]
+            second.sendall(words[5:] + b"\n")
+            assert heard(first, [], 1) == [Said(1, HELLO)]
+    finally:
+        first.close()
 
 
 def test_an_address_that_nobody_listens_at(stars: Callable[[int], Star]) -> None:

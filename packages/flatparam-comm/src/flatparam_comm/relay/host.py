@@ -1,13 +1,20 @@
-"""The identity of the host that a process runs on."""
+"""The host that a process runs on: its identity, its names, and the processes on it."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
+import struct
 from pathlib import Path
+from typing import Final
 
-__all__ = ["host_identity", "is_stopped"]
+__all__ = ["host_identity", "host_names", "is_stopped", "network_of_host"]
+
+_INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: `ioctl` request for the IPv4 address of a network interface (Linux, netdevice(7)).
+_SIOCGIFADDR: Final = 0x8915
 
 
 def host_identity() -> tuple[str, ...]:
@@ -20,6 +27,38 @@ def host_identity() -> tuple[str, ...]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
     return boot, socket.gethostname(), space
+
+
+def network_of_host() -> str:
+    """The namespace of the network: in a different one, 127.0.0.1 is a different host."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def host_names() -> list[str]:
+    """The names and addresses by which other hosts may reach this one, the likeliest first."""
+    found = []
+    for variable in _INTERFACE_VARIABLES:
+        for interface in filter(None, os.environ.get(variable, "").split(",")):
+            # Not every system has the module, or the request.
+            with contextlib.suppress(OSError, ImportError):
+                found.append(_address_of(interface))
+    if os.environ.get("RANK") == "0" and "MASTER_ADDR" in os.environ:
+        found.append(os.environ["MASTER_ADDR"])
+    found.append(socket.gethostname())
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys(found))
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface."""
+    fcntl = importlib.import_module("fcntl")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        packed = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
 
 
 def is_stopped(pid: int) -> bool:

@@ -59,6 +59,7 @@ class Relay:
             self.board = Board()
         self._star = Star(rank, store, settings)
         self._pids: dict[int, int | None] = {}
+        self._deaf: set[int] = set()
         self._known: dict[int, FailureReport] = {}
         self._since: dict[int, float] = {}
         self._own: FailureReport | None = None
@@ -219,7 +220,10 @@ class Relay:
             self._say_own()
         except Exception:
             # A healthy run must not suffer from its relay. Without one, failures do not travel; nothing else changes.
-            pass
+            if not self._is_ending.is_set():
+                _LOGGER.warning("rank %d no longer hears of the failures of others", self.rank, exc_info=True)
+                with contextlib.suppress(Exception):
+                    self._star.say({"pid": self.pid, "failure": None, "is_deaf": True})
         finally:
             self._close(self._star.close)
 
@@ -287,11 +291,15 @@ class Relay:
         rank = news.rank
         if isinstance(news, Said):
             self._pids[rank] = news.words["pid"]
+            self._deaf.discard(rank)
+            if news.words.get("is_deaf"):
+                self._deaf.add(rank)
             told = news.words["failure"]
             failure = None if told is None else FailureReport.from_words(told)
         else:
             known = self._known.get(rank)
-            if known is not None and known.is_final:
+            # The connection of a rank whose relay has failed says nothing about its process.
+            if (known is not None and known.is_final) or rank in self._deaf:
                 return
             failure = self._death_of(rank, news.reason)
             if self.rank == 0:

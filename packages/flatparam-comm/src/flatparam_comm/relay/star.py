@@ -7,20 +7,18 @@ system's keepalive packets notice a host that is gone. Rank 0 leaves its address
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import secrets
 import select
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, final
 
 import attrs
 
-from flatparam_comm.relay.host import host_identity
+from flatparam_comm.relay.host import host_identity, host_names, network_of_host
 from flatparam_comm.relay.settings import RelaySettings
 
 __all__ = ["CLOSED", "Ended", "Said", "Star"]
@@ -30,9 +28,8 @@ CLOSED: Final = "the connection was closed"
 _KEY: Final = "address"
 #: Keepalive packets without an answer until a host is gone.
 _UNANSWERED: Final = 3
-_INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-#: `ioctl` request for the IPv4 address of a network interface (Linux, netdevice(7)).
-_SIOCGIFADDR: Final = 0x8915
+#: The bytes of the line by which a rank introduces itself, at most.
+_LONGEST_HELLO: Final = 4096
 
 
 @final
@@ -85,10 +82,45 @@ class _Line:
             data = b""
             if not isinstance(error, TimeoutError) or error.errno is not None:
                 reason = f"the connection was lost: {error.strerror}"
+        return self.take(data), reason
+
+    def take(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that end with `data`."""
         self.buffer += data
         *lines, rest = bytes(self.buffer).split(b"\n")
         self.buffer[:] = rest
-        return [json.loads(line) for line in lines], reason
+        return [json.loads(line) for line in lines]
+
+
+@final
+@attrs.define(eq=False)
+class _Guest:
+    """A connection that has not said yet which rank it is; anybody who reaches this host can make one."""
+
+    socket: socket.socket
+    until: float
+    """The moment at which it is sent away."""
+    said: bytearray = attrs.field(factory=bytearray)
+
+    def hear(self) -> bool:
+        """Take what has arrived; returns whether that is all that it has to say, a whole line or too much."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.socket.recv(_LONGEST_HELLO)
+        self.said += data
+        return not data or b"\n" in self.said or len(self.said) > _LONGEST_HELLO
+
+    def rank(self, secret: str) -> int | None:
+        """The rank that it says it is; None if it does not know the secret."""
+        try:
+            told = json.loads(self.said.partition(b"\n")[0])
+        # Brackets can be nested deeper than the parser goes.
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(told, dict):
+            return None
+        rank, guess = told.get("rank"), str(told.get("secret")).encode(errors="replace")
+        return rank if type(rank) is int and secrets.compare_digest(guess, secret.encode()) else None
 
 
 @final
@@ -101,6 +133,7 @@ class Star:
         self._store = store
         self._settings = settings
         self._lines: dict[int, _Line] = {}
+        self._guests: dict[int, _Guest] = {}
         self._listener: socket.socket | None = None
         self._secret = ""
         self._last: dict[int, bytes] = {}
@@ -122,7 +155,7 @@ class Star:
             self._listener = _listen()
             self._secret = secrets.token_hex(16)
             port = self._listener.getsockname()[1]
-            told = {"host": host_identity(), "space": _network(), "names": _names(), "port": port}
+            told = {"host": host_identity(), "space": network_of_host(), "names": host_names(), "port": port}
             self._store.set(_KEY, json.dumps({**told, "secret": self._secret}))
 
     def say(self, words: dict[str, Any]) -> None:
@@ -146,16 +179,22 @@ class Star:
         if self._listener is not None:
             poll.register(self._listener, select.POLLIN)
         by_fd = {line.socket.fileno(): line for line in self._lines.values()}
-        for fd in by_fd:
+        for fd in (*by_fd, *self._guests):
             poll.register(fd, select.POLLIN)
+        timeout = min([timeout, *(guest.until - time.monotonic() for guest in self._guests.values())])
         for fd, _ in poll.poll(max(0.0, timeout * 1e3)):
             if fd == self._ears:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._ears, 4096)
             elif fd in by_fd:
                 yield from self._hear(by_fd[fd])
+            elif fd in self._guests:
+                yield from self._welcome(fd)
             else:
                 self._accept()
+        for fd, guest in [*self._guests.items()]:
+            if time.monotonic() >= guest.until:
+                self._guests.pop(fd).socket.close()
 
     def wake(self) -> None:
         """Have `listen` return."""
@@ -177,7 +216,9 @@ class Star:
         """Close every descriptor at once, as a forked process has to: the connections are its parent's."""
         for line in self._lines.values():
             line.socket.close()
-        self._lines = {}
+        for guest in self._guests.values():
+            guest.socket.close()
+        self._lines, self._guests = {}, {}
         if self._listener is not None:
             self._listener.close()
         self._listener = self._store = None
@@ -187,16 +228,19 @@ class Star:
         self._ears = self._bell = -1
 
     def _hear(self, line: _Line) -> Iterator[Said | Ended]:
-        said, reason = line.receive()
-        for message in said:
-            rank = int(message["rank"])
-            if self._rank == 0:
-                self._pass_on(rank, message["words"])
-            yield Said(rank, message["words"])
+        messages, reason = line.receive()
+        yield from self._said(messages)
         if reason is not None:
             line.socket.close()
             del self._lines[line.rank]
             yield Ended(line.rank, reason)
+
+    def _said(self, messages: Iterable[dict[str, Any]]) -> Iterator[Said]:
+        for message in messages:
+            rank = int(message["rank"])
+            if self._rank == 0:
+                self._pass_on(rank, message["words"])
+            yield Said(rank, message["words"])
 
     def _pass_on(self, rank: int, words: dict[str, Any]) -> None:
         encoded = self._last[rank] = _encode(rank, words)
@@ -206,17 +250,27 @@ class Star:
 
     def _accept(self) -> None:
         assert self._listener is not None, "only rank 0 is connected to"
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            _prepare(connection, self._settings)
-            hello = json.loads(_read_line(connection))
-            if not secrets.compare_digest(str(hello["secret"]), self._secret):
-                connection.close()
-                return
-            line = self._lines[int(hello["rank"])] = _Line(connection, int(hello["rank"]))
-            for rank, message in self._last.items():
-                if rank != line.rank:
-                    line.send(message)
+            self._guests[connection.fileno()] = _Guest(connection, time.monotonic() + self._settings.sending)
+
+    def _welcome(self, fd: int) -> Iterator[Said]:
+        """Hear a guest, who is one of the ranks once it has said so."""
+        guest = self._guests[fd]
+        if not guest.hear():
+            return
+        del self._guests[fd]
+        rank = guest.rank(self._secret)
+        if rank is None:
+            guest.socket.close()
+            return
+        with contextlib.suppress(OSError):
+            _prepare(guest.socket, self._settings)
+        line = self._lines[rank] = _Line(guest.socket, rank)
+        for other, message in self._last.items():
+            if other != rank:
+                line.send(message)
+        yield from self._said(line.take(bytes(guest.said).partition(b"\n")[2]))
 
     def _try_to_connect(self) -> None:
         now = time.monotonic()
@@ -227,7 +281,7 @@ class Star:
         if not self._store.check([_KEY]):
             return
         told = json.loads(self._store.get(_KEY))
-        is_here = tuple(told["host"]) == host_identity() and told["space"] == _network()
+        is_here = tuple(told["host"]) == host_identity() and told["space"] == network_of_host()
         for name in ["127.0.0.1"] if is_here else told["names"]:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection((name, told["port"]), timeout=self._settings.sending)
@@ -271,46 +325,3 @@ def _prepare(connection: socket.socket, settings: RelaySettings) -> None:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         limit = 1000 * silence * (1 + _UNANSWERED)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """The first line of a connection, byte by byte: what follows it belongs to others."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < 4096:
-        byte = connection.recv(1)
-        if not byte:
-            break
-        line += byte
-    return line
-
-
-def _network() -> str:
-    """The namespace of the network: in another one, 127.0.0.1 is another host."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface."""
-    fcntl = importlib.import_module("fcntl")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        packed = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
-
-
-def _names() -> list[str]:
-    """The names and addresses by which other hosts may reach this one, the likeliest first."""
-    found = []
-    for variable in _INTERFACE_VARIABLES:
-        for interface in filter(None, os.environ.get(variable, "").split(",")):
-            # Not every system has the module, or the request.
-            with contextlib.suppress(OSError, ImportError):
-                found.append(_address_of(interface))
-    if os.environ.get("RANK") == "0" and "MASTER_ADDR" in os.environ:
-        found.append(os.environ["MASTER_ADDR"])
-    found.append(socket.gethostname())
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys(found))
