@@ -427,6 +427,43 @@ def test_a_model_that_becomes_a_different_one(tmp_path: Path) -> None:
     assert not published.is_dense
 
 
+def test_changes_of_a_version_that_was_not_delivered(tmp_path: Path) -> None:
+    """What a failed version had found is forgotten, also if the next version sends all values and changes follow."""
+    broken = set()
+
+    class Full(Mailbox):  # type: ignore[misc]  # it is final
+        def _write(self, *args: Any) -> Any:
+            packets = super()._write(*args)
+            if broken:
+                raise OSError("no space left")
+            return packets
+
+    def program(ranks: Collectives) -> None:
+        model = shard(mlp(), ranks)
+        box = Full(tmp_path)
+        publisher = Publisher(model, box, dtype=HALF)
+        received: dict[str, Tensor] = {}
+        receiver = Receiver(received, Mailbox(tmp_path))
+        publisher.publish()
+        change(model, 1, 4e-3)
+        ranks.barrier()
+        broken.add(True)
+        with pytest.raises(PublishError, match="no space left"):
+            publisher.publish()
+        ranks.barrier()
+        broken.clear()
+        box.clear()
+        ranks.barrier()
+        for step in (2, 3, 4):
+            change(model, step, 4e-3)
+            assert publisher.publish().is_dense == (step == 2)
+            assert receiver.receive()
+            assert_equal(received, expected(model, HALF))
+            ranks.barrier()
+
+    run_threads(2, program)
+
+
 def test_a_rank_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one rank cannot write, every rank raises, receivers keep what they have, and the next version is whole."""
     broken = set()

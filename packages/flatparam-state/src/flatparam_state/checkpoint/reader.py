@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from flatparam_state.checkpoint.manifest import (
 from flatparam_state.checkpoint.protocol import CheckpointDirectory, read_manifest
 from flatparam_state.files import (
     CHUNK_NBYTES,
+    OPEN_FILES,
     AnyPath,
     ByteFile,
     CheckpointError,
@@ -102,7 +104,10 @@ class CheckpointReader:
         self.manifest = manifest
         self.instead_of = instead_of
         """The damage because of which this checkpoint stands for the latest one; "" if there is none."""
-        self._files: dict[int, ByteFile] = {}
+        self._open: OrderedDict[int, ByteFile] = OrderedDict()
+        """The open files by rank, the one that was used last at the end."""
+        self._checked: set[int] = set()
+        self._nbytes_read_of_closed = 0
 
     def __repr__(self) -> str:
         return f"CheckpointReader({str(self.path)!r}, step={self.manifest.step})"
@@ -115,7 +120,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close its files."""
-        for file in self._files.values():
+        for file in self._open.values():
             file.close()
 
     def deletion(self) -> CheckpointError | None:
@@ -166,7 +171,7 @@ class CheckpointReader:
     @property
     def nbytes_read(self) -> int:
         """The bytes that were read of the ranks' files so far."""
-        return sum(file.nbytes_read for file in self._files.values())
+        return self._nbytes_read_of_closed + sum(file.nbytes_read for file in self._open.values())
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
         """See `Source.read`. Memory: a chunk; a tensor that is not stored in row-major order takes itself, twice."""
@@ -235,14 +240,13 @@ class CheckpointReader:
         """Elements `wanted` of a piece, block by block, up to a chunk at once."""
         itemsize = record.info.dtype.itemsize
         nbytes, start, stop = piece.span.numel * itemsize, wanted.start * itemsize, wanted.stop * itemsize
-        file = self.file(piece.file)
         first = start // BLOCK_NBYTES
         last = -(-stop // BLOCK_NBYTES)
         step = CHUNK_NBYTES // BLOCK_NBYTES
         for block in range(first, last, step):
             begin = block * BLOCK_NBYTES
             end = min(min(block + step, last) * BLOCK_NBYTES, nbytes)
-            data = file.read(piece.offset + begin, end - begin)
+            data = self.file(piece.file).read(piece.offset + begin, end - begin)
             self._verify(path, piece, block, data)
             tensor = tensor_of(data, record.info.dtype)
             inside = Span(max(start, begin), min(stop, end)).relative_to(begin)
@@ -264,20 +268,31 @@ class CheckpointReader:
                 )
 
     def file(self, number: int) -> ByteFile:
-        """The file of rank `number`, open; its size and header are checked the first time."""
-        if number not in self._files:
-            record = self.manifest.files[number]
-            try:
-                file = ByteFile(self.path / record.name)
-            except CheckpointError as error:
-                raise (self.deletion() or error) from error
+        """The file of rank `number`, open until a few others were asked for; it is checked the first time."""
+        found = self._open.get(number)
+        if found is None:
+            found = self._open[number] = self._opened(number)
+            if len(self._open) > OPEN_FILES.value:
+                _, oldest = self._open.popitem(last=False)
+                self._nbytes_read_of_closed += oldest.nbytes_read
+                oldest.close()
+        self._open.move_to_end(number)
+        return found
+
+    def _opened(self, number: int) -> ByteFile:
+        record = self.manifest.files[number]
+        try:
+            file = ByteFile(self.path / record.name)
+        except CheckpointError as error:
+            raise (self.deletion() or error) from error
+        if number not in self._checked:
             try:
                 _check_file(file, record, self.manifest, number)
             except BaseException:
                 file.close()
                 raise
-            self._files[number] = file
-        return self._files[number]
+            self._checked.add(number)
+        return file
 
 
 def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: int) -> None:

@@ -31,6 +31,7 @@ from flatparam_state.checkpoint.save import (
 )
 from flatparam_state.files import (
     CHUNK_NBYTES,
+    OPEN_FILES,
     AnyPath,
     CheckpointError,
     Staging,
@@ -118,6 +119,7 @@ class CheckpointWriter:
                     pieces,
                     header_metadata(ticket.save_id, rank, self._world_size),
                     staging=Staging(share),
+                    is_reopened=self._world_size > OPEN_FILES.value,
                 )
             )
 
@@ -137,11 +139,11 @@ class CheckpointWriter:
         Raises:
             ValueError: if a different path, dtype or number of elements was announced.
         """
-        announced = self._left.pop()
+        announced = self._left[-1] if self._left else None
         if announced != path:
-            raise ValueError(
-                f"expected tensor {announced!r}, found {path!r}: write them as they were announced"
-            )
+            expected = "no further tensor" if announced is None else f"tensor {announced!r}"
+            raise ValueError(f"expected {expected}, found {path!r}: write them as they were announced")
+        self._left.pop()
         numel = self._tensors[path].numel
         elements = _Elements(chunks)
         for rank, writer in enumerate(self._writers):

@@ -6,6 +6,8 @@ from flatparam_state.files.byte_file import (
     unreadable,
 )
 from flatparam_state.files.disk import (
+    OPEN_FILES,
+    ReopenedFile,
     free_nbytes,
     open_regular,
     replace_durably,
@@ -57,6 +59,8 @@ __all__ = [
     "DTYPES",
     "MAX_DIMS",
     "MAX_INTEGER_BITS",
+    "OPEN_FILES",
+    "ReopenedFile",
     "SafetensorsHeader",
     "Source",
     "Staging",

@@ -60,6 +60,7 @@ class ByteFile:
             UnreadableError: if it cannot be opened for a different reason, saying why.
         """
         self.path = Path(path)
+        self._descriptor = -1
         try:
             self._descriptor = open_regular(path, follows_links=follows_links)
         except ValueError as error:
@@ -84,6 +85,9 @@ class ByteFile:
 
     def __enter__(self) -> Self:
         return self
+
+    def __del__(self) -> None:
+        self.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

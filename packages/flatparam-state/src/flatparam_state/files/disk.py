@@ -6,11 +6,27 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Final, final
 
+from flatparam_runtime import Threshold
 from flatparam_state.files.errors import CheckpointError
 
-__all__ = ["free_nbytes", "open_regular", "replace_durably", "sync_directory", "sync_file", "write_durably"]
+__all__ = [
+    "OPEN_FILES",
+    "ReopenedFile",
+    "free_nbytes",
+    "open_regular",
+    "replace_durably",
+    "sync_directory",
+    "sync_file",
+    "write_durably",
+]
+
+OPEN_FILES: Final = Threshold(
+    "state.open_files",
+    64,
+    "So many files of ranks stay open while a checkpoint is read, or written for other ranks; more are reopened.",
+)
 
 
 def open_regular(
@@ -88,9 +104,31 @@ def write_durably(path: Path, data: bytes) -> None:
         sync_file(file)
 
 
-def sync_file(file: IO[bytes]) -> None:
+@final
+class ReopenedFile:
+    """A new file that is open only while something is written to it, for a process that writes very many at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file, which must not exist."""
+        with path.open("xb"):
+            self.path = path
+
+    def write(self, data: memoryview) -> int:
+        """Append bytes; returns how many were written."""
+        with self.path.open("ab", buffering=0) as file:
+            return file.write(data)
+
+    def close(self) -> None:
+        """Do nothing: it is closed."""
+
+
+def sync_file(file: IO[bytes] | ReopenedFile) -> None:
     """Wait until what was written to `file` is on the disk; what it has buffered has to be flushed before."""
-    os.fsync(file.fileno())
+    if isinstance(file, ReopenedFile):
+        with file.path.open("ab", buffering=0) as opened:
+            sync_file(opened)
+    else:
+        os.fsync(file.fileno())
 
 
 def replace_durably(source: Path, target: Path) -> None:

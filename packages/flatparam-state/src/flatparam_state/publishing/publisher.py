@@ -142,6 +142,8 @@ class Publisher:
             self._catalogue,
             self._frames,
         )
+        for shard in self._shards:
+            shard.forget_changes()
         delivered = self._channel.deliver(new, topology)
         for shard in self._shards:
             shard.remember(has_all=not knows)
@@ -201,7 +203,7 @@ class _OwnShard:
     snapshot: Tensor | None = None
     """The values that receivers have, if they have any; of the published dtype."""
     _sent: list[_Change] = attrs.field(factory=list)
-    """The changes of the last version, if it is one of changes; receivers do not have them yet."""
+    """The changes that `frames` has found since the last version; receivers do not have them yet."""
 
     def look_at(self, pair: Pair, slicing: Slicing, is_own: bool) -> None:
         """Find the elements where they are now; none, if another rank sends them."""
@@ -210,6 +212,10 @@ class _OwnShard:
         self.start = tensor.span.start
         self.local = tensor.local.reshape(-1) if is_own else tensor.local.new_empty(0)
         self.parts = tuple(slicing.part(published, rank) for rank in range(slicing.size))
+
+    def forget_changes(self) -> None:
+        """Forget what was found for a version that was not delivered."""
+        self._sent = []
 
     def remember(self, *, has_all: bool) -> None:
         """Take the elements as what receivers have, who got all of them, or what `frames` has found to have changed."""
@@ -220,13 +226,11 @@ class _OwnShard:
         bits = bits_of(self.snapshot)
         for change in self._sent:
             bits[change.start :][change.places.to(bits.device)] = change.new.to(bits.device)
-        self._sent = []
+        self.forget_changes()
 
     def frames(self, wants_all: bool, nbytes: int) -> Frames:
         """The records of this rank, looking at `nbytes` at a time."""
         step = max(1, nbytes // self.dtype.itemsize)
-        if not wants_all:
-            self._sent = []
         for start in range(0, self.local.numel(), step):
             stop = min(start + step, self.local.numel())
             if wants_all or self.snapshot is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import BinaryIO, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ class Staging:
         return self._bytes[:used]
 
 
+class _Writable(Protocol):
+    """A file, as far as it is needed here."""
+
+    def write(self, data: memoryview, /) -> int: ...
+
+
 @final
 class TensorFileWriter:
     """Writes one safetensors file: the header first, then each tensor, in the order that was announced.
@@ -59,7 +65,7 @@ class TensorFileWriter:
 
     def __init__(
         self,
-        file: BinaryIO,
+        file: _Writable,
         tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, str] | None = None,
         *,
