@@ -131,15 +131,16 @@ print(sys.argv[1:])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("by_command", [True, False])
-def test_a_whole_program_is_traced(tmp_path: Path, by_command: bool) -> None:
+@pytest.mark.parametrize("how", ["--out", "--out=", "FLATPARAM_TRACE"])
+def test_a_whole_program_is_traced(tmp_path: Path, how: str) -> None:
     """The command, or the variable, leaves a trace of each rank with every step, and none of what is planned."""
     script = tmp_path / "train.py"
     script.write_text(PROGRAM, encoding="utf-8")
     folder = tmp_path / "traces"
     command, environment = [sys.executable, str(script), "--fast"], dict(os.environ)
-    if by_command:
-        command[1:1] = ["-m", "flatparam", "trace", "--out", str(folder)]
+    if how.startswith("--out"):
+        words = [f"{how}{folder}"] if how.endswith("=") else [how, str(folder)]
+        command[1:1] = ["-m", "flatparam", "trace", *words]
     else:
         environment["FLATPARAM_TRACE"] = str(folder)
     done = subprocess.run(
@@ -174,6 +175,19 @@ def test_a_lacking_argument_is_said_in_a_line(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert said.startswith("flatparam trace diff: error: the following arguments are required: B")
     assert said.count("\n") == 1
+
+
+def test_a_picture_replaces_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the name of a picture no trace is overwritten, nor is a picture that is there."""
+    traces = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    picture = tmp_path / "both.svg"
+    for path in (*traces, picture):
+        path.write_text("kept")
+    assert main(["trace", "draw", *map(str, traces)]) == 2
+    assert "expected the name of the picture first" in capsys.readouterr().err
+    assert main(["trace", "draw", str(picture), *map(str, traces)]) == 2
+    assert "both.svg is there already" in capsys.readouterr().err
+    assert {path.read_text() for path in (*traces, picture)} == {"kept"}
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,11 +220,10 @@ def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser
     added.add_argument(
         "--max-shard-size",
         type=nbytes_of,
-        default=5 * 10**9,
         metavar="SIZE",
         help="hf: the most bytes of tensors in a file, such as 2GB (default: 5GB)",
     )
-    added.add_argument("--world-size", type=ranks, default=1, help="dcp: the number of files (default: 1)")
+    added.add_argument("--world-size", type=ranks, help="dcp: the number of files (default: 1)")
     added.add_argument(
         "--averages",
         metavar="NAME",

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from flatparam.command.opening import opened
+from flatparam.command.opening import ArgumentsError, opened
 from flatparam.command.output import say, shown_nbytes
 from flatparam.command.progress import showing
 from flatparam_state import (
@@ -46,19 +46,26 @@ def write_own(chosen: argparse.Namespace) -> int:
 
 def export(chosen: argparse.Namespace) -> int:
     """Write a checkpoint for another program; returns the exit status."""
-    options = {
-        "hf": {"max_shard_nbytes": chosen.max_shard_size},
-        "torch": {},
-        "dcp": {"world_size": chosen.world_size},
-    }
-    write = partial(_EXPORTS[chosen.to], **options[chosen.to])
+    options = {}
+    for to, option, given in (
+        ("hf", "max_shard_nbytes", chosen.max_shard_size),
+        ("dcp", "world_size", chosen.world_size),
+    ):
+        if given is not None and chosen.to != to:
+            name = "--max-shard-size" if to == "hf" else "--world-size"
+            raise ArgumentsError(f"{name} goes with --to {to}, and not with --to {chosen.to}")
+        if given is not None:
+            options[option] = given
+    write = partial(_EXPORTS[chosen.to], **options)
     return _converted(_to_convert(chosen), chosen, write)
 
 
 def _to_convert(chosen: argparse.Namespace) -> Source:
+    averages = getattr(chosen, "averages", None)
+    if averages is not None and chosen.only:
+        raise ArgumentsError("--averages writes the averages and nothing else: leave --only out")
     if getattr(chosen, "to", None) == "hf":
         chosen.only = chosen.only or ["model"]
-    averages = getattr(chosen, "averages", None)
     if averages is None:
         source = opened(chosen)
     else:

@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):
         # Its arguments are the program's, and so are its signals and its errors.
         return run_program(given[1:])
+    if given[:1] == ["trace"] and given[1:2] and given[1].startswith("--out="):
+        given[1:2] = given[1].split("=", 1)
     if given[:2] == ["trace", "--out"] and len(given) > 3:
         # So are those of a program that is traced; processes that it starts leave traces, too. This imports torch.
         from flatparam.resolving import TRACE_FOLDER

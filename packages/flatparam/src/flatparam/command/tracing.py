@@ -14,7 +14,13 @@ __all__ = ["diff", "draw"]
 
 
 def draw(chosen: argparse.Namespace) -> int:
-    """Write one picture of all traces."""
+    """Write one picture of all traces; a file that is there stays."""
+    if chosen.picture.suffix.lower() != ".svg":
+        raise ArgumentsError(
+            f"{chosen.picture}: expected the name of the picture first, one that ends in .svg"
+        )
+    if chosen.picture.exists():
+        raise ArgumentsError(f"{chosen.picture} is there already: choose a different name, or delete it")
     pictures = [_read(path) for path in chosen.traces]
     whole = pictures[0] if len(pictures) == 1 else Picture.together(pictures)
     chosen.picture.write_text(whole.svg(), encoding="utf-8")
