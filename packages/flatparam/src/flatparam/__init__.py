@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from flatparam.compat.installing import Installation, install, uninstall
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
     from flatparam.in_place.applying import fully_shard
-    from flatparam.in_place.clipping import clip_grad_norm_
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
     from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from flatparam.observing.recording import trace
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from flatparam.planning.making import plan
     from flatparam.planning.plan import Plan
     from flatparam.pretrained.loading import PretrainedReport, load_pretrained
+    from flatparam.spread import clip_grad_norm_
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_runtime import allow_shards
@@ -132,7 +132,7 @@ _HOMES = {
     "flatparam.compat.installing": ("Installation", "install", "uninstall"),
     "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
     "flatparam.in_place.applying": ("fully_shard",),
-    "flatparam.in_place.clipping": ("clip_grad_norm_",),
+    "flatparam.spread": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
     "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "flatparam.observing.recording": ("trace",),

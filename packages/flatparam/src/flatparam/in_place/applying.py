@@ -7,17 +7,14 @@ from typing import Any, overload
 
 from torch import nn
 
-from flatparam.compat.clipping import note_parameters
 from flatparam.in_place.arguments import resolve_in_place
-from flatparam.in_place.clipping import have_torch_clip
 from flatparam.in_place.module import FSDPModule, class_for
 from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
-from flatparam.in_place.scaling import have_torch_scalers_agree
-from flatparam.in_place.spread import unit_that_holds
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving import DeviceMesh, Ranks, Resolved
 from flatparam.sharding.placement import own_modules
 from flatparam.sharding.units import shard_resolved
+from flatparam.spread import unit_that_holds
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError
 from flatparam_runtime import Nonfinite, unit_of
@@ -138,13 +135,8 @@ def fully_shard(
 
 
 def _shard(module: nn.Module, resolved: Resolved) -> None:
-    unit = shard_resolved(module, resolved)
+    shard_resolved(module, resolved)
     module.__class__ = class_for(type(module))
-    if unit.topology.shard.size > 1:
-        have_torch_clip()
-        have_torch_scalers_agree()
-        for handle in unit.handles:
-            note_parameters(handle.exposure.parameters())
 
 
 def _check_module(module: Any) -> None:

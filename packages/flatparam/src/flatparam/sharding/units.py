@@ -13,6 +13,7 @@ from flatparam.observing import debug_log, whole_program
 from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving import Resolved, ResolvedTree
 from flatparam.sharding import compiling, deferred_init, extensions, placement, repacking
+from flatparam.spread import route_torchs_functions
 from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
 
@@ -79,6 +80,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         rule_of=resolved.rules,
         shares=() if resolved.rules is None else resolved.rules.shares,
     )
+    route_torchs_functions(unit)
     repacking.keep_packing(modules, resolved.ignored)
     guard_adapters()
     _warn_of_padding(unit)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flatparam.compat.patching import Patch
-from flatparam.in_place.spread import unit_that_spreads
 from flatparam.sharded_grad_scaler import ShardedGradScaler
+from flatparam.spread.parameters import unit_that_spreads
 from flatparam_comm import Collectives, ReduceOp
 
 __all__ = ["have_torch_scalers_agree"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatparam.compat.clipping import route_torchs_clipping
-from flatparam.in_place.spread import unit_that_spreads
+from flatparam.spread.parameters import unit_that_spreads
 from flatparam_core import FlatParamError
 from flatparam_runtime import Collectives, clip_gradients_
 
