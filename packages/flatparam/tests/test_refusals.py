@@ -33,6 +33,10 @@ WRONG: list[tuple[str, Any, Any]] = [
     ("ignored_states", ["0.weight"], ValueError),
     ("device_id", 1.5, TypeError),
     ("param_init_fn", "xavier", ValueError),
+    *((flag, "no", ValueError) for flag in ("sync_module_states", "limit_all_gathers", "use_orig_params")),
+    *((flag, "False", ValueError) for flag in ("broadcast_buffers", "clean_names")),
+    ("forward_prefetch", 2.7, TypeError),
+    ("forward_prefetch", "2", TypeError),
     ("process_group", (SingleCollectives(), SingleCollectives()), ValueError),
     ("process_group", (1, 2), (TypeError, ValueError)),
 ]

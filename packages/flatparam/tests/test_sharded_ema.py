@@ -520,6 +520,16 @@ def test_misuse_is_refused() -> None:
             pass
         with pytest.raises(ValueError, match="expected the keys 'averages' and 'updates', found .'0.bias'"):
             ema.load_state_dict(model.state_dict())
+        state = ema.state_dict()
+        kept = {name: value.clone() for name, value in state["averages"].items()}
+        doubled = {name: value * 2 for name, value in kept.items()}
+        with pytest.raises(ValueError, match="a number of updates of at least 0, found -1"):
+            ema.load_state_dict({"averages": doubled, "updates": -1})
+        with pytest.raises(RuntimeError):
+            ema.load_state_dict({"averages": {}, "updates": 7})
+        after = ema.state_dict()
+        assert after["updates"] == state["updates"]
+        assert all(torch.equal(after["averages"][name], value) for name, value in kept.items())
         with ema.applied(model):
             with pytest.raises(FlatParamError, match=r"leave applied\(model\) first"):
                 ema.update()

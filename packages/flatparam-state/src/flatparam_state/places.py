@@ -28,9 +28,11 @@ class Place:
     """All names of each parameter, in the order of the slots. The first is what `named_parameters()` of the unsharded
     model gives, whatever the units are; the others are those of a tied parameter."""
 
-    @property
-    def fqns(self) -> tuple[str, ...]:
-        """The first name of each parameter."""
+    fqns: tuple[str, ...] = attrs.field(init=False)
+    """The first name of each parameter."""
+
+    @fqns.default
+    def _first_names(self) -> tuple[str, ...]:
         return tuple(names[0] for names in self.names)
 
 

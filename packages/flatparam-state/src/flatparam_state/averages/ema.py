@@ -223,8 +223,12 @@ class ShardedEMA:
                 "ShardedEMA.load_state_dict(): expected the keys 'averages' and 'updates', found "
                 f"{sorted(map(str, state_dict))[:5]}; to load a model's state, enter applied(model) and load it there"
             )
-        self.in_place(lambda: self._model.load_state_dict(state_dict["averages"]))
-        self.updates = int(state_dict["updates"])
+        before, self.updates = self.updates, int(state_dict["updates"])
+        try:
+            self.in_place(lambda: self._model.load_state_dict(state_dict["averages"]))
+        except BaseException:
+            self.updates = before
+            raise
 
     def in_place(self, action: Callable[[], T]) -> T:
         """Return what `action()` returns while the model has the averages in the places of its values.

@@ -191,7 +191,9 @@ def _gathered(
     place: Place, mine: _Local, dtype: torch.dtype, indices: Sequence[int], form: StateForm
 ) -> Iterator[tuple[int, Any]]:
     """The tensors `indices` of one state name, in the form; every rank calls it."""
-    parts = [mine.parts.get(index) if index in indices else None for index in range(len(place.fqns))]
+    parts: list[Any] = [None] * len(place.fqns)
+    for index in indices:
+        parts[index] = mine.parts.get(index)
     shard = shard_of(place, parts, place.handle.flat_param.detach()).to(dtype)
     if form.kind is FormKind.FULL:
         full: Sequence[Any] = gather(place, shard, device=form.device, keep=form.keeps(place))

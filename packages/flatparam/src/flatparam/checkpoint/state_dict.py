@@ -296,7 +296,8 @@ def _to_load(
         state = unflattened(model, optimizer, state)
     loaded = load_optimizer_state(model, optimizer, state, rank0_only=options.broadcast_from_rank0)
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if options.strict and loaded["state"]:
+    # A state without entries is that of an optimizer without steps, unless this one has made some.
+    if options.strict and (loaded["state"] or optimizer.state):
         names = held_parameters(model)
         without = [
             fqn

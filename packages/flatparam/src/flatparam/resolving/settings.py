@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -38,6 +39,14 @@ _BACKWARD_ORDER: Final = {
     BackwardPrefetch.BACKWARD_PRE: BackwardOrder.BEFORE_COMPUTE,
     BackwardPrefetch.BACKWARD_POST: BackwardOrder.AFTER_COMPUTE,
 }
+
+_FLAGS: Final = (
+    "sync_module_states",
+    "limit_all_gathers",
+    "use_orig_params",
+    "broadcast_buffers",
+    "clean_names",
+)
 
 _FULL_PRECISION: Final = Casting(torch.float32, at_root=True, below_root=True, restores_outputs=True)
 """Compute in fp32: cast inputs up, and outputs back to the dtype of the inputs."""
@@ -129,6 +138,10 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     _warn_of_calls(module)
     environment = Environment.read() if inherited is None else inherited.environment
     asked = _strategy(arguments)
+    for name in _FLAGS:
+        # "false" of a configuration file would count as true.
+        if isinstance(getattr(arguments, name), str):
+            raise ValueError(f"{name}: expected True or False, found {getattr(arguments, name)!r}")
     if arguments.param_init_fn is not None and not callable(arguments.param_init_fn):
         raise ValueError(f"param_init_fn: expected a function of a module, found {arguments.param_init_fn!r}")
     if inherited is not None and inherited.has_ignored(arguments):
@@ -206,11 +219,17 @@ def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchP
     Without it, what the device does by itself.
 
     Raises:
-        TypeError: for a backward prefetch that is not FSDP1's.
+        TypeError: for a backward prefetch that is not FSDP1's, or a forward prefetch that is no number.
     """
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    return PrefetchPlan(int(forward_prefetch) or None, _BACKWARD_ORDER[backward_prefetch])
+    try:
+        ahead = operator.index(forward_prefetch)
+    except TypeError:
+        raise TypeError(
+            f"forward_prefetch: expected True, False or a number of units, found {forward_prefetch!r}"
+        ) from None
+    return PrefetchPlan(ahead or None, _BACKWARD_ORDER[backward_prefetch])
 
 
 def backward_prefetch_of(prefetch: PrefetchPlan) -> BackwardPrefetch | None:
