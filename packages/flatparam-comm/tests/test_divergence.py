@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flatparam_comm import MismatchError, Pending, ProcessGroupCollectives, ReduceOp
-from flatparam_comm.testing import run_processes
+from flatparam_comm.checks import Site
+from flatparam_comm.relay.positions.board import _pages
+from flatparam_comm.relay.positions.page import PAGE_NBYTES, Page, code_of
+from flatparam_comm.relay.process import _NOW
+from flatparam_comm.testing import PATIENCE, run_processes
 
 pytestmark = pytest.mark.processes
 
@@ -79,3 +86,48 @@ def test_every_rank_raises(tmp_path: Path, usual: str, different: str, size: int
         assert "ranks diverge at collective 31 of group" in told
         assert "rank 1 " in told
         assert "make every rank call the same" in told
+
+
+def test_a_page_that_a_different_group_has_now() -> None:
+    """A rank that left a group is compared no longer, whatever a later group of its own writes on the page."""
+    memory = [memoryview(bytearray(PAGE_NBYTES)).cast("q") for _ in range(2)]
+    mine, theirs = Page(7, memory[0]), Page(7, memory[1])
+    mine.found = [(1, memory[1])]
+    site = Site(0, 2, "all_reduce", "unit")
+    code = code_of("all_reduce", torch.float32, 0)
+    theirs.enter(1, site, code, 10)
+    assert mine.enter(1, site, code, 11) == (1, code, 10)
+    theirs.leave()
+    assert mine.enter(1, site, code, 11) is None
+    Page(8, memory[1]).enter(2, site, code, 10)
+    assert mine.enter(2, site, code, 11) is None
+
+
+def _makes_many_groups(comm: ProcessGroupCollectives) -> None:
+    comm.barrier()
+    relay = _NOW.relay
+    assert relay is not None
+    assert relay.board is not None
+
+    def in_use() -> int:
+        assert relay is not None
+        assert relay.board is not None
+        return sum(words[0] != 0 for words in _pages(relay.board._words))
+
+    before = in_use()
+    for _ in range(10):
+        group = dist.new_group([0, 1])
+        ProcessGroupCollectives(group).barrier()
+        dist.destroy_process_group(group)
+        del group
+    deadline = time.monotonic() + PATIENCE
+    while in_use() > before and time.monotonic() < deadline:
+        gc.collect()
+        relay._star.wake()
+        time.sleep(0.01)
+    assert in_use() == before
+
+
+def test_pages_of_destroyed_groups_are_free() -> None:
+    """Groups that are made and destroyed again and again need no more pages than one."""
+    run_processes(2, _makes_many_groups)

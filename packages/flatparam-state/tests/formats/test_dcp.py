@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -51,6 +52,16 @@ def test_what_torch_saved(tmp_path: Path) -> None:
     """Model, optimizer and what a program keeps are those of the file of torch.save with the same tree."""
     found = open_dcp(saved(tmp_path / "d", state()))
     assert_same_source(found, as_source(tmp_path / "a.pt", state()))
+
+
+@pytest.mark.parametrize("order", [("model", "model.weight"), ("model.weight", "model")])
+def test_a_path_inside_a_leaf(tmp_path: Path, order: tuple[str, ...]) -> None:
+    """Of two entries, one of which is at the place of the other's dictionary, none is dropped: they are refused."""
+    values = {"model": "llama", "model.weight": torch.ones(2)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({key: values[key] for key in order}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    with pytest.raises(CheckpointError, match="contradict each other at"):
+        open_dcp(tmp_path)
 
 
 def test_every_kind_of_tensor(tmp_path: Path) -> None:

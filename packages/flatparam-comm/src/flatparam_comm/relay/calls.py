@@ -195,6 +195,8 @@ class GroupCalls(CollectiveCount):
 
     def leave_board(self) -> None:
         """Compare no longer, and let go of the memory."""
+        if self._page is not None:
+            self._page.leave()
         self._board = self._page = self._standings = None
 
     def take_care(self) -> None:

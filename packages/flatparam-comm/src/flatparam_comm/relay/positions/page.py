@@ -77,6 +77,10 @@ class Page:
         self._texts: dict[tuple[str, str], bytes] = {}
         self._fence = threading.Lock()
 
+    def leave(self) -> None:
+        """Leave the page to a different group: this one is destroyed."""
+        self.words[0] = 0
+
     def enter(self, number: int, site: Site, code: int, numel: int) -> tuple[int, int, int] | None:
         """Write down collective `number` of the group.
 
@@ -100,8 +104,9 @@ class Page:
             found = theirs[at]
             if found != header or theirs[at + 1] != numel:
                 other = theirs[at + 1]
-                # That rank may not be there yet, or be far ahead; and it may have written while these were read.
-                is_of_this = found >> 31 == number and theirs[at] == found
+                # That rank may not be there yet, or be far ahead, or have left the group; and it may have written while
+                # these were read.
+                is_of_this = found >> 31 == number and theirs[at] == found and theirs[0] == self.key
                 if is_of_this and (found != header or other != numel):
                     return rank, found & 0x7FFFFFFF, other
         return None

@@ -103,7 +103,7 @@ class Standings:
 
         It is empty if there was none.
         """
-        theirs = dict(self.page.found).get(rank)
+        theirs = self._there().get(rank)
         if theirs is None:
             return None
         call = _call_of(theirs)
@@ -111,8 +111,14 @@ class Standings:
 
     def others(self) -> dict[int, Standing]:
         """The standing of each other rank of this host, by its number within the world."""
-        found = self.page.found
-        return {rank: Standing.told_by(words, self.neighbours.describe(rank)) for rank, words in found}
+        found = self._there()
+        return {
+            rank: Standing.told_by(words, self.neighbours.describe(rank)) for rank, words in found.items()
+        }
+
+    def _there(self) -> dict[int, memoryview]:
+        """The pages of the ranks that have not left the group."""
+        return {rank: words for rank, words in self.page.found if words[0] == self.page.key}
 
     def own(self, process: str) -> Standing:
         """The standing of this rank, whose process is described so."""
@@ -120,7 +126,7 @@ class Standings:
 
     def describe_late(self, number: int) -> str:
         """The ranks that have not issued collective `number`, and their last collectives; empty if there are none."""
-        late = [rank for rank, words in self.page.found if max(_headers(words)) >> 31 < number]
+        late = [rank for rank, words in self._there().items() if max(_headers(words)) >> 31 < number]
         told = "; ".join(
             f"rank {rank} ({self.neighbours.describe(rank)}), whose last collective was {self.last_of(rank) or 'none'}"
             for rank in late[:_TOLD]

@@ -150,12 +150,16 @@ class _Tree:
             if isinstance(place, list) and type(part) is int and 0 <= part <= len(place) + self._holes:
                 self._holes -= max(0, part - len(place))
                 place.extend([None] * (part + 1 - len(place)))
-                if place[part] is None or following is None:
-                    place[part] = new
+                is_there = place[part] is not None
             elif isinstance(place, dict):
-                place.setdefault(part, new)
+                is_there = part in place
             else:
-                raise CheckpointError(
-                    f"{self._directory}: the paths of its entries contradict each other at {path}"
-                )
+                raise self._contradiction(path)
+            if not is_there:
+                place[part] = new
+            elif following is None:
+                raise self._contradiction(path)
             place = place[part]
+
+    def _contradiction(self, path: tuple[str | int, ...]) -> CheckpointError:
+        return CheckpointError(f"{self._directory}: the paths of its entries contradict each other at {path}")
