@@ -14,6 +14,7 @@ from flatparam import FullyShardedDataParallel, fully_shard, layout
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_core import FlatParameter, LayoutError, LayoutRule, owner_of
+from flatparam_runtime import OptimizerKind, kind_of_optimizer
 
 from .models import Block, Transformer, seeded
 from .worlds import facts_of, on_ranks
@@ -184,6 +185,11 @@ def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
         ("AdamW8bit", "block of 5120", "element"),
         ("AdamW4bit", "block of 5120", "element"),
         ("GaLoreAdamW8bit", "whole", "element"),
+        ("AdamMini", "whole", "whole"),
+        ("KFAC", "whole", "whole"),
+        ("SPAM", "whole", "whole"),
+        ("AdEMAMix", "element", "element"),
+        ("SophiaG", "element", "element"),
     ],
 )
 def test_rules_for_optimizers(name: str, of_matrix: str, of_bias: str) -> None:
@@ -219,6 +225,20 @@ def test_parts_are_quantised_if_the_whole_is(numel: int, is_round: bool) -> None
     else:
         assert rule == (layout.element if numel < 4096 else layout.whole)
         assert numel < 4096 or numel % 256
+
+
+@pytest.mark.parametrize("name", ["Adam_mini", "KFAC", "Prodigy", "MuonWithAuxAdam", "Mystery"])
+def test_a_name_counts_more_than_a_base_with_a_different_step(name: str) -> None:
+    """A layout is made, and a step on shards is refused, by one list: what AdamW's base class does says nothing."""
+    made = type(name, (torch.optim.AdamW,), {"step": lambda self, closure=None: None})
+    kind = kind_of_optimizer(made)
+    assert kind is not OptimizerKind.ELEMENTS
+    if kind in (None, OptimizerKind.ALL):
+        with pytest.raises(ValueError, match="NO_SHARD|give the rules yourself"):
+            layout.for_optimizer(made)
+    else:
+        linear = nn.Linear(3, 3)
+        assert layout.for_optimizer(made).rule("weight", linear.weight, linear) == layout.whole
 
 
 def test_a_subclass_has_the_rules_of_its_base() -> None:

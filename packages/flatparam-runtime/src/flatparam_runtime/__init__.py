@@ -9,9 +9,11 @@ from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers import (
+    OptimizerKind,
     allow_shards,
     clip_grad_norm_,
     clip_gradients_,
+    kind_of_optimizer,
     notice_optimizers,
     part_states_of,
     set_flat_steps,
@@ -84,6 +86,7 @@ from flatparam_runtime.vocabulary import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "OptimizerKind",
     "Threshold",
     "all_thresholds",
     "BackwardOrder",
@@ -136,6 +139,7 @@ __all__ = [
     "inside",
     "end_interrupted",
     "inspecting",
+    "kind_of_optimizer",
     "memory_view",
     "newton_schulz_flops",
     "no_sync",

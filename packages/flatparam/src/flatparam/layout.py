@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from flatparam_core import ELEMENT, ROW, WHOLE, LayoutRule, block_of
+from flatparam_runtime import OptimizerKind, kind_of_optimizer
 
 __all__ = [
     "LayoutPolicy",
@@ -141,33 +141,10 @@ def _fits(key: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
     return fnmatch.fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
 
 
-_MATRICES: Final = ("apollo", "dion", "galore", "kron", "muon", "psgd", "scion", "shampoo", "soap")
-"""Optimizers that compute with matrices, and treat each element of other parameters alone."""
-_ALL: Final = ("adafactor", "came", "lamb", "larc", "lars", "novograd", "sm3")
-"""Optimizers that compute with rows, columns or the norm of each parameter."""
-_ALL_AT_ONCE: Final = ("dadapt", "lbfgs", "prodigy")
-"""Optimizers that compute with all parameters at once."""
 _QUANTISED: Final = ("8bit", "4bit", "fp8")
 """Optimizers with quantised states, by how the name of their class ends (bitsandbytes, torchao)."""
 _BLOCK, _LEAST = 256, 4096
 """They have a scale for each 256 elements (4 bits: 128), and quantise only parameters of 4,096 elements or more."""
-_ALONE: Final = (
-    *(
-        "adadelta",
-        "adagrad",
-        "adam",
-        "adamax",
-        "adamw",
-        "asgd",
-        "lion",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "rprop",
-        "sgd",
-    ),
-)
-"""Optimizers that treat each element alone, by how the name of their class ends."""
 
 
 def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] = ()) -> LayoutPolicy:
@@ -191,13 +168,12 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
     asked: Any = kind
     if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
         raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {asked!r}")
-    names = [base.__name__.lower().lstrip("_") for base in kind.__mro__ if base is not torch.optim.Optimizer]
-    rules = next(filter(None, map(_rules_for, names)), None)
-    if rules is None and any(each in name for name in names for each in _ALL_AT_ONCE):
+    if kind_of_optimizer(kind) is OptimizerKind.ALL:
         raise ValueError(
             f"layout.for_optimizer: {kind.__qualname__} computes with all parameters at once, so no layout makes it "
             "exact on shards; use sharding_strategy=NO_SHARD and use_orig_params=True"
         )
+    rules = _rules_for(kind)
     if rules is None:
         raise ValueError(
             f"layout.for_optimizer: flatparam does not know the rule of {kind.__qualname__}; give the rules yourself, "
@@ -214,16 +190,16 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
 _RuleOf: TypeAlias = Callable[[nn.Parameter], LayoutRule]
 
 
-def _rules_for(name: str) -> tuple[_RuleOf, _RuleOf] | None:
-    """The rules of matrices and of other parameters, by the name of an optimizer's class in lower case."""
-    is_quantised = name.endswith(_QUANTISED)
+def _rules_for(kind: type[torch.optim.Optimizer]) -> tuple[_RuleOf, _RuleOf] | None:
+    """The rules of matrices and of other parameters for a class of optimizers, if they are known."""
+    is_quantised = any(base.__name__.lower().endswith(_QUANTISED) for base in kind.__mro__)
     other = _quantised_alike if is_quantised else _cut_anywhere
-    # One in 8 bits looks at what that in 32 does.
-    if re.sub(r"\d+bit$", "", name).endswith(_ALL):
+    found = kind_of_optimizer(kind)
+    if found is OptimizerKind.PARAMETERS:
         return _kept_whole, _kept_whole
-    if any(each in name for each in _MATRICES):
+    if found is OptimizerKind.MATRICES:
         return _kept_whole, other
-    return (other, other) if is_quantised or name.endswith(_ALONE) else None
+    return (other, other) if is_quantised or found is OptimizerKind.ELEMENTS else None
 
 
 def _kept_whole(parameter: nn.Parameter) -> LayoutRule:

@@ -1,7 +1,8 @@
-"""The rules by which an optimizer is refused on shards: one that looks at shapes would train other numbers there."""
+"""The kinds of optimizers, and their refusal on shards: one that looks at shapes would train other numbers there."""
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 import warnings
@@ -15,18 +16,10 @@ from torch import nn
 from flatparam_comm import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 
-__all__ = ["allow_shards", "check_sees_no_shards"]
+__all__ = ["OptimizerKind", "allow_shards", "check_sees_no_shards", "kind_of_optimizer"]
 
 _PARTS_OF_WORDS: Final = ("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam")
 """Names that count at the end of a class's name only: elsewhere they may be part of a different word."""
-_LOOKS_AT_SHAPES: Final = (
-    *("adafactor", "adamini", "adam_mini", "apollo", "galore", "kfac", "muon", "novograd", "psgd"),
-    *("scion", "shampoo", "soap"),
-    *_PARTS_OF_WORDS,
-)
-"""Names of classes that compute with rows, columns or the norm of a parameter."""
-_LOOKS_AT_ALL: Final = ("dadapt", "lbfgs", "prodigy")
-"""Names of classes that compute with all parameters at once, whatever their shapes."""
 _TREATS_EACH_ALONE: Final = (
     *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "ademamix", "asgd", "cpuadam"),
     *("lion", "nadam", "radam", "rmsprop", "rprop", "schedulefree", "sgd", "sophia", "sophiag", "sparseadam"),
@@ -34,8 +27,55 @@ _TREATS_EACH_ALONE: Final = (
 """The ends of the names of classes that treat each element alone."""
 _PREFIXES: Final = ("fused", "distributed", "singledevice", "paged", "deepspeed")
 """Beginnings of names that say how a class computes, and not what."""
-_SUFFIX: Final = re.compile(r"\d+bit$")
+_SUFFIX: Final = re.compile(r"(\d+bit|fp8)$")
 """The end of a name that says how a class keeps its state: `LAMB8bit` looks at what `LAMB` does."""
+
+
+@final
+class OptimizerKind(enum.Enum):
+    """What an optimizer computes with, which decides what of a parameter has to stay on one rank."""
+
+    ELEMENTS = "each element alone"
+    MATRICES = "matrices as wholes, and each element of other parameters alone"
+    PARAMETERS = "rows, columns or the norm of each parameter"
+    ALL = "all parameters at once"
+
+
+_NAMES: Final = {
+    OptimizerKind.PARAMETERS: (
+        *(
+            "adafactor",
+            "adamini",
+            "adam_mini",
+            "came",
+            "kfac",
+            "lamb",
+            "larc",
+            "lars",
+            "novograd",
+            "sm3",
+            "spam",
+        ),
+    ),
+    OptimizerKind.MATRICES: (
+        *("apollo", "dion", "galore", "kron", "muon", "psgd", "scion", "shampoo", "soap"),
+    ),
+    OptimizerKind.ALL: ("dadapt", "lbfgs", "prodigy"),
+}
+"""Names of classes that compute with more than single elements, also as bases of other classes."""
+
+
+def kind_of_optimizer(optimizer: type[torch.optim.Optimizer]) -> OptimizerKind | None:
+    """The kind of a class of optimizers, by its name and those of its bases; `None` if flatparam does not know it.
+
+    A class counts as its base that treats each element alone only if it has the `step` of that base.
+    """
+    names = [_plain_name(base) for base in optimizer.__mro__ if issubclass(base, torch.optim.Optimizer)]
+    for kind, known in _NAMES.items():
+        if any(_names_one_of(name, known) for name in names):
+            return kind
+    is_known = any(_plain_name(base).endswith(_TREATS_EACH_ALONE) for base in _with_this_step(optimizer))
+    return OptimizerKind.ELEMENTS if is_known else None
 
 
 def allow_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -53,29 +93,27 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     """
     if vars(optimizer).get(MAY_SEE_SHARDS, False):
         return
-    kind = type(optimizer)
-    names = [
-        _SUFFIX.sub("", _plain_name(base)) for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)
-    ]
-    if any(_names_one_of(name, _LOOKS_AT_SHAPES) for name in names):
-        part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
-        looks_at = "the shapes of the parameters that it steps"
-        whole = f", or keep each on one rank, with layout=flatparam.layout.for_optimizer({kind.__name__})"
-    elif any(_names_one_of(name, _LOOKS_AT_ALL) for name in names):
+    made_by = type(optimizer)
+    kind = kind_of_optimizer(made_by)
+    if kind is OptimizerKind.ELEMENTS:
+        return
+    if kind is OptimizerKind.ALL:
         part = next((part for part in _parts(optimizer) if part.is_sharded), None)
         looks_at, whole = "all parameters at once", ""
-    elif any(_plain_name(base).endswith(_TREATS_EACH_ALONE) for base in _with_this_step(kind)):
-        return
+    elif kind is not None:
+        part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
+        looks_at = "the shapes of the parameters that it steps"
+        whole = f", or keep each on one rank, with layout=flatparam.layout.for_optimizer({made_by.__name__})"
     else:
         part = next((part for part in _parts(optimizer) if part.has_lost_its_shape), None)
         if part is not None:
-            _warn(kind.__name__, part)
+            _warn(made_by.__name__, part)
             allow_shards(optimizer)
         return
     if part is not None:
         raise FlatParamError(
-            f"rank {part.rank}: {kind.__name__} looks at {looks_at}, and would train other numbers without a word: of "
-            f"{part.fqn!r}, of shape {part.whole}, it holds {part.found}. Use one of flatparam.optim (Muon, "
+            f"rank {part.rank}: {made_by.__name__} looks at {looks_at}, and would train other numbers without a word: "
+            f"of {part.fqn!r}, of shape {part.whole}, it holds {part.found}. Use one of flatparam.optim (Muon, "
             "Adafactor, Shampoo, or your own step of matrices), which are exact on shards, or one that treats each "
             "element alone (AdamW, SGD and so on; docs/guides/optimizers.md), or have parameters kept whole on each "
             f"rank, with NO_SHARD and use_orig_params=True{whole}; if this one knows of shards, call "
@@ -97,7 +135,7 @@ def _plain_name(kind: type) -> str:
     name = kind.__name__.lower().lstrip("_")
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    return name
+    return _SUFFIX.sub("", name)
 
 
 def _names_one_of(name: str, known: tuple[str, ...]) -> bool:
