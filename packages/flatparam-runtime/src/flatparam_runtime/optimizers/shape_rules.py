@@ -43,23 +43,10 @@ class OptimizerKind(enum.Enum):
 
 _NAMES: Final = {
     OptimizerKind.PARAMETERS: (
-        *(
-            "adafactor",
-            "adamini",
-            "adam_mini",
-            "came",
-            "kfac",
-            "lamb",
-            "larc",
-            "lars",
-            "novograd",
-            "sm3",
-            "spam",
-        ),
+        *("adafactor", "adammini", "adam_mini", "came", "kfac", "lamb", "larc", "lars", "novograd"),
+        *("sm3", "spam"),
     ),
-    OptimizerKind.MATRICES: (
-        *("apollo", "dion", "galore", "kron", "muon", "psgd", "scion", "shampoo", "soap"),
-    ),
+    OptimizerKind.MATRICES: ("apollo", "dion", "galore", "kron", "muon", "psgd", "scion", "shampoo", "soap"),
     OptimizerKind.ALL: ("dadapt", "lbfgs", "prodigy"),
 }
 """Names of classes that compute with more than single elements, also as bases of other classes."""
