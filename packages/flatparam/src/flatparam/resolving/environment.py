@@ -1,4 +1,4 @@
-"""The environment variables that FSDP1 reads, and our own; this is the one place that reads any."""
+"""The environment variables of the wrapper: those that FSDP1 reads, and our own. The relay has others of its own."""
 
 from __future__ import annotations
 
