@@ -73,11 +73,6 @@ class Tiling:
         )
 
     @classmethod
-    def of_sharded_tensor(cls, tensor: Any, group: Collectives) -> Self:
-        """As the metadata of `tensor`, a `ShardedTensor` over the ranks of `group`, says; see `of_shards_on`."""
-        return cls.of_shards_on(tensor, ranks_in(group))
-
-    @classmethod
     def of_shards_on(cls, tensor: Any, ranks: Mapping[int, int]) -> Self:
         """As the metadata of `tensor`, a `ShardedTensor`, says.
 
