@@ -102,6 +102,9 @@ def shard_module(
         for b in own:
             flattening.pack(b.names[0], b.parameter)
         handles = flattening.finish(own)
+    elif initialise is not None:
+        # Buffers have to get their values, too; there is nothing to pack.
+        initialise(lambda name, values: None)
     below = list(inside(module))
     unit = Unit(type(module).__name__, plan, handles, UnitModule(weakref.ref(module)))
     register_unit(module, unit)

@@ -41,11 +41,22 @@ def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have the full parameters in place for a call of `module`, and return the inputs as it takes them."""
+    hooks: Any = module._forward_hooks
+    # Hooks that were registered after the module was sharded see full parameters, too.
+    if hooks and getattr(next(reversed(hooks.values())), "func", None) is not after_forward:
+        _run_last(hooks)
     call = apart_from_checkpoints(_enter, unit, module) if dispatch_modes() else _enter(unit, module)
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
     return moved
+
+
+def _run_last(hooks: Any) -> None:
+    """Put the hook of the unit behind the others, if it is one of `hooks`, which is an ordered dictionary."""
+    own = next((key for key, hook in hooks.items() if getattr(hook, "func", None) is after_forward), None)
+    if own is not None:
+        hooks.move_to_end(own)
 
 
 def _enter(unit: Unit, module: nn.Module) -> ForwardCall:

@@ -29,6 +29,9 @@ from flatparam_state.places import Place, places_in
 __all__ = ["ModelLoad", "load_model_state", "refused_anywhere"]
 
 
+_CHECKPOINTED: Final = "_checkpoint_wrapped_module."
+
+
 @final
 @attrs.define(eq=False)
 class ModelLoad:
@@ -137,12 +140,13 @@ class ModelLoad:
         errors: list[str],
     ) -> None:
         for name, place in flat.items():
-            if prefix + name in state:
+            # The hook of torch's wrapper for activation checkpointing has put its own name before that of its unit.
+            keys = (prefix + name, prefix + _CHECKPOINTED + name)
+            key = next((key for key in keys if key in state), None)
+            if key is not None:
                 shard = place.handle.flat_param.detach()
-                self._check_order(place, prefix + name, metadata.get(IN_FLAT, {}).get(name), errors)
-                self._plan(
-                    Wanted.of_flat_parameter(place), shard, prefix + name, state.pop(prefix + name), errors
-                )
+                self._check_order(place, key, metadata.get(IN_FLAT, {}).get(name), errors)
+                self._plan(Wanted.of_flat_parameter(place), shard, key, state.pop(key), errors)
                 self.in_flat.add(place.handle)
         for name, (place, index) in parameters.items():
             key = prefix + name

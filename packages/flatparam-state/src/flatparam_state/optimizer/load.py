@@ -86,13 +86,18 @@ def load_optimizer_state(
                 state[key] = values
             elif current is not None and key in current["state"]:
                 state[key] = current["state"][key]
-        settings = settings_of(
-            [fqn for item in found for fqn in with_settings(item, saved, saved_groups)], saved_groups
-        )
-        groups.append({**group, **settings, "params": list(keys)})
-    of_parameters = {fqn for group in saved_groups for fqn in group["params"]}
+        if saved_groups is not None:
+            settings = settings_of(
+                [fqn for item in found for fqn in with_settings(item, saved, saved_groups)], saved_groups
+            )
+            groups.append({**group, **settings, "params": list(keys)})
+    if saved_groups is None:
+        of_parameters = {fqn for item in held_parameters(model).values() for fqn in item.fqns}
+    else:
+        of_parameters = {fqn for group in saved_groups for fqn in group["params"]}
     others = {key: arrived(value) for key, value in saved.items() if key not in of_parameters}
-    return {"state": {**state, **others}, "param_groups": groups}
+    told = {"state": {**state, **others}}
+    return told if saved_groups is None else {**told, "param_groups": groups}
 
 
 def _loaded(
@@ -147,8 +152,9 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
     return [[by_item[item] for item in found] for _, found in holding.groups]
 
 
-def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
-    if not isinstance(state_dict, Mapping) or "param_groups" not in state_dict:
+def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
+    """The state and the groups of `state_dict`; a state without groups, as some programs pass on, has none."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} & set(state_dict):
         found = (
             f"the keys {sorted(map(str, state_dict))}"
             if isinstance(state_dict, Mapping)
@@ -160,11 +166,8 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
             "sent from rank 0"
         )
     # A checkpoint has no entry for an empty dict, which the state of plain SGD is.
-    state = state_dict.get("state", {})
-    names = [
-        *state,
-        *(name for group in state_dict["param_groups"] for name in group["params"]),
-    ]
+    state, groups = state_dict.get("state", {}), state_dict.get("param_groups")
+    names = [*state, *(name for group in groups or () for name in group["params"])]
     for name in names:
         if not isinstance(name, str):
             raise FlatParamError(
@@ -172,4 +175,4 @@ def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]]]:
                 "the state_dict() of an ordinary optimizer, which numbers parameters: give its keys names first "
                 "(rekey_optim_state_dict does)"
             )
-    return state, state_dict["param_groups"]
+    return state, groups
