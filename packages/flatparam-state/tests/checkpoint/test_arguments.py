@@ -63,3 +63,20 @@ def test_wrong_steps(tmp_path: Path, step: Any) -> None:
     with pytest.raises(ValueError, match=r"expected a step of at least 0 and at most 2\*\*63 - 1, found "):
         checkpointer.save(step)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_relative_directory_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that changes its folder later on finds its checkpoints, and saves to the same place."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("run", ranks=SingleCollectives()) as checkpointer:
+        checkpointer.save(1, extra={"a": 1})
+        monkeypatch.chdir(tmp_path / "other")
+        checkpointer.save(2)
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.load(1) is not None
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert not any((tmp_path / "other").iterdir())

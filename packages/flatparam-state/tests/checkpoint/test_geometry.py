@@ -225,3 +225,35 @@ def test_retention_keeps_the_newest_and_never_deletes_latest(tmp_path: Path) -> 
         assert checkpointer.latest() == 21
         checkpointer.save(22)
         assert checkpointer.steps() == [21, 22]
+
+
+class Pair(nn.Module):
+    """Two layers, which may share their weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_tensors_for_a_tied_parameter(tmp_path: Path, same: bool) -> None:
+    """A model that ties what was saved apart takes equal values; if they differ, it refuses them, or takes the first."""
+    saved, tied = Pair(tied=False), Pair(tied=True)
+    if same:
+        with torch.no_grad():
+            saved.second.weight.copy_(saved.first.weight)
+    with Checkpointer(tmp_path, saved, ranks=ALONE) as checkpointer:
+        checkpointer.save(0)
+    before = tied.first.weight.detach().clone()
+    with Checkpointer(tmp_path, tied, ranks=ALONE) as checkpointer:
+        if not same:
+            with pytest.raises(
+                CheckpointError, match=r"different values for 'first\.weight' and 'second\.weight'"
+            ):
+                checkpointer.load()
+            assert torch.equal(tied.first.weight, before)
+        checkpointer.load(strict=same)
+    assert torch.equal(tied.first.weight, saved.first.weight)
+    assert tied.second.weight is tied.first.weight

@@ -60,3 +60,24 @@ def test_the_owner_is_named(tmp_path: Path) -> None:
     second.acquire()
     assert second.is_held
     second.forget()
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_lock_that_is_gone_is_taken_anew(tmp_path: Path, how: str) -> None:
+    """If somebody deletes the file, or moves the directory, the next use locks what is there then, or is refused."""
+    root = tmp_path / "run"
+    root.mkdir()
+    first, second = DirectoryLock(root), DirectoryLock(root)
+    first.acquire()
+    if how == "deleted":
+        (root / "lock").unlink()
+    else:
+        root.rename(tmp_path / "moved")
+        root.mkdir()
+    first.acquire()
+    with pytest.raises(CheckpointError, match="another writer has it"):
+        second.acquire()
+    (root / "lock").unlink()
+    second.acquire()
+    with pytest.raises(CheckpointError, match="another writer has it"):
+        first.acquire()

@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import subprocess
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,6 +329,46 @@ def test_steps_of_any_length_are_found(step: int, tmp_path: Path) -> None:
     assert loaded is not None
     assert loaded.step == step
     run.checkpointer.close()
+
+
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+def test_a_place_that_one_rank_cannot_look_at(
+    tmp_path: Path, on_save_error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the system tells one rank nothing of the directory, all ranks fail alike, and the next save succeeds."""
+    failing: set[int] = set()
+    statvfs = os.statvfs
+
+    def stale(path: Any) -> Any:
+        if threading.get_ident() in failing:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return statvfs(path)
+
+    monkeypatch.setattr(os, "statvfs", stale)
+
+    def run(world: Collectives) -> None:
+        model, optimizer = SETUP.build(world)
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, on_save_error=on_save_error)
+        checkpointer.save(1)
+        if world.rank == 1:
+            failing.add(threading.get_ident())
+        if on_save_error == "raise":
+            with pytest.raises(CheckpointError, match="Stale file handle") as caught:
+                checkpointer.save(2)
+            assert caught.value.rank == 1
+        else:
+            assert checkpointer.save(2) is None
+        failing.clear()
+        world.barrier()
+        assert sorted(each for each in names(tmp_path) if each.startswith("step")) == ["step-00000001"]
+        world.barrier()
+        checkpointer.save(3)
+        assert checkpointer.steps() == [1, 3]
+        checkpointer.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_threads(2, run)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

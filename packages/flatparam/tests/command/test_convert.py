@@ -120,6 +120,19 @@ def test_nothing_is_overwritten(
     assert before == ((flatparam.directory / "a.pt").read_bytes(), entries(flatparam.directory / "run"))
 
 
+@pytest.mark.parametrize(
+    "arguments", [("import", "@a.pt", "@run"), ("reshard", "@run", "@run", "--step", 3, "--world-size", 1)]
+)
+def test_an_older_step_is_refused(arguments: tuple[object, ...], flatparam: Caller) -> None:
+    """A run keeps its latest checkpoint: one of an older step, which step 0 is by default, is not written beside it."""
+    before = entries(flatparam.directory / "run")
+    found = flatparam(*arguments)
+    assert found.status == 2
+    assert "a run with a checkpoint of step 4" in found.err
+    assert entries(flatparam.directory / "run") == before
+    assert flatparam("import", "@a.pt", "@run", "--step", 5).status == 0
+
+
 @pytest.mark.parametrize("kind", ["torch", "dcp", "hf", "flatparam"])
 def test_damage_leaves_nothing(kind: str, flatparam: Caller) -> None:
     """Where the source turns out to be damaged while it is read, the status is 2 and no output is left."""

@@ -62,7 +62,7 @@ class Checkpointer:
         """Nothing is touched yet; the first `save` makes the directory and locks it.
 
         Args:
-            directory: seen by all ranks under this name.
+            directory: seen by all ranks under this name; a relative one is below the current folder of now.
             model: sharded, or not. None saves `extra` alone.
             optimizer: of the model's parameters; several by name.
             averages: of the model's parameters; several by name.
@@ -79,7 +79,8 @@ class Checkpointer:
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"expected on_save_error to be 'raise' or 'warn', found {on_save_error!r}")
         self._ranks = resolve_topology().shard if ranks is None else ranks
-        self._directory = CheckpointDirectory(Path(directory))
+        # The program may change its folder later on.
+        self._directory = CheckpointDirectory(Path(directory).absolute())
         optimizers = optimizers_by_name(optimizer)
         if optimizers and model is None:
             raise ValueError("expected the model of the optimizer's parameters too")

@@ -10,7 +10,7 @@ from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import rank_file
 from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.writer import CheckpointWriter
-from flatparam_state.files import AnyPath, Source, TensorInfo
+from flatparam_state.files import AnyPath, CheckpointError, Source, TensorInfo
 from flatparam_state.formats.output import refuse_existing
 from flatparam_state.formats.stored import stored_source
 
@@ -35,14 +35,15 @@ def write_checkpoint(
         The bytes of tensors by file, relative to `directory`.
 
     Raises:
-        CheckpointError: if there is a checkpoint of `step` already, or something cannot be written.
+        CheckpointError: if there is a checkpoint of `step` or of a later one already, or something cannot be written.
     """
-    place = CheckpointDirectory(Path(directory)).path_of(step)
+    run = CheckpointDirectory(Path(directory))
+    place = run.path_of(step)
+    refuse_existing(place)
+    _refuse_older(run, step)
     aliases = stored_source(source).aliases()
     tensors = {path: info for path, info in source.tensors.items() if path not in aliases}
-    if dry_run:
-        refuse_existing(place)
-    else:
+    if not dry_run:
         with (
             _gone_if_it_fails(Path(directory)),
             CheckpointWriter(
@@ -56,6 +57,18 @@ def write_checkpoint(
         f"{place.name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
         for rank in range(world_size)
     }
+
+
+def _refuse_older(run: CheckpointDirectory, step: int) -> None:
+    """Refuse a step before the newest one: it would be the latest, and retention deletes what is not."""
+    newest = max(run.steps(), default=-1)
+    if step < newest:
+        raise CheckpointError(
+            f"{run.root} is the directory of a run with a checkpoint of step {newest}, and the new one of step {step} "
+            "would be its latest",
+            path=run.root,
+            hint="choose a different directory, or a later step",
+        )
 
 
 @contextmanager

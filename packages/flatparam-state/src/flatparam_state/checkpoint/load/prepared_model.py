@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from flatparam_state.checkpoint.averages_of import UPDATES, tensors_of
@@ -13,7 +14,7 @@ from flatparam_state.checkpoint.load.elements import read_part
 from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
 from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.files import CheckpointError, join_path, split_path
+from flatparam_state.files import CheckpointError, bytes_view, join_path, split_path
 
 if TYPE_CHECKING:
     from flatparam_state.averages import ShardedEMA
@@ -121,7 +122,8 @@ def prepare_tensors(
     Raises:
         CheckpointError: if names, shapes or dtypes do not fit, naming them; if bytes are not what was written.
     """
-    wanted, used, problems = [], set(), []
+    wanted, used = [], set()
+    problems: list[str] = []
     missing, unexpected = [*missing], [*unexpected]
     for tensor in model_tensors(model):
         found = _paths(reader, tensor, at)
@@ -129,10 +131,8 @@ def prepare_tensors(
         if not found:
             missing.append(tensor.name)
             continue
-        problem = _misfit(reader.record(found[0]), tensor, convert_dtype)
-        if problem:
-            problems.append(problem)
-        wanted.append((tensor, found[0]))
+        problems += filter(None, (_misfit(reader.record(path), tensor, convert_dtype) for path in found))
+        wanted.append((tensor, found))
     unexpected += [split_path(path)[-1] for path in reader.tensors if _is_at(path, at) and path not in used]
     if strict and missing:
         problems.append(f"the checkpoint lacks {_some(missing)}")
@@ -144,10 +144,21 @@ def prepare_tensors(
             path=reader.path,
             hint="build the model that was saved; load(strict=False) leaves what is missing as it is",
         )
-    tensors = [
-        (tensor, read_part(reader, path, tensor.stride, tensor.span, tensor.info.dtype))
-        for tensor, path in wanted
-    ]
+    tensors = []
+    for tensor, found in wanted:
+        part, *others = (
+            read_part(reader, path, tensor.stride, tensor.span, tensor.info.dtype)
+            for path in found[: None if strict else 1]
+        )
+        if not all(torch.equal(bytes_view(part), bytes_view(other)) for other in others):
+            names = " and ".join(repr(split_path(path)[-1]) for path in found)
+            raise CheckpointError(
+                f"{reader.path} has different values for {names}, which are one parameter of the model",
+                path=reader.path,
+                fqn=tensor.name,
+                hint="build the model that was saved, in which they are not tied; load(strict=False) takes the first",
+            )
+        tensors.append((tensor, part))
     return PreparedModel(tensors, [], tuple(missing), tuple(unexpected))
 
 

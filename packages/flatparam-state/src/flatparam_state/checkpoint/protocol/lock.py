@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -72,12 +73,17 @@ class DirectoryLock:
     def acquire(self) -> None:
         """Lock the directory; this does nothing if the object holds the lock already.
 
+        If the file was deleted, or the directory was replaced, since then, the lock is taken anew.
+
         Raises:
             CheckpointError: if somebody else writes there, naming host and process; if the lock is no regular file.
         """
-        if self.is_held:
-            return
         path = self._root / _NAME
+        if self.is_held:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(path), os.fstat(self._descriptor)):
+                    return
+            self.forget()
         # Its content is replaced, so it must not be a different file of the user's.
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follows_links=False)
         try:

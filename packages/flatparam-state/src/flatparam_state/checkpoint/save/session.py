@@ -73,13 +73,14 @@ class Saver:
         """Agree that the save can begin: every rank has what it writes, there is room, and rank 0 has the lock."""
         contribution = Contribution()
 
-        def prepare() -> tuple[Any, Ticket | None]:
+        def prepare() -> tuple[Any, int, Ticket | None]:
             inventories = self._subject.contribute(contribution, extra, rank_extra)
-            return inventories, self._committer.prepare(step) if self._ranks.rank == 0 else None
+            free = free_nbytes(self._root)
+            return inventories, free, self._committer.prepare(step) if self._ranks.rank == 0 else None
 
         attempted = attempt(prepare, self._ranks.rank, directory=self._root)
-        inventories, ticket = attempted.value or ({}, None)
-        fact = (ticket, contribution.disk_nbytes, free_nbytes(self._root), inventories)
+        inventories, free, ticket = attempted.value or ({}, 0, None)
+        fact = (ticket, contribution.disk_nbytes, free, inventories)
         try:
             facts = agree(self._ranks, attempted, fact, label="begin to save")
             tickets, needs, frees, told = zip(*facts, strict=True)
