@@ -11,12 +11,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
+    offload_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TheirFSDP
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from flatparam import StateDictType
 from flatparam_comm import Collectives
 from integration_tests.state.comparing import assert_model, assert_optimizer, assert_same
 from integration_tests.state.ours import FSDP, full_state, numbers_of, ours, settings_of
@@ -45,6 +47,27 @@ def test_loading_after_late_activation_checkpointing(
     target.load_state_dict(source.state_dict())
     assert_same(full_state(target), full_state(ours(build(seed=3), originals)))
     loss_of(target, 0, group.rank).backward()
+
+
+@on_ranks(2, originals=BOTH, offloads=BOTH)
+def test_a_local_state_around_a_checkpoint_wrapper(
+    group: Collectives, files: Files, originals: bool, offloads: bool
+) -> None:
+    """The local state of a unit whose module is torch's wrapper for activation checkpointing loads into the same model."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        wrap = offload_wrapper if offloads else checkpoint_wrapper
+        inner = FSDP(wrap(nn.Linear(3, 3)), use_orig_params=originals)
+        return FSDP(nn.Sequential(inner, nn.Linear(3, 3)), use_orig_params=originals)
+
+    source, target = make(0), make(1)
+    expected = full_state(source)
+    for model in (source, target):
+        FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    target.load_state_dict(source.state_dict())
+    FSDP.set_state_dict_type(target, StateDictType.FULL_STATE_DICT)
+    assert_same(full_state(target), expected)
 
 
 @on_ranks(2, originals=BOTH)

@@ -252,3 +252,40 @@ def test_memory_of_deferred_values() -> None:
 
     FSDP(module, HERE, param_init_fn=note)
     assert whole == [0] * 5  # the sequence, and each layer
+
+
+class Rotary(nn.Module):
+    """A buffer and no parameter of its own, around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+        self.layer = nn.Linear(3, 3)
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("init", [None, fill], ids=["reset_parameters", "param_init_fn"])
+@pytest.mark.parametrize("synced", [False, True])
+def test_buffers_of_a_unit_without_parameters(init: Any, synced: bool, use_orig_params: bool) -> None:
+    """If all parameters are in units inside, the buffers of the module around them get their values, too."""
+
+    def rank(ranks: Collectives) -> Any:
+        torch.manual_seed(0)
+        model = FSDP(
+            on_meta(Rotary),
+            auto_wrap_policy=LINEAR,
+            param_init_fn=init,
+            sync_module_states=synced,
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+        assert model(torch.ones(2, 3)).shape == (2, 3)
+        return model.module.scale.tolist()
+
+    expected = [3.0] * 3 if init is None else [0.0, 1.0, 2.0]
+    assert on_ranks(2, rank) == [expected] * 2

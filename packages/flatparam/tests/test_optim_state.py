@@ -212,3 +212,26 @@ def test_a_state_that_torchs_fsdp1_saved(torch_world: None) -> None:
     train(torchs, optimizer, INPUTS[2:3])
     train(model, mine, INPUTS[2:3])
     assert_same_state(model.state_dict(), torchs.state_dict())
+
+
+def test_a_state_without_groups(use_orig_params: bool) -> None:
+    """A program that keeps the groups elsewhere passes the state alone, both ways, as with FSDP1."""
+
+    def rank(ranks: Collectives) -> None:
+        model = wrapped(use_orig_params=use_orig_params)
+        optimizer = adam(model)
+        train(model, optimizer, INPUTS[:2])
+        raw = optimizer.state_dict()
+        groups = raw.pop("param_groups")
+        named = FSDP.optim_state_dict(model, optimizer, raw)
+        assert set(named) == {"state"}
+        whole = FSDP.optim_state_dict(model, optimizer)
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, named)
+        assert set(loaded) == {"state"}
+        expected = FSDP.optim_state_dict_to_load(model, optimizer, whole)
+        for number, values in expected["state"].items():
+            for name, value in values.items():
+                assert torch.equal(loaded["state"][number][name], value), (number, name)
+        optimizer.load_state_dict({**loaded, "param_groups": groups})
+
+    on_ranks(2, rank)
