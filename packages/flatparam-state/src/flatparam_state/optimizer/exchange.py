@@ -11,7 +11,7 @@ import torch
 
 from flatparam_runtime import Collectives
 from flatparam_state.codec import gather, shard_of
-from flatparam_state.forms import FormKind, StateForm
+from flatparam_state.forms import FormKind, StateForm, is_dtensor
 from flatparam_state.optimizer.entries import PerRank, copy_value, is_equal
 from flatparam_state.optimizer.holdings import Held
 from flatparam_state.places import Place
@@ -187,6 +187,14 @@ class _Agreement:
         return PerRank(tuple((spans[rank], value) for rank, value in raw)).to_entry()
 
 
+def _as_shown(place: Place, index: int, full: torch.Tensor) -> torch.Tensor:
+    """A state in the form of its parameter in modules, if that is a `DTensor`, as with tensor parallelism."""
+    if not place.handle.has_presenter(index):
+        return full
+    shown = place.handle.present(index, full).detach()
+    return shown if is_dtensor(shown) else full
+
+
 def _gathered(
     place: Place, mine: _Local, dtype: torch.dtype, indices: Sequence[int], form: StateForm
 ) -> Iterator[tuple[int, Any]]:
@@ -197,6 +205,7 @@ def _gathered(
     shard = shard_of(place, parts, place.handle.flat_param.detach()).to(dtype)
     if form.kind is FormKind.FULL:
         full: Sequence[Any] = gather(place, shard, device=form.device, keep=form.keeps(place))
+        full = [_as_shown(place, index, each) for index, each in enumerate(full)]
     else:
         full = form.sharded(place, shard, place.handle.present)
     return ((index, full[index]) for index in indices if full)
