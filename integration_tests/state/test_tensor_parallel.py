@@ -74,7 +74,8 @@ def compare(ranks: Collectives, directory: str, kind: str) -> None:
                 assert torch.equal(ours[name].to_local(), value.to_local()), name
     for name, value in state_of(flatparam, "SHARDED_STATE_DICT", model, optimizer).items():
         if isinstance(value, DTensor):
-            assert torch.equal(ours[name].full_tensor(), value.full_tensor()), name
+            whole = ours[name].full_tensor() if isinstance(ours[name], DTensor) else ours[name]
+            assert torch.equal(whole, value.full_tensor()), name
 
     wrapper = flatparam.FullyShardedDataParallel
     with wrapper.state_dict_type(model, flatparam.StateDictType[kind]):

@@ -154,7 +154,7 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
     """The state and the groups of `state_dict`; a state without groups, as some programs pass on, has none."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} & set(state_dict):
+    if not isinstance(state_dict, Mapping) or not ("param_groups" in state_dict or state_dict.get("state")):
         found = (
             f"the keys {sorted(map(str, state_dict))}"
             if isinstance(state_dict, Mapping)
