@@ -489,3 +489,26 @@ def test_a_local_state_in_a_different_order(orders: tuple[bool, bool], frozen: t
     If its metadata are lost, as with a state of FSDP1, a model with a different order than FSDP1's warns.
     """
     run_processes(2, load_local, orders, frozen)
+
+
+def test_hooks_of_a_wrapper_see_clean_names(use_orig_params: bool) -> None:
+    """A hook that a program registers on a wrapper finds, and deletes, entries under their names in the module."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
+        seen: list[list[str]] = []
+        inner = next(module for module in FSDP.fsdp_modules(model) if module is not model)
+
+        def drop(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+            seen.append([key[len(prefix) :] for key in state if key.startswith(prefix)])
+            state.pop(f"{prefix}bias", None)
+
+        inner.register_state_dict_post_hook(drop)
+        model.register_state_dict_post_hook(drop)
+        return list(model.state_dict()), seen
+
+    names = list(mlp().state_dict())
+    first = names[0].removesuffix("weight")
+    for keys, seen in on_ranks(2, rank):
+        assert keys == [name for name in names if name != f"{first}bias"]
+        assert seen == [["weight", "bias"], keys]

@@ -9,6 +9,7 @@
 | `autograd.profiler._is_profiler_enabled` | whether somebody profiles | no ranges are shown |
 | `autograd.graph._engine_run_backward` | that a backward pass has raised | nobody is told of what it was |
 | `_C._len_torch_dispatch_stack`, `utils._python_dispatch` | which dispatch modes are on | none is turned off |
+| `nn.Module._forward_hooks` | the order of a module's hooks | an error that names it |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 """
 
@@ -35,6 +36,7 @@ __all__ = [
     "in_backward",
     "in_range",
     "in_transform",
+    "keeps_last",
     "latest",
     "on_failed_run",
     "profiled",
@@ -155,6 +157,30 @@ def accumulation_node(leaf: Tensor) -> Node | None:
 
 #: The number of dispatch modes that are on in this thread.
 dispatch_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def keeps_last(
+    after: Callable[[], Callable[..., Any]],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Have a forward pre-hook keep the module's forward hook that is a partial call of `after()` behind all others.
+
+    So hooks that are registered later on run before it. The module is the second argument of both.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(function)
+        def keeping(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            module: Any = args[1]
+            hooks = module._forward_hooks
+            if hooks and getattr(next(reversed(hooks.values())), "func", None) is not after():
+                own = (key for key, hook in hooks.items() if getattr(hook, "func", None) is after())
+                for key in [*own]:
+                    hooks.move_to_end(key)
+            return function(*args, **kwargs)
+
+        return keeping
+
+    return decorate
 
 
 def apart_from_checkpoints(function: Callable[..., Result], *args: Any) -> Result:

@@ -196,6 +196,7 @@ class FullyShardedDataParallel(nn.Module):
             notice()
         self._interior = Interior(unit, settings.default_settings(), resolved.asked.clean_names)
         loading.attach_loading(self)
+        saving.attach_saving(self)
         self._modules[FSDP_WRAPPED_MODULE] = module
 
     @classmethod

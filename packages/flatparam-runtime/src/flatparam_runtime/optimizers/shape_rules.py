@@ -33,7 +33,7 @@ _SUFFIX: Final = re.compile(r"(\d+bit|fp8)$")
 
 @final
 class OptimizerKind(enum.Enum):
-    """What an optimizer computes with, which decides what of a parameter has to stay on one rank."""
+    """The things that an optimizer computes with, which decide what of a parameter has to stay on one rank."""
 
     ELEMENTS = "each element alone"
     MATRICES = "matrices as wholes, and each element of other parameters alone"

@@ -19,7 +19,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
 from flatparam_runtime.agreement.divergence import rank_of
-from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, profiled, untraced
+from flatparam_runtime.autograd import (
+    apart_from_checkpoints,
+    dispatch_modes,
+    in_backward,
+    keeps_last,
+    profiled,
+    untraced,
+)
 from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
@@ -37,26 +44,16 @@ PREFETCH_NBYTES: Final = Threshold(
 
 @untraced
 @profiled("_pre_forward")
+@keeps_last(lambda: after_forward)  # type: ignore[has-type]
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have the full parameters in place for a call of `module`, and return the inputs as it takes them."""
-    hooks: Any = module._forward_hooks
-    # Hooks that were registered after the module was sharded see full parameters, too.
-    if hooks and getattr(next(reversed(hooks.values())), "func", None) is not after_forward:
-        _run_last(hooks)
     call = apart_from_checkpoints(_enter, unit, module) if dispatch_modes() else _enter(unit, module)
     moved: tuple[tuple[Any, ...], dict[str, Any]] = _prepared(unit, call, (args, kwargs))
     if torch.is_grad_enabled() and not call.is_recomputation:
         _watch_inputs(unit, call, moved)
     return moved
-
-
-def _run_last(hooks: Any) -> None:
-    """Put the hook of the unit behind the others, if it is one of `hooks`, which is an ordered dictionary."""
-    own = next((key for key, hook in hooks.items() if getattr(hook, "func", None) is after_forward), None)
-    if own is not None:
-        hooks.move_to_end(own)
 
 
 def _enter(unit: Unit, module: nn.Module) -> ForwardCall:

@@ -17,7 +17,7 @@ from flatparam.state.settings import check_form, form_of
 from flatparam.wrapper.interior import Interior
 from flatparam_state import clean_keys, is_sharded_tensor, state_shown
 
-__all__ = ["collected", "save_state"]
+__all__ = ["attach_saving", "collected", "save_state"]
 
 
 def save_state(
@@ -60,15 +60,23 @@ def collected(
     return state
 
 
+def attach_saving(wrapper: nn.Module) -> None:
+    """Have `wrapper` clean the names of its state before hooks that the user registers see it."""
+    wrapper._register_state_dict_hook(_clean)  # type: ignore[no-untyped-call]
+
+
+def _clean(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    clean_keys(state, prefix)
+
+
 @contextlib.contextmanager
 def _saving(wrapper: nn.Module, interior: Interior, state: dict[str, Any], prefix: str) -> Iterator[None]:
-    """While torch collects `wrapper`'s state in `state`, show its form of the parameters; then clean the names."""
+    """While torch collects `wrapper`'s state in `state`, show its form of the parameters."""
     unit, settings = interior.unit, interior.settings
     config = settings.state_dict_config
     check_form(unit, settings.state_dict_type)
     with state_shown(wrapper, form_of(settings.state_dict_type, config)) as stand_ins:
         yield
-    clean_keys(state, prefix)
     stand_ins.resolve(state, prefix)
     if getattr(config, "rank0_only", False) and unit.plan.topology.group.rank > 0:
         for name in own_buffers(wrapper, unit):
