@@ -115,6 +115,7 @@ def test_a_stranger_is_not_heard(stars: Callable[[int], Star]) -> None:
             assert not first.is_connected
     finally:
         first.close()
+    assert not store.check(["address"])
 
 
 def _is_over(star: Star, stranger: socket.socket) -> bool:

@@ -64,12 +64,17 @@ def is_between_processes(group: ProcessGroup) -> bool:
 
 def store_of(group: ProcessGroup, prefix: str, timeout: timedelta) -> Any:
     """A connection of its own to the group's store, with keys that begin with `prefix`; None if there is none."""
-    store = group.get_group_store() if hasattr(group, "get_group_store") else None
+    store = served_store_of(group)
     if store is None or not hasattr(store, "clone"):
         return None
     own = store.clone()
     own.set_timeout(timeout)
     return first_of("PrefixStore")(prefix, own)
+
+
+def served_store_of(group: ProcessGroup) -> Any:
+    """The group's store itself, whose server may live in this process, and ends with it; None if there is none."""
+    return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
 def stop_waiting(group: ProcessGroup) -> None:

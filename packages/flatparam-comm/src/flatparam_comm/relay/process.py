@@ -53,6 +53,8 @@ class _OfThisProcess:
     calls: weakref.WeakKeyDictionary[ProcessGroup, dict[str, GroupCalls]] = attrs.field(
         factory=weakref.WeakKeyDictionary
     )
+    served_store: Any = None
+    """The store of that group: if its server lives in this process, it has to be there until the relay has ended."""
     finalizer: Any = None
     beginning: threading.Lock = attrs.field(factory=threading.Lock)
     abandoned: list[Any] = attrs.field(factory=list)
@@ -120,6 +122,7 @@ def _relay_for(group: ProcessGroup) -> Relay | None:
         return None
     relay = Relay(world.rank(), store, settings)
     relay.start()
+    _NOW.served_store = groups.served_store_of(world)
     _NOW.relay, _NOW.world = relay, weakref.ref(world)
     _NOW.finalizer = weakref.finalize(world, _end)
     _NOW.finalizer.atexit = False
@@ -135,6 +138,7 @@ def _end() -> None:
         finalizer.detach()
     if relay is not None:
         relay.end()
+    _NOW.served_store = None
     _unhook()
 
 
@@ -256,7 +260,7 @@ def _after_fork() -> None:
             calls.forbid()
     relay = _NOW.relay
     if relay is not None:
-        _NOW.abandoned.append(relay)
+        _NOW.abandoned += [relay, _NOW.served_store]
         relay.forget()
     if _NOW.finalizer is not None:
         _NOW.finalizer.detach()

@@ -206,7 +206,10 @@ class Star:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.socket.shutdown(socket.SHUT_WR)
-        # The address stays in the store, which may be gone by now: a rank that still reads it finds nobody there.
+        if self._listener is not None:
+            # Whoever holds the store may be gone.
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(_KEY)
         self.drop()
 
     def drop(self) -> None:
