@@ -82,6 +82,12 @@ class Checkpointer:
         # The program may change its folder later on.
         self._directory = CheckpointDirectory(Path(directory).absolute())
         optimizers = optimizers_by_name(optimizer)
+        each: object
+        for each in optimizers.values():
+            if not (hasattr(each, "param_groups") and hasattr(each, "state_dict")):
+                raise TypeError(
+                    f"expected an optimizer, a dictionary of several by name, or None, found {type(each).__name__}"
+                )
         if optimizers and model is None:
             raise ValueError("expected the model of the optimizer's parameters too")
         of_model = averages_by_name(averages)

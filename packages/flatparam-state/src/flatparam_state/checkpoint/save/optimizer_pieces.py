@@ -30,20 +30,9 @@ INLINE_NBYTES: Final = Threshold(
 def optimizers_by_name(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
 ) -> dict[tuple[str, ...], torch.optim.Optimizer]:
-    """The optimizers, by the keys under which their state is in a checkpoint.
-
-    Raises:
-        TypeError: for something that is no optimizer, nor a mapping of them.
-        CheckpointError: for a name that an optimizer cannot have.
-    """
+    """The optimizers, by the keys under which their state is in a checkpoint."""
     if optimizer is None:
         return {}
-    each: object
-    for each in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
-        if not (hasattr(each, "param_groups") and hasattr(each, "state_dict")):
-            raise TypeError(
-                f"expected an optimizer, a dictionary of several by name, or None, found {type(each).__name__}"
-            )
     if not isinstance(optimizer, Mapping):
         return {("optimizer",): optimizer}
     for name in optimizer:
