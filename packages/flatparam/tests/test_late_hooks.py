@@ -83,7 +83,7 @@ def test_what_a_hook_returns_is_what_autograd_sees(use_orig_params: bool) -> Non
                 torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_a_hook_sees_the_output_before_it_is_cast() -> None:
+def test_a_hook_sees_the_dtype_of_computation() -> None:
     """With mixed precision a late hook sees the dtype of computation, as the module has it."""
 
     def rank(ranks: Collectives) -> Any:

@@ -42,9 +42,15 @@ PREFETCH_NBYTES: Final = Threshold(
 )
 
 
+def _casts_outputs(unit: Unit) -> bool:
+    """Whether hooks that come later see other outputs than the module's own, as with FSDP1 and FSDP2."""
+    casting = unit.plan.casting
+    return casting.restores_outputs or casting.output_dtype is not None
+
+
 @untraced
 @profiled("_pre_forward")
-@keeps_last(lambda: after_forward)  # type: ignore[has-type]
+@keeps_last(lambda: after_forward, _casts_outputs)  # type: ignore[has-type]
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,6 +13,7 @@ from flatparam.observing.stopwatch import SimpleProfiler
 from flatparam.sharding.extensions import chunker
 from flatparam.state.settings import default_settings, form_of, settings_of
 from flatparam_comm import resolve_topology, telling
+from flatparam_core import FlatParamError
 from flatparam_state import FormKind, StateForm, load_optimizer_state, optimizer_state_dict, places_in
 
 __all__ = ["check_group", "optim_form", "optim_state_dict", "optim_state_dict_to_load", "to_load"]
@@ -73,6 +74,11 @@ def to_load(
             model, optim, state, rank0_only=rank0_only, is_named=is_named, chunker=chunker()
         )
     SimpleProfiler.dump_and_reset("FSDP optim_state_dict_to_load() profiling:")
+    if load_directly and "param_groups" not in loaded:
+        raise FlatParamError(
+            "optim_state_dict_to_load: with load_directly=True, expected an optimizer state with 'param_groups', found "
+            "one without; leave load_directly out, and give the optimizer its groups with what is returned"
+        )
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
