@@ -221,7 +221,8 @@ class Relay:
         except Exception:
             # A healthy run must not suffer from its relay. Without one, failures do not travel; nothing else changes.
             if not self._is_ending.is_set():
-                _LOGGER.warning("rank %d no longer hears of the failures of others", self.rank, exc_info=True)
+                text = "the relay of rank %d has failed: training goes on, but failures of ranks no longer travel here"
+                _LOGGER.warning(text, self.rank, exc_info=True)
                 with contextlib.suppress(Exception):
                     self._star.say({"pid": self.pid, "failure": None, "is_deaf": True})
         finally:

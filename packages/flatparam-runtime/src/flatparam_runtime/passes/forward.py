@@ -43,7 +43,7 @@ PREFETCH_NBYTES: Final = Threshold(
 
 
 def _casts_outputs(unit: Unit) -> bool:
-    """Whether hooks that come later see other outputs than the module's own, as with FSDP1 and FSDP2."""
+    """Whether the unit casts its outputs; with FSDP1 and FSDP2, hooks that are registered later see the cast ones."""
     casting = unit.plan.casting
     return casting.restores_outputs or casting.output_dtype is not None
 

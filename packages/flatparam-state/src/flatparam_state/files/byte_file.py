@@ -59,8 +59,8 @@ class ByteFile:
             CheckpointError: if there is none, it is no regular file, or Git LFS has not fetched it.
             UnreadableError: if it cannot be opened for a different reason, saying why.
         """
-        self.path = Path(path)
         self._descriptor = -1
+        self.path = Path(path)
         try:
             self._descriptor = open_regular(path, follows_links=follows_links)
         except ValueError as error:
