@@ -160,11 +160,11 @@ dispatch_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatc
 
 
 def keeps_last(
-    after: Callable[[], Callable[..., Any]], unless: Callable[[Any], bool]
+    after: Callable[..., Any],
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Have a forward pre-hook keep the module's forward hook that is a partial call of `after()` behind all others.
+    """Have a forward pre-hook keep the module's forward hook that is a partial call of `after` behind all others.
 
-    So hooks that are registered later on run before it, unless `unless(unit)`. Unit and module are the first arguments.
+    So hooks that are registered later on run before it. The module is the second argument of the pre-hook.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -172,9 +172,9 @@ def keeps_last(
         def keeping(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             module: Any = args[1]
             hooks = module._forward_hooks
-            is_last = not hooks or getattr(next(reversed(hooks.values())), "func", None) is after()
-            if not is_last and not unless(args[0]):
-                own = (key for key, hook in hooks.items() if getattr(hook, "func", None) is after())
+            is_last = not hooks or getattr(next(reversed(hooks.values())), "func", None) is after
+            if not is_last:
+                own = (key for key, hook in hooks.items() if getattr(hook, "func", None) is after)
                 for key in [*own]:
                     hooks.move_to_end(key)
             return function(*args, **kwargs)

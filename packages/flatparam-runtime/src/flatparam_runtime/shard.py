@@ -52,6 +52,7 @@ def shard_module(
     initialise: Initialise | None = None,
     rule_of: Callable[[BoundParameter], LayoutRule] | None = None,
     shares: Sequence[float] = (),
+    by_hooks: bool = True,
 ) -> Unit:
     """Make `module` a unit: shard what its submodules' units do not already hold. Call it for the innermost first.
 
@@ -69,6 +70,8 @@ def shard_module(
             they have them.
         rule_of: what of each parameter stays on one rank; by default boundaries between ranks lie anywhere.
         shares: for each rank of the shard group the weight of its part; empty gives all the same.
+        by_hooks: hooks on the module gather and free its full parameters. If `False`, the caller has a wrapper whose
+            forward is `call_unit`, which does so around all hooks of the module.
 
     Raises:
         FlatParamError: if the module is a unit already, or a parameter cannot be flattened.
@@ -113,7 +116,7 @@ def shard_module(
     with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
     initial = None if weights is None else attrs.evolve(weights, stamp=unit.stamp())
     unit.held.look_after(
-        UnitBuffers.of(module, with_buffers), initial, attach(unit, below), names_left_whole(module)
+        UnitBuffers.of(module, with_buffers), initial, attach(unit, below, by_hooks=by_hooks), names_left_whole(module)
     )
     return unit
 

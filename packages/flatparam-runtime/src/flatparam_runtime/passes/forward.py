@@ -23,7 +23,7 @@ from flatparam_runtime.autograd import (
     apart_from_checkpoints,
     dispatch_modes,
     in_backward,
-    keeps_last,
+    in_range,
     profiled,
     untraced,
 )
@@ -31,9 +31,9 @@ from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
-from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, running_calls
+from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, call_between, running_calls
 
-__all__ = ["after_forward", "before_forward", "end_interrupted"]
+__all__ = ["after_forward", "before_forward", "call_unit", "cast_output"]
 
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
@@ -42,15 +42,17 @@ PREFETCH_NBYTES: Final = Threshold(
 )
 
 
-def _casts_outputs(unit: Unit) -> bool:
-    """Whether the unit casts its outputs; with FSDP1 and FSDP2, hooks that are registered later see the cast ones."""
-    casting = unit.plan.casting
-    return casting.restores_outputs or casting.output_dtype is not None
+@functools.partial(untraced, with_callees=False)
+def call_unit(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the module of `unit` with its full parameters in place: around all of the module's hooks, too."""
+    module = unit.module
+    if unit.held.inner.by_hooks:
+        return module(*args, **kwargs)
+    return in_range("forward", call_between, module, unit, before_forward, module, after_forward, args, kwargs)
 
 
 @untraced
 @profiled("_pre_forward")
-@keeps_last(lambda: after_forward, _casts_outputs)  # type: ignore[has-type]
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -204,12 +206,13 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     return output if call.restored is not None and not failed else None
 
 
-def end_interrupted(unit: Unit) -> None:
-    """End the forward call of `unit` because of the exception that is being handled, of which torch tells no hook.
-
-    Torch calls hooks after an `Exception`, but not after a `KeyboardInterrupt`, a `SystemExit` and the like.
-    """
-    after_forward(unit, unit.module, (), None)
+def cast_output(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Cast the outputs of a module whose unit casts them, before the hooks that are registered on it later."""
+    call = unit.calls[-1] if unit.calls else None
+    if call is None or call.module is not module or call.restored is None:
+        return None
+    dtype, call.restored = call.restored, None
+    return _cast(output, dtype)
 
 
 def _is_of_exception(call: ForwardCall, output: Any) -> bool:

@@ -3,8 +3,11 @@
 ===================  ==============================  ======================  ==========================
 hook                 on                              handler                 phase of the unit
 ===================  ==============================  ======================  ==========================
-forward pre-hook     the unit's module               `before_forward`        IDLE -> FORWARD
-forward hook         the unit's module (always)      `after_forward`         FORWARD -> IDLE
+(no hook)            the unit's module, by wrappers  `call_unit`             IDLE -> FORWARD -> IDLE
+forward pre-hook     the unit's module, in place     `before_forward`        IDLE -> FORWARD
+forward hook         the same (always)               `after_forward`         FORWARD -> IDLE
+forward hook         the unit's module               `cast_output`           (none)
+(no hook)            its `forward`, under a wrapper  `_call_directly`        the same, if called from outside
 (no hook)            `forward` of modules inside it  `_call_inside`          the same, if called from outside
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
 post-accumulate      some leaves                     `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
@@ -13,9 +16,11 @@ node pre-hook        gradients with a graph          `_before_second_...`    IDL
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
 
-This file registers the first two, when a unit is made, and `unit/inner_call.py` replaces a method by `_call_inside`
-while its unit is not called. `forward.py` registers the others, call by call, but two: `unit/module.py` registers a
-leaf's hook once it has to, and `backward.py` queues the final callback when a pass begins. Outside of both folders,
+A wrapper calls its unit's module by `call_unit`, around all hooks of that module. A unit in place has the two hooks
+instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
+`_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
+two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
+begins. Outside of both folders,
 `optimizers/stepping.py` registers one hook for the process, on every optimizer's step, if `notice_optimizers` is
 called.
 """
@@ -30,27 +35,42 @@ import torch
 from torch import nn
 
 from flatparam_comm import FlatParamError
-from flatparam_runtime.autograd import in_backward
-from flatparam_runtime.passes.forward import after_forward, before_forward
-from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, call_as_forward, unit_of
+from flatparam_runtime.autograd import in_backward, keeps_last, untraced
+from flatparam_runtime.passes.forward import after_forward, before_forward, cast_output
+from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, call_between, unit_of
 
 __all__ = ["attach", "register_forward_method"]
 
 
-def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
+def attach(unit: Unit, below: Iterable[nn.Module], *, by_hooks: bool) -> InnerCalls:
     """Have `unit` follow the forward and backward passes of its module, and of the modules `below` in no other unit.
 
     A call of a module below counts only if it comes from outside of the unit's own forward.
 
+    Args:
+        by_hooks: the unit's module is called as it is; otherwise by `call_unit`.
+
     Returns:
-        The calls of the modules below, which the unit looks after.
+        The calls that do not come from there, which the unit looks after.
     """
-    module = unit.module
-    module.register_forward_pre_hook(functools.partial(before_forward, unit), prepend=True, with_kwargs=True)
-    module.register_forward_hook(functools.partial(after_forward, unit), always_call=True)
-    return InnerCalls.of(
-        tuple(InnerCall(unit, child, "forward", _call_inside) for child in below if not _is_shell(child))
-    )
+    module, casting = unit.module, unit.plan.casting
+    if casting.restores_outputs or casting.output_dtype is not None:
+        module.register_forward_hook(functools.partial(cast_output, unit))
+    own: list[InnerCall[Unit]] = []
+    if by_hooks:
+        before, after = functools.partial(_before, unit), functools.partial(after_forward, unit)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+    else:
+        own = [InnerCall(unit, module, "forward", _call_directly)]
+    inside = (InnerCall(unit, child, "forward", _call_inside) for child in below if not _is_shell(child))
+    return InnerCalls.of((*own, *inside), by_hooks=by_hooks)
+
+
+@untraced
+@keeps_last(after_forward)
+def _before(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return before_forward(unit, module, args, kwargs)
 
 
 def _is_shell(module: nn.Module) -> bool:
@@ -90,8 +110,15 @@ def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str,
     # A recomputation may be of modules in other units. A method that the user registered always gets the parameters.
     if call.name == "forward" and in_backward() and not _uses_parameters(unit, call.module):
         return call.__wrapped__(*args, **kwargs)
-    before, after = functools.partial(before_forward, unit), functools.partial(after_forward, unit)
-    return call_as_forward(call.module, call.__wrapped__, before, after, args, kwargs)
+    return call_between(call.module, unit, before_forward, call.__wrapped__, after_forward, args, kwargs)
+
+
+@functools.partial(untraced, with_callees=False)
+def _call_directly(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    unit = call.unit
+    if unit.calls:
+        return call.__wrapped__(*args, **kwargs)
+    return call_between(call.module, unit, before_forward, call.__wrapped__, after_forward, args, kwargs)
 
 
 def _uses_parameters(unit: Unit, module: nn.Module) -> bool:

@@ -96,11 +96,13 @@ class InnerCalls:
     """The stand-ins for the `forward` of every module inside a unit, in place exactly while the unit is not called."""
 
     calls: tuple[InnerCall[Any], ...] = ()
+    by_hooks: bool = True
+    """Whether hooks follow the calls of the unit's own module."""
 
     @classmethod
-    def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
+    def of(cls, calls: tuple[InnerCall[Any], ...], *, by_hooks: bool) -> Self:
         """These calls, watched from now on."""
-        watched = cls(calls)
+        watched = cls(calls, by_hooks)
         watched.put()
         return watched
 

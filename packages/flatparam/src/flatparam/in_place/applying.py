@@ -135,7 +135,7 @@ def fully_shard(
 
 
 def _shard(module: nn.Module, resolved: Resolved) -> None:
-    shard_resolved(module, resolved)
+    shard_resolved(module, resolved, by_hooks=True)
     module.__class__ = class_for(type(module))
 
 

@@ -43,7 +43,7 @@ def _unit_for(module: nn.Module, resolved: Resolved) -> Unit:
     """The unit of `module`, which is made one, unless it was wrapped before."""
     unit = unit_of(module)
     if unit is None:
-        return shard_resolved(module, resolved)
+        return shard_resolved(module, resolved, by_hooks=False)
     _notice()
     _check_holds_all(module, unit, resolved)
     _warn_of_other_plan(unit, resolved)
@@ -55,8 +55,12 @@ def _notice() -> None:
     notice_failed_passes()
 
 
-def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
-    """Make `module`, which is no unit yet, one as its settings were resolved."""
+def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> Unit:
+    """Make `module`, which is no unit yet, one as its settings were resolved.
+
+    Args:
+        by_hooks: the module is called as it is; otherwise a wrapper calls it.
+    """
     repacking.refuse_repacked(module, resolved.ignored)
     _notice()
     modules = placement.own_modules(module, resolved.ignored)
@@ -79,6 +83,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved) -> Unit:
         initialise=initialise,
         rule_of=resolved.rules,
         shares=() if resolved.rules is None else resolved.rules.shares,
+        by_hooks=by_hooks,
     )
     route_torchs_functions(unit)
     repacking.keep_packing(modules, resolved.ignored)

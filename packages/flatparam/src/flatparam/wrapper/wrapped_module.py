@@ -17,15 +17,9 @@ __all__ = ["forward", "item_of", "module_of"]
 @partial(runtime.untraced, with_callees=False)
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the wrapped module, with its full parameters in place."""
-    try:
-        return runtime.in_range("forward", partial(_inside(self), *args, **kwargs))
-    except Exception:
-        raise
-    except BaseException:
-        interior = interior_of(self)
-        assert interior is not None, "it is a wrapper's forward"
-        runtime.end_interrupted(interior.unit)
-        raise
+    interior = interior_of(self)
+    assert interior is not None, "it is a wrapper's forward"
+    return runtime.call_unit(interior.unit, args, kwargs)
 
 
 def module_of(self: nn.Module) -> nn.Module:
