@@ -116,7 +116,10 @@ def shard_module(
     with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
     initial = None if weights is None else attrs.evolve(weights, stamp=unit.stamp())
     unit.held.look_after(
-        UnitBuffers.of(module, with_buffers), initial, attach(unit, below, by_hooks=by_hooks), names_left_whole(module)
+        UnitBuffers.of(module, with_buffers),
+        initial,
+        attach(unit, below, by_hooks=by_hooks),
+        names_left_whole(module),
     )
     return unit
 

@@ -1,7 +1,7 @@
 """A forward call of a unit: gather, show, watch what autograd will compute, and free.
 
-Read it from the top: `before_forward` runs when the unit's module is called, `after_forward` when it returns. The
-functions at the end run in the backward pass, and report to it what arrives.
+Read it from the top: a wrapper calls its module by `call_unit`, between `before_forward` and `after_forward`; a unit in
+place has these two as hooks. The functions at the end run in the backward pass, and report to it what arrives.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -31,9 +32,9 @@ from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
-from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, call_between, running_calls
+from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, calls_module, running_calls
 
-__all__ = ["after_forward", "before_forward", "call_unit", "cast_output"]
+__all__ = ["after_forward", "before_forward", "call_between", "call_unit", "cast_output"]
 
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
@@ -48,7 +49,30 @@ def call_unit(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     module = unit.module
     if unit.held.inner.by_hooks:
         return module(*args, **kwargs)
-    return in_range("forward", call_between, module, unit, before_forward, module, after_forward, args, kwargs)
+    return in_range("forward", call_between, module, unit, module, args, kwargs)
+
+
+@calls_module
+@functools.partial(untraced, with_callees=False)
+def call_between(
+    module: nn.Module, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `function`, which is or calls `module`, as torch calls `forward` between a pre-hook and a hook.
+
+    The hook is called with the output `None` if the call raises, whatever it raises.
+    """
+    try:
+        args, kwargs = before_forward(unit, module, args, kwargs)
+        output = function(*args, **kwargs)
+    except BaseException:
+        try:
+            after_forward(unit, module, args, None)
+        # As with torch's hooks: the first error is the one to propagate.
+        except Exception as error:
+            warnings.warn(f"this error follows from the one in the forward pass: {error}", stacklevel=2)
+        raise
+    changed = after_forward(unit, module, args, output)
+    return output if changed is None else changed
 
 
 @untraced

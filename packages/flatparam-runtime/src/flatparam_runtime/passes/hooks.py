@@ -36,8 +36,8 @@ from torch import nn
 
 from flatparam_comm import FlatParamError
 from flatparam_runtime.autograd import in_backward, keeps_last, untraced
-from flatparam_runtime.passes.forward import after_forward, before_forward, cast_output
-from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, call_between, unit_of
+from flatparam_runtime.passes.forward import after_forward, before_forward, call_between, cast_output
+from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, unit_of
 
 __all__ = ["attach", "register_forward_method"]
 
@@ -110,7 +110,7 @@ def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str,
     # A recomputation may be of modules in other units. A method that the user registered always gets the parameters.
     if call.name == "forward" and in_backward() and not _uses_parameters(unit, call.module):
         return call.__wrapped__(*args, **kwargs)
-    return call_between(call.module, unit, before_forward, call.__wrapped__, after_forward, args, kwargs)
+    return call_between(call.module, unit, call.__wrapped__, args, kwargs)
 
 
 @functools.partial(untraced, with_callees=False)
@@ -118,7 +118,7 @@ def _call_directly(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[st
     unit = call.unit
     if unit.calls:
         return call.__wrapped__(*args, **kwargs)
-    return call_between(call.module, unit, before_forward, call.__wrapped__, after_forward, args, kwargs)
+    return call_between(call.module, unit, call.__wrapped__, args, kwargs)
 
 
 def _uses_parameters(unit: Unit, module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """A unit: a module, the parameters that it shards together, and their state."""
 
 from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
-from flatparam_runtime.unit.calls import ForwardCall, call_between, running_calls
+from flatparam_runtime.unit.calls import ForwardCall, calls_module, running_calls
 from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.initial_weights import InitialWeights
 from flatparam_runtime.unit.inner_call import InnerCall
@@ -41,7 +41,7 @@ __all__ = [
     "UnitModule",
     "UnitPlan",
     "broadcast_buffers",
-    "call_between",
+    "calls_module",
     "drop_waiting",
     "drop_waiting_of",
     "holder_of",

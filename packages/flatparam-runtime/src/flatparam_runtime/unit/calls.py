@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar, final
@@ -15,11 +13,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from flatparam_runtime.autograd import untraced
+__all__ = ["ForwardCall", "calls_module", "running_calls"]
 
-__all__ = ["ForwardCall", "call_between", "running_calls"]
-
-Owner = TypeVar("Owner")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @final
@@ -56,36 +52,14 @@ class ForwardCall:
         return self.thread != threading.get_ident() and running_calls(self.module, self.thread) > 0
 
 
-@functools.partial(untraced, with_callees=False)
-def call_between(
-    module: nn.Module,
-    unit: Owner,
-    before: Callable[[Owner, nn.Module, tuple[Any, ...], dict[str, Any]], Any],
-    function: Callable[..., Any],
-    after: Callable[[Owner, nn.Module, tuple[Any, ...], Any], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call `function`, which is or calls `module`, between `before` and `after`, as torch calls `forward` between hooks.
-
-    `after` is called with the output `None` if the call raises, whatever it raises.
-    """
-    try:
-        args, kwargs = before(unit, module, args, kwargs)
-        output = function(*args, **kwargs)
-    except BaseException:
-        try:
-            after(unit, module, args, None)
-        # As with torch's hooks: the first error is the one to propagate.
-        except Exception as error:
-            warnings.warn(f"this error follows from the one in the forward pass: {error}", stacklevel=2)
-        raise
-    changed = after(unit, module, args, output)
-    return output if changed is None else changed
-
-
-_CALLERS = (nn.Module._call_impl.__code__, call_between.__code__)
+_CALLERS = {nn.Module._call_impl.__code__}
 """The code of the functions that call a module, which is their first argument; their frames tell of calls."""
+
+
+def calls_module(function: Function) -> Function:
+    """Have `running_calls` count the calls of `function`, whose first argument is the module that it calls."""
+    _CALLERS.add(function.__code__)
+    return function
 
 
 def running_calls(module: nn.Module, thread: int | None = None) -> int:

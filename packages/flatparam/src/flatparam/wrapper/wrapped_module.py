@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 import flatparam_runtime as runtime
-from flatparam.wrapper.interior import interior_of
 from flatparam_core import FSDP_WRAPPED_MODULE
 
 __all__ = ["forward", "item_of", "module_of"]
@@ -17,9 +16,7 @@ __all__ = ["forward", "item_of", "module_of"]
 @partial(runtime.untraced, with_callees=False)
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the wrapped module, with its full parameters in place."""
-    interior = interior_of(self)
-    assert interior is not None, "it is a wrapper's forward"
-    return runtime.call_unit(interior.unit, args, kwargs)
+    return runtime.call_unit(vars(self)["_interior"].unit, args, kwargs)
 
 
 def module_of(self: nn.Module) -> nn.Module:
