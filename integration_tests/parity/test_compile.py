@@ -45,7 +45,7 @@ Report = dict[str, Any]
 
 
 def train(group: Collectives, library: str, what: str, **arguments: Any) -> Report:
-    """Train for some steps, with the whole wrapped model compiled, or each block before it was wrapped, or nothing."""
+    """Train for some steps, with the whole wrapped model compiled, each block before it was wrapped, the inner module, or none."""
     torch._dynamo.reset()
     report: Report = {"graphs": 0, "runs": 0, "losses": []}
 
@@ -64,7 +64,9 @@ def train(group: Collectives, library: str, what: str, **arguments: Any) -> Repo
         for block in model.blocks:
             block.compile(backend=backend)
     model = wrap(library, model, **arguments)
-    called = torch.compile(model, backend=backend) if what == "model" else model
+    called = model
+    if what in ("model", "inner"):
+        called = torch.compile(model if what == "model" else model.module, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         torch.manual_seed(10 * step + group.rank)
@@ -98,6 +100,8 @@ def train_all(group: Collectives) -> dict[str, Report]:
             for library in ("ours", "torch"):
                 reports[f"{library} {what}"] = train(group, library, what, use_orig_params=True)
             reports[f"flat {what}"] = train(group, "ours", what)
+        reports["ours inner"] = train(group, "ours", "inner", use_orig_params=True)
+        reports["flat inner"] = train(group, "ours", "inner")
     return reports
 
 
@@ -115,7 +119,7 @@ def test_as_many_graphs_as_of_fsdp1(what: str) -> None:
         assert ours["graphs"] > 0
 
 
-@pytest.mark.parametrize("what", ["model", "blocks"])
+@pytest.mark.parametrize("what", ["model", "blocks", "inner"])
 @pytest.mark.parametrize("exposure", ["ours", "flat"])
 def test_compiled_training_is_the_same(exposure: str, what: str) -> None:
     """Compiled, with a backend that runs the graphs as they are, a model trains bit for bit as it does uncompiled."""

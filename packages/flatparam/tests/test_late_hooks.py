@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision
-from flatparam_comm import Collectives
+from flatparam import MixedPrecision, fully_shard
+from flatparam_comm import Collectives, Topology
+from flatparam_runtime import UnitPlan, shard_module
 
 from .models import seeded
 from .worlds import on_ranks
@@ -93,3 +94,68 @@ def test_a_hook_sees_the_dtype_of_computation() -> None:
         return seen
 
     assert on_ranks(2, rank) == [[torch.bfloat16]] * 2
+
+
+def test_hooks_of_a_module_in_place() -> None:
+    """A forward hook that is registered after `fully_shard` sees full parameters too, in every pass."""
+
+    def rank(ranks: Collectives) -> Any:
+        model = seeded(make)
+        fully_shard(model[0])
+        fully_shard(model)
+        found: list[float] = []
+        for _ in range(2):
+            model[0].register_forward_hook(lambda mod, inputs, output: found.append(norm_of(mod.weight)))
+            model(torch.ones(1, 3)).sum().backward()
+        return found
+
+    expected = norm_of(seeded(make)[0].weight)
+    for found in on_ranks(2, rank):
+        assert found == [expected] * 3
+
+
+def test_hooks_do_not_keep_a_wrapper_of_a_sharded_module_apart() -> None:
+    """A module that `shard_module` made a unit may be wrapped then: it is called once, and trains as in one process."""
+    reference = seeded(make)
+    reference(torch.ones(1, 3)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), float("inf"))
+
+    def rank(ranks: Collectives) -> Any:
+        module = seeded(make)
+        unit = shard_module(module, UnitPlan(Topology(ranks)))
+        with pytest.warns(UserWarning, match="was wrapped before"):
+            model = FSDP(module, use_orig_params=True)
+        calls: list[int] = []
+        module.register_forward_hook(lambda *_: calls.append(len(unit.calls)))
+        model(torch.ones(1, 3)).sum().backward()
+        return calls, model.clip_grad_norm_(float("inf"))
+
+    for calls, norm in on_ranks(2, rank):
+        assert calls == [1]
+        torch.testing.assert_close(norm, expected)
+
+
+def test_a_later_error_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If freeing fails too after a pass has raised, the pass's error propagates, and a warning tells the other one."""
+
+    class Refuses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("the first error")
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("the second error")
+
+    def rank(ranks: Collectives) -> None:
+        model = FSDP(Refuses())
+        monkeypatch.setattr("flatparam_runtime.passes.forward.after_forward", fails)
+        with (
+            pytest.warns(UserWarning, match="follows from the one in the forward pass: the second error"),
+            pytest.raises(KeyError, match="the first error"),
+        ):
+            model(torch.ones(3))
+
+    on_ranks(1, rank)
