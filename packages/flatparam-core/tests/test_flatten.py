@@ -190,3 +190,13 @@ def test_a_precision_has_floating_point_dtypes(name: str, wrong: object) -> None
     """Names, numbers and dtypes of integers are refused when the precision is made."""
     with pytest.raises(FlatParamError, match=f"{name}: expected a floating-point dtype"):
         Precision(**{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_gradients_are_not_added_up_in_8_bits(dtype: torch.dtype) -> None:
+    """A reduction in 8 bits, in which no backend adds, is refused at once, and not in the first backward pass."""
+    with pytest.raises(
+        FlatParamError, match=f"reduce_dtype: expected a dtype .* of 16 bits or more.* found {dtype}"
+    ):
+        Precision(torch.bfloat16, dtype)
+    assert Precision(dtype).reduce_dtype is None

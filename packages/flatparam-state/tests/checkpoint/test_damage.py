@@ -298,6 +298,32 @@ def test_new_parameters_have_no_optimizer_state_yet(own_group: bool, tmp_path: P
                 assert torch.equal(states[name][key], value), (name, key)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_states_are_converted_with_their_parameters(root: Path, dtype: torch.dtype) -> None:
+    """Moments get the dtype that the parameters have now, counters keep theirs, and the next step works."""
+
+    def rank(world: Collectives) -> Any:
+        model, optimizer = SETUP.build(world)
+        Checkpointer(root, model, optimizer, ranks=world).load()
+        saved = optimizer_state_dict(model, optimizer)["state"]
+        model, optimizer = SETUP.build(world)
+        model.to(dtype)
+        Checkpointer(root, model, optimizer, ranks=world).load(convert_dtype=True)
+        states = optimizer_state_dict(model, optimizer)["state"]
+        assert states.keys() == saved.keys()
+        for name, values in saved.items():
+            for key, value in values.items():
+                expected = value if key == "step" else value.to(dtype)
+                assert states[name][key].dtype == expected.dtype, (name, key)
+                assert torch.equal(states[name][key], expected), (name, key)
+        model(torch.ones(2, 3, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+        return {key for values in saved.values() for key in values}
+
+    for keys in run_threads(2, rank):
+        assert "exp_avg" in keys
+
+
 def test_dtypes_are_converted_on_request_only(root: Path) -> None:
     """The error names the parameter, both dtypes and the argument."""
 

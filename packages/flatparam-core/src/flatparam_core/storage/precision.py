@@ -21,7 +21,7 @@ class Precision:
     its own dtype.
 
     Raises:
-        FlatParamError: for anything but floating-point dtypes.
+        FlatParamError: for anything but floating-point dtypes, and for a reduction in 8 bits, which no backend can do.
     """
 
     param_dtype: torch.dtype | None = None
@@ -36,6 +36,11 @@ class Precision:
                 raise FlatParamError(
                     f"{name}: expected a floating-point dtype, such as torch.bfloat16, or None; found {dtype!r}"
                 )
+        if self.reduce_dtype is not None and self.reduce_dtype.itemsize < 2:
+            raise FlatParamError(
+                "reduce_dtype: expected a dtype in which gradients can be added up, of 16 bits or more, such as "
+                f"torch.bfloat16, or None; found {self.reduce_dtype}"
+            )
 
     def compute(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameters of a flat parameter that is stored as `storage`."""

@@ -237,7 +237,8 @@ class Checkpointer:
 
         Args:
             strict: refuse a checkpoint that has other names than the model, or lacks the averages.
-            convert_dtype: convert parameters and buffers to the dtypes that they have in the model.
+            convert_dtype: convert parameters and buffers to the dtypes that they have in the model, and what the
+                optimizer keeps of a parameter in the parameter's dtype.
             other_states: load a different optimizer's state, too: one that lacks what the optimizer needs, such as the
                 state of AdamW for SGD with momentum.
 

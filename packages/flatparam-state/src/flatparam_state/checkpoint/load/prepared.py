@@ -60,7 +60,15 @@ def prepare(
         bring_to_rest(model)
         prepared_model = prepare_model(reader, model, strict=strict, convert_dtype=convert_dtype)
         prepared_optimizers = [
-            prepare_optimizer(reader, model, each, at, other_states=other_states, new=prepared_model.missing)
+            prepare_optimizer(
+                reader,
+                model,
+                each,
+                at,
+                other_states=other_states,
+                new=prepared_model.missing,
+                converted=prepared_model.converted,
+            )
             for at, each in subject.optimizers.items()
         ]
         found = [

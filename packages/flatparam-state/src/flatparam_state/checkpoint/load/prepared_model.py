@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
@@ -33,6 +33,8 @@ class PreparedModel:
     extra_states: list[tuple[nn.Module, Any]]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    converted: Mapping[str, torch.dtype] = attrs.field(factory=dict)
+    """The dtypes in which tensors were saved that have a different one in the model, by all their names."""
 
     def install(self) -> None:
         """Give the new values to the model."""
@@ -123,6 +125,7 @@ def prepare_tensors(
         CheckpointError: if names, shapes or dtypes do not fit, naming them; if bytes are not what was written.
     """
     wanted, used = [], set()
+    converted: dict[str, torch.dtype] = {}
     problems: list[str] = []
     missing, unexpected = [*missing], [*unexpected]
     for tensor in model_tensors(model):
@@ -133,6 +136,9 @@ def prepare_tensors(
             continue
         problems += filter(None, (_misfit(reader.record(path), tensor, convert_dtype) for path in found))
         wanted.append((tensor, found))
+        saved = reader.record(found[0]).info.dtype
+        if saved != tensor.info.dtype:
+            converted.update(dict.fromkeys(tensor.names, saved))
     unexpected += [split_path(path)[-1] for path in reader.tensors if _is_at(path, at) and path not in used]
     if strict and missing:
         problems.append(f"the checkpoint lacks {_some(missing)}")
@@ -159,7 +165,7 @@ def prepare_tensors(
                 hint="build the model that was saved, in which they are not tied; load(strict=False) takes the first",
             )
         tensors.append((tensor, part))
-    return PreparedModel(tensors, [], tuple(missing), tuple(unexpected))
+    return PreparedModel(tensors, [], tuple(missing), tuple(unexpected), converted)
 
 
 def _is_at(path: str, at: tuple[str, ...]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
 import attrs
@@ -26,9 +26,11 @@ class PreparedOptimizer:
 
     optimizer: torch.optim.Optimizer
     state_dict: dict[str, Any]
+    converted: Mapping[int, frozenset[torch.dtype]] = attrs.field(factory=dict)
+    """By the number of a parameter that gets a different dtype, the dtypes that it was saved in."""
 
     def install(self) -> None:
-        """Give it to the optimizer as it was saved.
+        """Give it to the optimizer as it was saved, but what has the dtype of a parameter that is converted.
 
         Torch itself would cast tensors to the parameters' dtype, and make generators of strings.
         """
@@ -40,7 +42,11 @@ class PreparedOptimizer:
                 now = installed.get(name)
                 if not isinstance(value, Tensor):
                     installed[name] = value
-                elif isinstance(now, Tensor) and now.dtype != value.dtype:
+                elif (
+                    isinstance(now, Tensor)
+                    and now.dtype != value.dtype
+                    and value.dtype not in self.converted.get(index, ())
+                ):
                     installed[name] = value.to(now.device)
 
 
@@ -52,11 +58,13 @@ def prepare_optimizer(
     *,
     other_states: bool,
     new: Collection[str] = (),
+    converted: Mapping[str, torch.dtype] | None = None,
 ) -> PreparedOptimizer:
     """Read what this rank has of the optimizer's state that was saved under the keys `at`.
 
     Args:
         new: the parameters that the checkpoint lacks: they have no state yet, and the settings of their groups.
+        converted: the dtypes in which parameters were saved that have a different one now, by name.
 
     Raises:
         CheckpointError: if there is none.
@@ -66,7 +74,15 @@ def prepare_optimizer(
     if new:
         _add_new(saved["param_groups"], Holding.of(model, optimizer), frozenset(new))
     made = load_optimizer_state(model, optimizer, saved, other_states=other_states)
-    return PreparedOptimizer(optimizer, {**made, "param_groups": copy.deepcopy(made["param_groups"])})
+    state_dict = {**made, "param_groups": copy.deepcopy(made["param_groups"])}
+    if not converted:
+        return PreparedOptimizer(optimizer, state_dict)
+    items = Holding.of(model, optimizer).items
+    dtypes = {
+        number: frozenset(converted[fqn] for fqn in item.fqns if fqn in converted)
+        for number, item in enumerate(items)
+    }
+    return PreparedOptimizer(optimizer, state_dict, dtypes)
 
 
 def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]) -> dict[str, Any]:
