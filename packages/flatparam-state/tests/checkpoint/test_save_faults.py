@@ -392,3 +392,22 @@ def test_ranks_that_save_different_steps(asynchronous: bool, tmp_path: Path) -> 
     assert len(set(said)) == 1
     assert "the ranks save different steps: rank 0 saves step 5, and rank 2 saves step 6" in said[0]
     assert verify_checkpoint(tmp_path).step == 6
+
+
+def test_a_directory_that_is_not_shared(tmp_path: Path) -> None:
+    """If rank 0 does not see what another wrote, the save fails on all, says what to do, and makes no checkpoint."""
+
+    def run(world: Collectives) -> str:
+        def hide(moment: Moment) -> None:
+            if moment is Moment.REPORTED and world.rank == 1:
+                next(tmp_path.glob("*/rank-00001.done")).unlink()
+
+        model, optimizer = SETUP.build(world)
+        with pytest.raises(CheckpointError) as caught:
+            Checkpointer(tmp_path, model, optimizer, ranks=world, on_moment=hide).save(1)
+        return str(caught.value)
+
+    first, second = run_threads(2, run)
+    assert first == second
+    assert "rank-00001.done: rank 1 wrote this file, rank 0 finds none; all ranks must see one" in first
+    assert "step-00000001" not in names(tmp_path)

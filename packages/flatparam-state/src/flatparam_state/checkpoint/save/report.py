@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 from typing_extensions import Self
@@ -14,6 +14,10 @@ from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing
 from flatparam_state.files import CheckpointError
 
 __all__ = ["RankReport", "report_path"]
+
+_ONE_DIRECTORY: Final = (
+    "all ranks must see one and the same directory: name one on a file system that all hosts share"
+)
 
 
 @final
@@ -56,6 +60,13 @@ class RankReport:
             CheckpointError: if it is not there, or of a different save, or the file is not as it says.
         """
         path = report_path(directory, rank)
+        if not path.exists():
+            raise CheckpointError(
+                f"{path}: rank {rank} wrote this file, rank 0 finds none",
+                path=path,
+                rank=rank,
+                hint=_ONE_DIRECTORY,
+            )
         tree = read_sealed(path)
         if (tree["save_id"], tree["rank"]) != (save_id, rank):
             raise CheckpointError(f"{path}: expected rank {rank} of save {save_id}", path=path, rank=rank)
@@ -66,7 +77,7 @@ class RankReport:
                 f"{directory / file.name}: rank {rank} wrote {file.nbytes:,} bytes, rank 0 finds {found:,}",
                 path=directory / file.name,
                 rank=rank,
-                hint="all ranks must see one and the same directory",
+                hint=_ONE_DIRECTORY,
             )
         tensors = {at: TensorRecord.from_json(record) for at, record in tree["tensors"].items()}
         values = {at: RankValue.from_json(each) for at, each in tree["copies"].items()}
