@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, fully_shard
+from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, Topology
 from flatparam_runtime import UnitPlan, shard_module
 
@@ -159,3 +161,32 @@ def test_a_later_error_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) 
             model(torch.ones(3))
 
     on_ranks(1, rank)
+
+
+def test_the_module_in_the_wrapper_now_is_called(use_orig_params: bool) -> None:
+    """Activation checkpointing that is applied after wrapping runs each forward twice, with the same gradients."""
+
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x).tanh()
+
+    def rank(ranks: Collectives, checkpointed: bool) -> Any:
+        module = seeded(lambda: nn.Sequential(Counted(3, 3), Counted(3, 3)))
+        policy = ModuleWrapPolicy({Counted})
+        model = FSDP(module, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        if checkpointed:
+            apply_activation_checkpointing(model, check_fn=lambda child: isinstance(child, Counted))
+        model(torch.ones(1, 3)).sum().backward()
+        calls = [child.calls for child in model.modules() if isinstance(child, Counted)]
+        with FSDP.summon_full_params(model, with_grads=True):
+            return calls, [parameter.grad.clone() for parameter in model.parameters()]
+
+    for (once, expected), (twice, found) in zip(
+        on_ranks(2, rank, False), on_ranks(2, rank, True), strict=True
+    ):
+        assert (once, twice) == ([1, 1], [2, 2])
+        for mine, other in zip(found, expected, strict=True):
+            assert torch.equal(mine, other)

@@ -44,12 +44,15 @@ PREFETCH_NBYTES: Final = Threshold(
 
 
 @functools.partial(untraced, with_callees=False)
-def call_unit(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module of `unit` with its full parameters in place: around all of the module's hooks, too."""
-    module = unit.module
+def call_unit(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` with the full parameters of `unit` in place: around all hooks of the unit's module, too.
+
+    Args:
+        function: the unit's module, or what stands around it now, such as a wrapper that checkpoints activations.
+    """
     if unit.held.inner.by_hooks:
-        return module(*args, **kwargs)
-    return in_range("forward", call_between, module, unit, module, args, kwargs)
+        return function(*args, **kwargs)
+    return in_range("forward", call_between, unit.module, unit, function, args, kwargs)
 
 
 @calls_module

@@ -16,7 +16,7 @@ __all__ = ["forward", "item_of", "module_of"]
 @partial(runtime.untraced, with_callees=False)
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the wrapped module, with its full parameters in place."""
-    return runtime.call_unit(vars(self)["_interior"].unit, args, kwargs)
+    return runtime.call_unit(vars(self)["_interior"].unit, _inside(self), args, kwargs)
 
 
 def module_of(self: nn.Module) -> nn.Module:
