@@ -20,9 +20,8 @@ A wrapper calls its unit's module by `call_unit`, around all hooks of that modul
 instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
 two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
-begins. Outside of both folders,
-`optimizers/stepping.py` registers one hook for the process, on every optimizer's step, if `notice_optimizers` is
-called.
+begins. Outside of both folders, `optimizers/stepping.py` registers one hook for the process, on every optimizer's
+step, if `notice_optimizers` is called.
 """
 
 from __future__ import annotations
