@@ -46,10 +46,13 @@ def installed() -> Iterator[flatparam.Installation]:
 
 
 def everything() -> dict[tuple[str, str], int]:
-    """What every attribute of every module and of torch's class is now."""
+    """What every attribute of every module and of torch's class is now; clocks and counters, which run on, are left out."""
     modules = {name: module for name, module in sys.modules.items() if isinstance(module, types.ModuleType)}
     found = {
-        (name, attr): id(value) for name, module in modules.items() for attr, value in vars(module).items()
+        (name, attr): id(value)
+        for name, module in modules.items()
+        for attr, value in vars(module).items()
+        if not isinstance(value, int | float)
     }
     return {**found, **{(str(THEIRS), attr): id(value) for attr, value in vars(THEIRS).items()}}
 
