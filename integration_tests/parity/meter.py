@@ -48,7 +48,7 @@ class Meter(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
                 self._note(leaf)
         self.flat_nbytes = max(self.flat_nbytes, held(self.buffers))
-        self.live_nbytes = max(self.live_nbytes, self._live())
+        self.live_nbytes = max(self.live_nbytes, self.live_now())
         return result
 
     def _note(self, tensor: Tensor) -> None:
@@ -56,7 +56,8 @@ class Meter(TorchDispatchMode):
         if storage._cdata not in self.seen:  # a weak reference keeps the address from being used again
             self.seen[storage._cdata] = StorageWeakRef(storage)
 
-    def _live(self) -> int:
+    def live_now(self) -> int:
+        """The bytes of all tensors that were made inside the context and still live, and of the handles' buffers."""
         total = 0
         for address, reference in list(self.seen.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -14,6 +14,11 @@ import pytest
 import torch
 from bench.memory import Allocator
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, SilentCollectives, SingleCollectives, run_threads
@@ -266,6 +271,57 @@ def test_everything_that_is_live(strategy: str, order: str, forward: int, backwa
     for forward_peak, backward_peak in run_threads(2, live_peaks, Setting(strategy, backward_prefetch=order)):
         assert forward * LAYER <= forward_peak <= forward * LAYER + activations
         assert backward * LAYER <= backward_peak <= backward * LAYER + activations
+
+
+ROWS, BLOCKS, BLOCK_HIDDEN = 8, 4, 96
+
+
+def saved_by_forward(group: Collectives, original: bool, order: str, reentrant: bool) -> list[int]:
+    """The bytes that live after the forward pass, of each of two steps."""
+
+    def checkpoint(module: nn.Module, kind: type[nn.Module]) -> None:
+        implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        apply_activation_checkpointing(
+            module,
+            checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=implementation),
+            check_fn=lambda child: isinstance(child, kind) and child is not module,
+        )
+
+    # As above: the meter would see the memory of another rank if its thread moved the bytes of both.
+    silent = SilentCollectives(group)
+    module = nn.Sequential(*(models.Block(WIDTH, BLOCK_HIDDEN) for _ in range(BLOCKS)))
+    if order == "before wrapping":
+        checkpoint(module, models.Block)
+    wrapped = (FullyShardedDataParallel(block, silent, use_orig_params=original) for block in module)
+    model = FullyShardedDataParallel(nn.Sequential(*wrapped), silent, use_orig_params=original)
+    if order == "after wrapping":
+        checkpoint(model, models.Block)
+    if order == "around units":
+        checkpoint(model, FullyShardedDataParallel)
+    saved = []
+    for _ in range(2):
+        with Meter(model) as meter:
+            loss = model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum()
+            saved.append(meter.live_now())
+            loss.backward()
+    return saved
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("order", ["before wrapping", "after wrapping", "around units"])
+def test_checkpointing_saves_memory(order: str, original: bool, reentrant: bool) -> None:
+    """Whenever blocks are checkpointed, of each only its input stays until the backward pass; bits cannot tell that.
+
+    From the second step on, the last unit keeps its parameters for the backward pass; not if a reentrant checkpoint is
+    around it, inside of which autograd does not record.
+    """
+    plain = run_threads(2, saved_by_forward, original, "never", reentrant)
+    found = run_threads(2, saved_by_forward, original, order, reentrant)
+    hidden = BLOCKS * ROWS * BLOCK_HIDDEN * 4
+    block = (2 * WIDTH * BLOCK_HIDDEN + BLOCK_HIDDEN + WIDTH) * 4
+    freed = block if order == "around units" and reentrant else 0
+    assert found == [[first - hidden, second - hidden - freed] for first, second in plain]
 
 
 def test_the_instrument_sees_a_leak() -> None:
