@@ -109,7 +109,7 @@ def shard_module(
         # Buffers have to get their values, too; there is nothing to pack.
         initialise(lambda name, values: None)
     below = list(inside(module))
-    unit = Unit(type(module).__name__, plan, handles, UnitModule(weakref.ref(module)))
+    unit = Unit(type(module).__name__, plan, handles, UnitModule(weakref.ref(module), by_hooks))
     register_unit(module, unit)
     for b in borrowed:
         _borrow(unit, b)
@@ -118,7 +118,7 @@ def shard_module(
     unit.held.look_after(
         UnitBuffers.of(module, with_buffers),
         initial,
-        attach(unit, below, by_hooks=by_hooks),
+        attach(unit, below),
         names_left_whole(module),
     )
     return unit

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from flatparam_state.checkpoint import CheckpointError, open_checkpoint, verify_checkpoint
-from flatparam_state.files import open_regular
+from flatparam_runtime import SingleCollectives
+from flatparam_state.checkpoint import Checkpointer, CheckpointError, open_checkpoint, verify_checkpoint
+from flatparam_state.files import UnreadableError, open_regular
 
 from .small import SmallRun
 
@@ -153,6 +156,44 @@ def test_in_a_checkpoint(name: str, kind: str, root: Path, victim: Path) -> None
     else:
         with pytest.raises(CheckpointError):
             verify_checkpoint(root)
+
+
+@pytest.mark.parametrize(
+    ("place", "found"), [("file", "a file"), ("file/run", "a file"), ("link", "a link to nothing")]
+)
+def test_in_place_of_the_directory(place: str, found: str, victim: Path, tmp_path: Path) -> None:
+    """Saving, loading and listing say what is there instead of a directory, and leave it as it is."""
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    victim.rename(tmp_path / "file")
+    checkpointer = Checkpointer(tmp_path / place, nn.Linear(2, 2), ranks=SingleCollectives())
+    for deed in (lambda: checkpointer.save(1), checkpointer.load, checkpointer.steps, checkpointer.latest):
+        with pytest.raises(
+            CheckpointError, match=f"expected a directory, or nothing, found {found} here or above"
+        ):
+            deed()
+    assert (tmp_path / "file").read_text() == "three years of work"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_beside_a_directory_of_somebody_else(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories with other names are not looked into: the system may refuse it. If it lists nothing, it is told why."""
+    (root / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def refusing(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    checkpointer = Checkpointer(root, nn.Linear(2, 2), ranks=SingleCollectives())
+    assert (checkpointer.steps(), checkpointer.latest()) == ([5], 5)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UnreadableError, match="run: cannot be listed: Permission denied"):
+        checkpointer.steps()
 
 
 def test_links_to_the_files_of_a_checkpoint(root: Path, tmp_path: Path) -> None:

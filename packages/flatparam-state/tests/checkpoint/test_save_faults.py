@@ -394,6 +394,34 @@ def test_ranks_that_save_different_steps(asynchronous: bool, tmp_path: Path) -> 
     assert verify_checkpoint(tmp_path).step == 6
 
 
+def test_ranks_that_name_different_directories(tmp_path: Path) -> None:
+    """Every rank refuses to save and to load, naming both directories, and makes neither; a link to one is the same."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "run")
+
+    def run(world: Collectives) -> list[str]:
+        model, optimizer = SETUP.build(world)
+        said = []
+        own = Checkpointer(tmp_path / f"run-{world.rank}", model, optimizer, ranks=world)
+        for deed in (lambda: own.save(1), own.load):
+            with pytest.raises(CheckpointError) as caught:
+                deed()
+            said.append(str(caught.value))
+        world.barrier()
+        assert names(tmp_path) == ["link"]
+        world.barrier()
+        with Checkpointer(link if world.rank else tmp_path / "run", model, optimizer, ranks=world) as one:
+            one.save(1)
+            assert one.load() is not None
+        return said
+
+    first, second = run_threads(2, run)
+    assert first == second
+    for said in first:
+        assert f"rank 1: expected the directory of rank 0, {tmp_path}/run-0, found {tmp_path}/run-1" in said
+    assert verify_checkpoint(tmp_path / "run").step == 1
+
+
 def test_a_directory_that_is_not_shared(tmp_path: Path) -> None:
     """If rank 0 does not see what another wrote, the save fails on all, says what to do, and makes no checkpoint."""
 

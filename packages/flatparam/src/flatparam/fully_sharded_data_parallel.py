@@ -47,7 +47,7 @@ from flatparam.resolving import (
 )
 from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, older_functions, optimizer, rekeying, saving, settings
-from flatparam.wrapper import parameters, prefetching, ranks, reducing, refusing, reporting, wrapped_module
+from flatparam.wrapper import interior, parameters, prefetching, ranks, reducing, refusing, reporting
 from flatparam.wrapper.flat_parameter import add_names
 from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
@@ -222,17 +222,17 @@ class FullyShardedDataParallel(nn.Module):
 
     # The wrapped module
 
-    forward = wrapped_module.forward
+    forward = interior.forward
     """Call the wrapped module, with its full parameters in place: takes its arguments and returns what it returns."""
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without an activation-checkpointing wrapper around it."""
-        return wrapped_module.module_of(self)
+        return interior.module_of(self)
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
-        return wrapped_module.item_of(self, key)
+        return interior.item_of(self, key)
 
     def __getattr__(self, name: str) -> Any:
         """Look `name` up in the wrapped module if the wrapper has no such attribute."""

@@ -50,8 +50,8 @@ def call_unit(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], k
     Args:
         function: the unit's module, or what stands around it now, such as a wrapper that checkpoints activations.
     """
-    if unit.held.inner.by_hooks:
-        return function(*args, **kwargs)
+    if unit.held.by_hooks:
+        return in_range("forward", functools.partial(function, **kwargs), *args)
     return in_range("forward", call_between, unit.module, unit, function, args, kwargs)
 
 

@@ -41,13 +41,10 @@ from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, unit_of
 __all__ = ["attach", "register_forward_method"]
 
 
-def attach(unit: Unit, below: Iterable[nn.Module], *, by_hooks: bool) -> InnerCalls:
+def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
     """Have `unit` follow the forward and backward passes of its module, and of the modules `below` in no other unit.
 
     A call of a module below counts only if it comes from outside of the unit's own forward.
-
-    Args:
-        by_hooks: the unit's module is called as it is; otherwise by `call_unit`.
 
     Returns:
         The calls that do not come from there, which the unit looks after.
@@ -56,14 +53,14 @@ def attach(unit: Unit, below: Iterable[nn.Module], *, by_hooks: bool) -> InnerCa
     if casting.restores_outputs or casting.output_dtype is not None:
         module.register_forward_hook(functools.partial(cast_output, unit))
     own: list[InnerCall[Unit]] = []
-    if by_hooks:
+    if unit.held.by_hooks:
         before, after = functools.partial(_before, unit), functools.partial(after_forward, unit)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
     else:
         own = [InnerCall(unit, module, "forward", _call_directly)]
     inside = (InnerCall(unit, child, "forward", _call_inside) for child in below if not _is_shell(child))
-    return InnerCalls.of((*own, *inside), by_hooks=by_hooks)
+    return InnerCalls.of((*own, *inside))
 
 
 @untraced

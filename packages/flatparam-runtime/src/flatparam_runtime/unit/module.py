@@ -96,13 +96,11 @@ class InnerCalls:
     """The stand-ins for the `forward` of every module inside a unit, in place exactly while the unit is not called."""
 
     calls: tuple[InnerCall[Any], ...] = ()
-    by_hooks: bool = True
-    """Whether hooks follow the calls of the unit's own module."""
 
     @classmethod
-    def of(cls, calls: tuple[InnerCall[Any], ...], *, by_hooks: bool) -> Self:
+    def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
         """These calls, watched from now on."""
-        watched = cls(calls, by_hooks)
+        watched = cls(calls)
         watched.put()
         return watched
 
@@ -132,6 +130,8 @@ class UnitModule:
     """The module whose forward pass needs a unit's parameters, held weakly."""
 
     reference: weakref.ReferenceType[nn.Module]
+    by_hooks: bool = True
+    """Whether hooks on the module follow its calls; otherwise a wrapper makes them, by `call_unit`."""
     buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
     initial: InitialWeights | None = None
     """The checksums of the initial weights, until the ranks have compared them."""

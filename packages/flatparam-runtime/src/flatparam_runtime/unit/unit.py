@@ -317,12 +317,13 @@ class Unit:
             )
         self.reshard()
         kept = {name: getattr(self, name) for name in ("name", "plan", "handles", "links")}
-        held = {"module": self.module, "buffers": self.held.buffers, "inner": self.held.inner}
-        return kept | held | {"reducer": self.reducer.copy()}
+        held = {name: getattr(self.held, name) for name in ("by_hooks", "buffers", "inner")}
+        return kept | {"module": self.module} | held | {"reducer": self.reducer.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which `revive` completes."""
-        held = UnitModule(weakref.ref(state.pop("module")), state.pop("buffers"), inner=state.pop("inner"))
+        own = {name: state.pop(name) for name in ("by_hooks", "buffers", "inner")}
+        held = UnitModule(weakref.ref(state.pop("module")), **own)
         type(self).__init__(self, held=held, **state)
 
     def revive(self) -> bool:

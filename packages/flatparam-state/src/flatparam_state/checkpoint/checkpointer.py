@@ -62,7 +62,7 @@ class Checkpointer:
         """Nothing is touched yet; the first `save` makes the directory and locks it.
 
         Args:
-            directory: seen by all ranks under this name; a relative one is below the current folder of now.
+            directory: the same on every rank, and seen by all; a relative one is below the current folder of now.
             model: sharded, or not. None saves `extra` alone.
             optimizer: of the model's parameters; several by name.
             averages: of the model's parameters; several by name.
@@ -209,7 +209,11 @@ class Checkpointer:
             self._saver.close()
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order."""
+        """The steps of which there is a checkpoint, in order.
+
+        Raises:
+            CheckpointError: if the directory is something else, or cannot be listed.
+        """
         return self._directory.steps()
 
     def latest(self) -> int | None:

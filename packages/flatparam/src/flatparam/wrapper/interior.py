@@ -1,10 +1,11 @@
-"""The things that a wrapper holds beside the wrapped module; and which modules are wrappers."""
+"""The inside of a wrapper: the module that it stands for, the things beside it; and which modules are wrappers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import attrs
 from torch import nn
@@ -14,9 +15,18 @@ from flatparam.api import StateDictSettings
 from flatparam.state.tree_load import TreeLoad
 from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_core import FSDP_WRAPPED_MODULE
-from flatparam_runtime import Unit, unit_of
+from flatparam_runtime import Unit, call_unit, unit_of, untraced
 
-__all__ = ["Interior", "inner_module", "interior_of", "unit_inside", "wrappers_in"]
+__all__ = [
+    "Interior",
+    "forward",
+    "inner_module",
+    "interior_of",
+    "item_of",
+    "module_of",
+    "unit_inside",
+    "wrappers_in",
+]
 
 _INTERIOR = "_interior"
 """The attribute of a wrapper that holds it."""
@@ -59,6 +69,27 @@ def interior_of(module: nn.Module) -> Interior | None:
     """The interior of a wrapper; `None` of any other module."""
     interior: Interior | None = vars(module).get(_INTERIOR)
     return interior
+
+
+@partial(untraced, with_callees=False)
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the wrapped module, with its full parameters in place."""
+    interior = interior_of(self)
+    assert interior is not None, "a wrapper is made with it"
+    return call_unit(interior.unit, inner_module(self), args, kwargs)
+
+
+def module_of(self: nn.Module) -> nn.Module:
+    """The wrapped module, without an activation-checkpointing wrapper around it."""
+    inner = inner_module(self)
+    checkpointed = inner._modules.get("_checkpoint_wrapped_module")
+    return inner if checkpointed is None else checkpointed
+
+
+def item_of(self: nn.Module, key: Any) -> Any:
+    """Index the wrapped module."""
+    # The user says that the module can be indexed.
+    return module_of(self)[key]  # type: ignore[index]
 
 
 def inner_module(module: nn.Module) -> nn.Module:

@@ -10,7 +10,13 @@ from flatparam_runtime import Collectives
 from flatparam_state.checkpoint.load.loaded import Loaded
 from flatparam_state.checkpoint.load.prepared import Prepared, prepare
 from flatparam_state.checkpoint.manifest import MANIFEST
-from flatparam_state.checkpoint.protocol import CheckpointDirectory, agree, attempt, read_manifest
+from flatparam_state.checkpoint.protocol import (
+    CheckpointDirectory,
+    agree,
+    attempt,
+    check_one_directory,
+    read_manifest,
+)
 from flatparam_state.checkpoint.reader import CheckpointReader, deletion_of, what_it_says
 from flatparam_state.checkpoint.save import Subject
 from flatparam_state.files import CheckpointError
@@ -101,10 +107,11 @@ def _agree_on_place(
         return None if chosen is None else (chosen.path, chosen.manifest.save_id)
 
     attempted = attempt(choose, ranks.rank)
-    answers: list[tuple[Path, str] | None] = agree(
-        ranks, attempted, attempted.value, label="choose a checkpoint"
-    )
-    return answers[0]
+    fact = directory.names, attempted.value
+    answers = agree(ranks, attempted, fact, label="choose a checkpoint")
+    check_one_directory([names for names, _ in answers])
+    place: tuple[Path, str] | None = answers[0][1]
+    return place
 
 
 def _check_presence(directory: CheckpointDirectory, path: Path, nbytes: int, rank: int) -> None:

@@ -5,6 +5,7 @@ from flatparam_state.checkpoint.protocol.agreement import (
     Failure,
     agree,
     attempt,
+    check_one_directory,
 )
 from flatparam_state.checkpoint.protocol.directory import (
     CheckpointDirectory,
@@ -28,6 +29,7 @@ __all__ = [
     "OnMoment",
     "agree",
     "attempt",
+    "check_one_directory",
     "nothing",
     "read_manifest",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
@@ -13,7 +13,7 @@ from typing_extensions import Self
 from flatparam_runtime import ExchangesValues
 from flatparam_state.files import CheckpointError, free_nbytes
 
-__all__ = ["Attempt", "Failure", "agree", "attempt"]
+__all__ = ["Attempt", "Failure", "agree", "attempt", "check_one_directory"]
 
 T = TypeVar("T")
 
@@ -85,3 +85,20 @@ def agree(ranks: ExchangesValues, attempted: Attempt[Any], fact: Any = None, *, 
     for failed in sorted(failures, key=lambda each: each.about not in (None, each.rank)):
         raise failed.error() from (attempted.cause if failed.rank == ranks.rank else None)
     return [fact for _, fact in answers]
+
+
+def check_one_directory(names: Sequence[tuple[str, str]]) -> None:
+    """Refuse different directories; `names` has the two names of that of each rank, of which one has to be the same.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    for rank, (named, real) in enumerate(names):
+        if named != names[0][0] and real != names[0][1]:
+            raise CheckpointError(
+                f"rank {rank}: expected the directory of rank 0, {names[0][0]}, found {named}",
+                rank=rank,
+                path=named,
+                hint="give every rank one directory; if its name comes from a clock, have rank 0 make it and broadcast "
+                "it; nothing was changed",
+            )

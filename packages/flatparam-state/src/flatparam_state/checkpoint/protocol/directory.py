@@ -21,6 +21,7 @@ from flatparam_state.files import (
     UnreadableError,
     replace_durably,
     sync_directory,
+    unreadable,
 )
 
 __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
@@ -70,6 +71,11 @@ class CheckpointDirectory:
 
     root: Path
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Its path as it was given, and without links: by one of them all ranks have to know it."""
+        return str(self.root), os.path.realpath(self.root)
+
     def path_of(self, step: int) -> Path:
         """The path of the checkpoint of `step`, if there is one."""
         return self.root / f"step-{step:08d}"
@@ -78,14 +84,44 @@ class CheckpointDirectory:
         """The path of the checkpoint of `step` before it is committed."""
         return self.root / f"step-{step:08d}.tmp-{save_id}"
 
+    def make(self) -> None:
+        """Make the directory if it is not there.
+
+        Raises:
+            CheckpointError: if something else is there.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise self._is_something_else() from error
+
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, in order."""
-        if not self.root.is_dir():
+        """The steps of all committed checkpoints, in order; none if there is no directory.
+
+        Raises:
+            CheckpointError: if something else is there.
+            UnreadableError: if the system cannot list it.
+        """
+        try:
+            # Only what has the name of one is looked into: a different directory may be closed to this user.
+            named = [name for path in self.root.iterdir() if (name := _COMMITTED.fullmatch(path.name))]
+            return sorted(int(name[1]) for name in named if (self.root / name[0] / MANIFEST).is_file())
+        except FileNotFoundError as error:
+            if os.path.lexists(self.root):
+                raise self._is_something_else() from error
             return []
-        names = (
-            _COMMITTED.fullmatch(path.name) for path in self.root.iterdir() if (path / MANIFEST).is_file()
+        except NotADirectoryError as error:
+            raise self._is_something_else() from error
+        except OSError as error:
+            raise unreadable(self.root, "listed", error) from error
+
+    def _is_something_else(self) -> CheckpointError:
+        what = "a link to nothing" if self.root.is_symlink() and not self.root.exists() else "a file"
+        return CheckpointError(
+            f"{self.root}: expected a directory, or nothing, found {what} here or above",
+            path=self.root,
+            hint="give the directory of a run; nothing was changed",
         )
-        return sorted(int(name[1]) for name in names if name)
 
     def latest(self) -> tuple[int, str] | None:
         """The step and the save id that `latest` names; None if there is no such file.

@@ -79,7 +79,7 @@ class Committer:
                 that cannot be read.
         """
         directory = self.directory
-        directory.root.mkdir(parents=True, exist_ok=True)
+        directory.make()
         if not self.lock.is_held:
             self.lock.acquire()
             self._recover()

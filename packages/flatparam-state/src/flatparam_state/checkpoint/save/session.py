@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from flatparam_runtime import ExchangesValues
-from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt
+from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt, check_one_directory
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
@@ -55,7 +55,9 @@ class Saver:
             CheckpointError: on every rank, if one has failed; see `settle` if the save goes on in the background.
         """
         self.settle()
-        check_steps(self._committer.directory.root, self._ranks.exchange(step, label="compare the steps"))
+        told = self._ranks.exchange((self._committer.directory.names, step), label="compare the steps")
+        check_one_directory([names for names, _ in told])
+        check_steps(self._committer.directory.root, [step for _, step in told])
         contribution, ticket = self._begin(step, extra, rank_extra)
         if self._asynchronous:
             # A rank without the memory for it says so at the next call, as do the others.
