@@ -11,7 +11,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -74,9 +74,16 @@ def page(found: Mapping[str, Any], text: str) -> str:
     return new
 
 
+def in_order(models: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """The models in the order of those that are known, and then the others: workers finish in any order."""
+    places = {name: place for place, name in enumerate(known)}
+    return {name: models[name] for name in sorted(models, key=lambda name: places.get(name, len(places)))}
+
+
 def main(results: Path) -> None:
     """Write both files."""
-    found = {"made": provenance(), "models": read(results)}
+    known = json.loads(RESULTS.read_text(encoding="utf-8"))["models"]
+    found = {"made": provenance(), "models": in_order(read(results), [*known])}
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(found, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
