@@ -150,6 +150,47 @@ def test_how_it_is_shown(library: Library, originals: bool, policy: bool) -> Any
     )
 
 
+def quiet_hook(state: Any, full: torch.Tensor, shard: torch.Tensor) -> None:
+    """A hook in the place of the reduction."""
+    shard.fill_(1.0)
+
+
+@alike(ranks=2)
+def test_settings_with_an_underscore(library: Library) -> Any:
+    """What programs read of the wrappers' settings: synchronisation, communication hooks, the form of the state."""
+    model = library.shard(seeded(), auto_wrap_policy=blocks(library))
+    wrappers = library.FullyShardedDataParallel.fsdp_modules(model)
+
+    def settings() -> list[Any]:
+        return [
+            [
+                wrapper._sync_gradients,
+                wrapper._comm_hook is quiet_hook,
+                wrapper._comm_hook_state,
+                wrapper._state_dict_type,
+                wrapper._state_dict_config,
+                wrapper._optim_state_dict_config,
+            ]
+            for wrapper in wrappers
+        ]
+
+    found = [settings()]
+    with model.no_sync():
+        found.append(settings())
+    with library.FullyShardedDataParallel.state_dict_type(model, library.StateDictType.SHARDED_STATE_DICT):
+        found.append(settings())
+    for wrapper in wrappers:
+        wrapper._sync_gradients = False
+    model(batch()).sum().backward()
+    for wrapper in wrappers:
+        wrapper._sync_gradients = True
+    model(batch()).sum().backward()
+    # The sum of both passes.
+    found.append([parameter.grad for parameter in model.parameters()])
+    model.register_comm_hook("the state", quiet_hook)
+    return [*found, settings()]
+
+
 @alike(kind=["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"])
 def test_enums(library: Library, kind: str) -> Any:
     """Members, in order, with their values; by name, by value, as words; what is no member is the same error."""

@@ -629,6 +629,36 @@ class FullyShardedDataParallel(nn.Module):
         """Do nothing. FSDP1 remembers the root; here each pass finds it, so to read it tells what is."""
 
     @property
+    def _sync_gradients(self) -> bool:
+        """Whether the next backward pass reduces gradients; `no_sync` sets it for all wrappers of a model."""
+        return self._unit.reducer.synchronises
+
+    @_sync_gradients.setter
+    def _sync_gradients(self, synchronises: bool) -> None:
+        self._unit.reducer.synchronises = synchronises
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        """The hook in the place of the reduction, if there is one; `_comm_hook_state` is its state."""
+        return self._unit.reducer.hooks.given("reduce")[0]
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        return self._unit.reducer.hooks.given("reduce")[1]
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._interior.settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._interior.settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._interior.settings.optim_state_dict_config
+
+    @property
     def _inter_node_pg(self) -> Any:
         """The ranks that hold copies of this rank's shard; only the hybrid strategies have any."""
         return ranks.copies(self._unit)
