@@ -8,7 +8,7 @@ from plans.configurations import CONFIGURATIONS
 
 from flatparam.planning.hollow.kernels import Kernel, operands_of
 from flatparam.planning.hollow.rules import by_rule
-from flatparam.planning.hollow.temporaries import Temporaries, taken_by_running
+from flatparam.planning.hollow.temporaries import Temporaries, tried
 from flatparam.planning.rehearsal.rehearsing import rehearse
 from flatparam.planning.training import Setup
 
@@ -41,7 +41,8 @@ def test_rules_and_shapes_are_those_of_the_kernels(
         known = by_rule(kernel)
         random = torch.Tag.nondeterministic_seeded in kernel.operation.tags
         if not random and kernel.results:
-            by_running = taken_by_running(kernel)
+            trial = tried(kernel)
+            by_running = 0 if trial is None else trial.taken
             if known not in (None, by_running):
                 wrong.add(f"{kernel.operation}: {known} by rule, {by_running} taken")
             if any(each.alias_info is None for each in kernel.operation._schema.returns):

@@ -27,7 +27,8 @@ INSTEAD: Final[Mapping[str, str]] = {
     "torch.distributed.all_gather_into_tensor": "calls `all_gather_single`, its name since 2.13",
     "torch.distributed.reduce_scatter_tensor": "calls `reduce_scatter_single`, its name since 2.13",
     "torch.UntypedStorage._swap_data_ptr_": (
-        "gives the memory of freed buffers back to the system, and keeps none for the next buffer (CPU only)"
+        "gives the memory of freed buffers back to the system, and keeps none for the next buffer (CPU only); plans "
+        "have torch allocate memory that nobody touches"
     ),
 }
 

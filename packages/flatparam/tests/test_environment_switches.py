@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import layout
+from flatparam.layout import LayoutPolicy
 from flatparam.resolving import environment
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
@@ -25,10 +27,11 @@ def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_told", set())
 
 
-def sent(world: Collectives) -> Any:
+def sent(world: Collectives, rules: LayoutPolicy | None = None) -> Any:
     """What one step sends, and the gradients that it leaves."""
     ledger = ByteLedger(keep=True)
-    model = FSDP(seeded(mlp), RecordingCollectives(world, ledger), auto_wrap_policy=LINEAR)
+    recording = RecordingCollectives(world, ledger)
+    model = FSDP(seeded(mlp), recording, auto_wrap_policy=LINEAR, layout=rules)
     model(inputs(world.rank)[0]).square().mean().backward()
     units = {"0", "2", "4"}
     return {t.op for t in ledger.transfers if t.label in units}, [p.grad.clone() for p in model.parameters()]
@@ -44,6 +47,16 @@ def test_fake_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """S-127: `FSDP_USE_FAKE_ALL_GATHER=1` gathers nothing, and goes on reducing."""
     monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
     assert [ops for ops, _ in on_ranks(2, sent)] == [{"reduce_scatter"}] * 2
+
+
+@pytest.mark.filterwarnings("ignore:FSDP_USE_FAKE")
+def test_different_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parts of different lengths nothing is moved either, if both switches are on."""
+    rules = layout.by({}, shares=(3, 1))
+    assert all(ops for ops, _ in on_ranks(2, sent, rules))
+    for name in ("FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE"):
+        monkeypatch.setenv(name, "1")
+    assert [ops for ops, _ in on_ranks(2, sent, rules)] == [set(), set()]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP_USE_FAKE")

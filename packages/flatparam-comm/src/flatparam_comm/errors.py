@@ -5,6 +5,8 @@ A mistake in the arguments of one call is a plain `ValueError`; these classes ar
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 __all__ = [
     "CollectiveError",
     "CommError",
@@ -144,6 +146,22 @@ class RankDied(RankError):
 
 class WorldTimeout(CommError, TimeoutError):
     """Catch this when a world of ranks was not done in time; the message says where each unfinished rank was."""
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def cause_among(error: BaseException, *kinds: type[E]) -> E | None:
+    """The first of `error`, what has led to it, and so on, that is one of `kinds`; None if none is."""
+    # A program may have made a circle.
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, kinds):
+            return link
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def describe_call(op: str, label: str) -> str:

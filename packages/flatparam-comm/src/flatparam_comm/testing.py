@@ -68,11 +68,7 @@ def rectangle(world: Collectives, shards: int) -> Topology:
 
     Every rank calls it; `shards` divides the size of the world.
     """
-    numbers = range(world.size)
-    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
-    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
-    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
-    return Topology(row, column)
+    return Topology.cut(world, [range(start, start + shards) for start in range(0, world.size, shards)])
 
 
 def _set_defaults(world: Callable[..., Any], **limits: float) -> None:

@@ -1,4 +1,4 @@
-"""The seam to autograd, and to the tools around it: every private name of torch that this package needs is here.
+"""The seam to autograd, and to the tools around it: every private function of torch that this package calls is here.
 
 | name of torch | what it tells | if it is gone |
 | --- | --- | --- |
@@ -11,6 +11,10 @@
 | `_C._len_torch_dispatch_stack`, `utils._python_dispatch` | which dispatch modes are on | none is turned off |
 | `nn.Module._forward_hooks` | the order of a module's hooks | an error that names it |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
+| `_C._functorch.peek_interpreter_stack` | whether a transform of `torch.func` is under way | such a pass fails later |
+
+Two private methods of public classes are named elsewhere: `unit/calls.py` finds `nn.Module._call_impl` on the stack,
+and `optimizers` stands in for `Optimizer._init_group`.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ __all__ = [
     "in_backward",
     "in_range",
     "in_transform",
-    "keeps_last",
     "latest",
     "on_failed_run",
     "profiled",
+    "stays_last",
     "untraced",
     "will_run",
 ]
@@ -159,7 +163,7 @@ def accumulation_node(leaf: Tensor) -> Node | None:
 dispatch_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-def keeps_last(
+def stays_last(
     after: Callable[..., Any],
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Have a forward pre-hook keep the module's forward hook that is a partial call of `after` behind all others.

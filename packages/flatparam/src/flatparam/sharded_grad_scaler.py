@@ -138,33 +138,20 @@ class ShardedGradScaler(torch.amp.GradScaler):
         Torch's unscaling and torch's fused steps both come through here.
         """
         _coalesce_fp16(optimizer)
-        if any(gradient.device.type == "cpu" for gradient in _gradients_of(optimizer)):
+        if any(gradient.device.type == "cpu" for gradient in gradients_of(optimizer)):
             # Torch would copy them there without waiting.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16=True
         )
         # This rank may own no part of what is optimized; it is asked all the same.
-        if not found:
-            found = {found_inf.device: found_inf}
-        self._agree(list(found.values()))
-        return found
-
-    def _agree(self, found: Sequence[Tensor]) -> None:
-        """Set all of `found` to 1 if any of them is, on any rank; one element each, whatever their devices.
-
-        One collective for each group, however many devices a rank has gradients on: that number may differ
-        between ranks.
-        """
-        device = found[0].device
+        found = found or {found_inf.device: found_inf}
+        device = next(iter(found))
         # The group of an accelerator may not reach the CPU.
         if device.type == "cpu":
             device = torch.device(self._device)
-        agreed = torch.stack([flag.to(device).reshape(()) for flag in found]).amax()
-        for group in self._groups():
-            group.all_reduce(agreed, op=ReduceOp.MAX, label="found_inf").wait()
-        for flag in found:
-            flag.copy_(agreed)
+        agree(dict.fromkeys(self._groups(), device), list(found.values()))
+        return found
 
     def _groups(self) -> list[Collectives]:
         """The groups to agree in; none if this rank is alone."""
@@ -176,15 +163,24 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return [] if here is None else [here]
         several: Any = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
         topologies = [resolve_topology(one) for one in several]
-        return [
-            group
-            for topology in topologies
-            for group in (topology.shard, topology.replicate)
-            if group is not None
-        ]
+        return [group for topology in topologies for group in topology.groups]
 
 
-def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def agree(groups: Mapping[Collectives, torch.device], found: Sequence[Tensor]) -> None:
+    """Set all of `found` to 1 if any of them is, on any rank; one element each, whatever their devices.
+
+    One collective for each group, on the group's device, however many devices a rank has gradients on: that number may
+    differ between ranks.
+    """
+    for group, device in groups.items():
+        agreed = torch.stack([flag.to(device).reshape(()) for flag in found]).amax()
+        group.all_reduce(agreed, op=ReduceOp.MAX, label="found_inf").wait()
+        for flag in found:
+            flag.copy_(agreed)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The gradients of the parameters of `optimizer` that have one."""
     for group in optimizer.param_groups:
         yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
 

@@ -17,7 +17,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from flatparam_comm.errors import CollectiveError
+from flatparam_comm.errors import CollectiveError, cause_among
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.processes.function import FunctionReference
 from flatparam_comm.relay.process import tell_failure
@@ -121,9 +121,4 @@ def _report(error: BaseException) -> Report:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, (CollectiveError, dist.DistError)):
-            return True
-        link = link.__cause__ or link.__context__
-    return False
+    return cause_among(error, CollectiveError, dist.DistError) is not None

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_comm.errors import PeerError, RemoteFailure
+from flatparam_comm.errors import PeerError, RemoteFailure, cause_among
 from flatparam_comm.relay.activity import ACTIVITY
 
 __all__ = ["FailureReport"]
@@ -20,8 +20,6 @@ _ENDED: Final = "the end of its process"
 _LEFT: Final = "the end of its program"
 _UNKNOWN: Final = "an exception"
 _DIVERGED: Final = "MismatchError"
-#: Links in a chain of exceptions that are looked at.
-_CHAIN: Final = 50
 
 
 @final
@@ -56,7 +54,7 @@ class FailureReport:
         """The failure of `rank` by an exception; None if nobody can say which one."""
         if error is None:
             return cls(rank, rank, _UNKNOWN, "its own output shows which one", where, "", ACTIVITY.steps)
-        first = _first_failure(error)
+        first = cause_among(error, PeerError)
         if first is not None:
             cause = first.cause
             if isinstance(cause, RemoteFailure):
@@ -125,13 +123,3 @@ class FailureReport:
     def as_cause(self) -> RemoteFailure:
         """The cause of the errors that other ranks raise."""
         return RemoteFailure(self.kind, self.message, self.where, self.traceback, self.steps)
-
-
-def _first_failure(error: BaseException) -> PeerError | None:
-    """The error that says that another rank failed first, if that has led to this one."""
-    found: BaseException | None = error
-    for _ in range(_CHAIN):
-        if found is None or isinstance(found, PeerError):
-            return found
-        found = found.__cause__ or found.__context__
-    return None

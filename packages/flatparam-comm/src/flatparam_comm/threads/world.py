@@ -18,7 +18,14 @@ import torch
 
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.decorators.faults import Fault, FaultyCollectives, Kill
-from flatparam_comm.errors import CollectiveError, MismatchError, PeerError, RankError, WorldTimeout
+from flatparam_comm.errors import (
+    CollectiveError,
+    MismatchError,
+    PeerError,
+    RankError,
+    WorldTimeout,
+    cause_among,
+)
 from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_comm.threads.current import set_current_collectives
 from flatparam_comm.threads.engine import ThreadWorld
@@ -194,11 +201,4 @@ def _raise_failure(world: ThreadWorld, outcomes: Sequence[_Outcome]) -> None:
 
 def _is_consequence(error: BaseException) -> bool:
     """Whether another rank's error caused this one: it is a PeerError, or was raised while one was handled."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        if isinstance(link, PeerError):
-            return True
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return False
+    return cause_among(error, PeerError) is not None

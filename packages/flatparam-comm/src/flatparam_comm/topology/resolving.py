@@ -217,11 +217,7 @@ def _laid_out(shard: tuple[int, int], replicate: tuple[int, int] | None) -> Topo
         return Topology(SingleCollectives(), world)
     if copies == 1:
         return Topology(world, SingleCollectives())
-    numbers = range(world.size)
-    rows = [world.subgroup(numbers[start : start + shards]) for start in range(0, world.size, shards)]
-    columns = [world.subgroup(numbers[start::shards]) for start in range(shards)]
-    row, column = (next(group for group in groups if group is not None) for groups in (rows, columns))
-    return Topology(row, column)
+    return Topology.cut(world, [range(start, start + shards) for start in range(0, world.size, shards)])
 
 
 def _reduced(topology: Topology) -> tuple[object, ...]:

@@ -41,6 +41,14 @@ class Topology:
     replicate: Collectives | None = None
     mesh: DeviceMesh | None = attrs.field(default=None, eq=False, repr=False)
 
+    @classmethod
+    def cut(cls, world: Collectives, rows: Sequence[Sequence[int]]) -> Topology:
+        """Cut `world` into `rows`, of equally many ranks each: the ranks of a row share parameters, in their order.
+
+        The ranks that have one place in their rows hold copies. Every rank of `world` calls it, with all rows.
+        """
+        return cls(_own_group(world, rows), _own_group(world, [*zip(*rows, strict=True)]))
+
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         # A copy of a model works over the same ranks.
         return self
@@ -49,6 +57,22 @@ class Topology:
     def group(self) -> Collectives:
         """The group whose first rank speaks for all: the shard group, or the replicate group if nothing is sharded."""
         return self.replicate if self.replicate is not None and self.shard.size == 1 else self.shard
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """The shard group and the replicate group, without those of one rank."""
+        groups = (self.shard,) if self.replicate is None else (self.shard, self.replicate)
+        return tuple(group for group in groups if group.size > 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all data-parallel ranks, replica by replica; messages name it."""
+        return self.shard.rank + self.shard.size * (0 if self.replicate is None else self.replicate.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all data-parallel ranks."""
+        return self.rank == 0
 
     @property
     def data_parallel_size(self) -> int:
@@ -63,9 +87,8 @@ class Topology:
                 after one of them caught an error and went on to something else.
         """
         known: list[Any] = [_Labelled(label, value)]
-        for group in (self.shard, self.replicate):
-            if group is not None and group.size > 1:
-                known = [item for items in group.exchange(known, label=label) for item in _as_list(items)]
+        for group in self.groups:
+            known = [item for items in group.exchange(known, label=label) for item in _as_list(items)]
         labels = [item.label if isinstance(item, _Labelled) else None for item in known]
         if any(found != label for found in labels):
             raise self._mismatch(label, labels)
@@ -81,7 +104,13 @@ class Topology:
             "caught an error of its own tell the others before it goes on"
         )
         text = told_by_ranks("the ranks are in different places", said, advice)
-        return MismatchError(self.shard.rank, "exchange", label, text)
+        return MismatchError(self.rank, "exchange", label, text)
+
+
+def _own_group(world: Collectives, groups: Sequence[Sequence[int]]) -> Collectives:
+    # Every rank makes every group, in the same order.
+    made = [world.subgroup(ranks) for ranks in groups]
+    return next(group for group in made if group is not None)
 
 
 def _as_list(items: object) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, final
+from typing import final
 
 import attrs
 import torch
@@ -15,24 +15,19 @@ from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_training,
     first_divergence,
-    rank_of,
 )
 from flatparam_runtime.agreement.fingerprint import FLAGS, Fingerprint
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit.unit import Unit, device_of
 
 __all__ = ["Comparison", "compare_gradients", "compare_inference", "groups_of"]
-
-_CPU: Final = torch.device("cpu")
 
 
 def groups_of(units: Iterable[Unit]) -> Iterator[tuple[Collectives, list[Unit]]]:
     """Every group of more than one rank that `units` shard or replicate over, with the units that use it."""
     by_group: dict[Collectives, list[Unit]] = {}
     for unit in units:
-        topology = unit.plan.topology
-        for group in (topology.shard, topology.replicate):
-            if group is not None and group.size > 1:
-                by_group.setdefault(group, []).append(unit)
+        for group in unit.topology.groups:
+            by_group.setdefault(group, []).append(unit)
     yield from by_group.items()
 
 
@@ -115,7 +110,7 @@ class Comparison:
         """
         own = fingerprint.flags() + (b"" if nonfinite is None else bytes([nonfinite]))
         masks: list[_Mask] = []
-        device = next((handle.device for unit in units for handle in unit.handles), _CPU)
+        device = device_of(units)
         # No computation waits for the comparison, and the comparison waits for no computation.
         with streams_of(device).aside() as copies:
             for group, members in groups_of(units):
@@ -179,7 +174,7 @@ class Comparison:
         if self._combined[:FLAGS] != self._own[:FLAGS]:
             check_training(self._units)
             deeds = self._units[0].topology.exchange(self._fingerprint.deeds(self._units), label="order")
-            raise DivergenceError(first_divergence(deeds, rank_of(self._units[0].topology)))
+            raise DivergenceError(first_divergence(deeds, self._units[0].topology.rank))
         self._fingerprint.agreed(self._noted)
 
 

@@ -13,17 +13,11 @@ __all__ = [
     "agree_on_deed",
     "check_training",
     "first_divergence",
-    "rank_of",
 ]
 
 
 class DivergenceError(FlatParamError):
     """The ranks are not running the same model or the same program; raised on every rank."""
-
-
-def rank_of(topology: Topology) -> int:
-    """This rank's number among all data-parallel ranks, replica by replica."""
-    return topology.shard.rank + topology.shard.size * (topology.replicate.rank if topology.replicate else 0)
 
 
 def agree_on_deed(topology: Topology, deed: Deed) -> None:
@@ -34,7 +28,7 @@ def agree_on_deed(topology: Topology, deed: Deed) -> None:
     """
     everyone = topology.exchange(deed, label="order")
     if any(other != deed for other in everyone):
-        raise DivergenceError(_different_deeds(everyone, rank_of(topology)))
+        raise DivergenceError(_different_deeds(everyone, topology.rank))
 
 
 def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
@@ -68,7 +62,7 @@ def check_training(units: Sequence[Unit]) -> None:
                 about = f"parameter {fqn!r} of unit {unit.name!r}"
                 raise DivergenceError(
                     told_by_ranks(
-                        f"rank {rank_of(unit.topology)}: {about} is not trained on all ranks",
+                        f"rank {unit.topology.rank}: {about} is not trained on all ranks",
                         [(r, "trains it" if on else "has frozen it") for r, on in enumerate(flags)],
                         "set requires_grad in the same way on every rank",
                     )

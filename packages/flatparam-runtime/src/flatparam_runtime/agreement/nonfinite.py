@@ -116,8 +116,7 @@ class NonfiniteGuard:
             if not _are_finite(extremes)
         ]
         topology = units[0].topology
-        copy = topology.replicate.rank if topology.replicate else 0
-        self._rank = topology.shard.rank + topology.shard.size * copy
+        self._rank = topology.rank
         reduced = [name for unit in units for name in nonfinite_names(unit)]
         # The gradients of parameters that wait for those of other ranks are given by now.
         everyone = topology.exchange((origins[:_TOLD], reduced[:_TOLD]), label="not finite")

@@ -10,7 +10,7 @@ from typing import final
 import attrs
 
 from flatparam_comm import told_by_ranks, told_ranks
-from flatparam_runtime.agreement.divergence import DivergenceError, rank_of
+from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = ["agree_on_units"]
@@ -38,7 +38,7 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     root = units[0].topology
     digests = root.exchange((_digest(facts), _digest(weights)), label="units")
     if len({digest for digest, _ in digests}) > 1:
-        raise DivergenceError(_first_difference(root.exchange(facts, label="units"), rank_of(root)))
+        raise DivergenceError(_first_difference(root.exchange(facts, label="units"), root.rank))
     if len({digest for _, digest in digests}) > 1:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
 

@@ -27,7 +27,7 @@ def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> tor
     """
     shard = shard.to(handle.device)
     full = shard.new_empty(handle.layout.numel)
-    gather_shards(unit.plan.topology.shard, handle.layout, full, shard, label=unit.name).wait()
+    gather_shards(unit.topology.shard, handle.layout, full, shard, label=unit.name).wait()
     return full
 
 
@@ -51,7 +51,7 @@ def inspecting(unit: Unit) -> Iterator[None]:
             "contexts do not nest"
         )
     refuse_in_a_pass(unit)
-    unit.showing.check_here(unit.name, unit.topology.group.rank)
+    unit.showing.check_here(unit.name, unit.topology.rank)
     unit.move(Phase.INSPECTING)
     try:
         with telling(f"state_dict(), summon_full_params() or loading, at unit {unit.name!r}"):

@@ -121,7 +121,7 @@ def _copied(unit: Unit, wishes: Wishes) -> Iterator[None]:
     unit.showing.begin(wishes)
     try:
         copies = [_Copy.make(unit, handle, wishes) for handle in unit.handles]
-        here = not wishes.rank0_only or unit.plan.topology.group.rank == 0
+        here = not wishes.rank0_only or unit.topology.group.rank == 0
         with shown(unit, [copy.parameters for copy in copies]) if here else contextlib.nullcontext():
             try:
                 yield
@@ -169,7 +169,7 @@ class _Copy:
         handle, unit = self.handle, self.unit
         local = _grad_shard(handle)
         flags = bytes(part is not None for part in _grad_parts(handle))
-        everyone = unit.plan.topology.shard.exchange(flags, label=f"gradients of {unit.name}")
+        everyone = unit.topology.shard.exchange(flags, label=f"gradients of {unit.name}")
         has_grad = [any(column) for column in zip(*everyone, strict=True)]
         if not any(has_grad):
             return
@@ -205,7 +205,7 @@ class _Copy:
     def _own_part(self, full: Tensor) -> Tensor:
         if self.rank0_only:
             sent = full.to(self.handle.device)
-            self.unit.plan.topology.group.broadcast(sent, root=0, label=self.unit.name).wait()
+            self.unit.topology.group.broadcast(sent, root=0, label=self.unit.name).wait()
             full = sent
         span = self.handle.layout.shard_span(self.handle.rank)
         return full[span.as_slice()].to(self.handle.flat_param.device)

@@ -2,7 +2,7 @@
 
 from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
 from flatparam_runtime.optimizers.earlier_state import part_states_of
-from flatparam_runtime.optimizers.fused_optimizer import check_in_backward_optimizers, step_in_backward
+from flatparam_runtime.optimizers.in_backward import check_in_backward_optimizers, step_in_backward
 from flatparam_runtime.optimizers.shape_rules import OptimizerKind, allow_shards, kind_of_optimizer
 from flatparam_runtime.optimizers.stepping import (
     notice_optimizers,

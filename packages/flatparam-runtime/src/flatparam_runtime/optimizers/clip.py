@@ -149,7 +149,7 @@ def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) ->
 def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
     by_group: dict[Collectives, list[Tensor]] = {}
     for unit in units_in(module):
-        gradients = by_group.setdefault(unit.plan.topology.shard, [])
+        gradients = by_group.setdefault(unit.topology.shard, [])
         for handle in unit.handles:
             gradients.extend(p.grad for p in handle.exposure.parameters() if p.grad is not None)
     return by_group
@@ -158,7 +158,7 @@ def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
 def _without_padding(module: nn.Module, group: Collectives) -> Iterator[Tensor]:
     """The gradients that are sharded over `group`, those of flat parameters in pieces."""
     for unit in units_in(module):
-        for handle in unit.handles if unit.plan.topology.shard == group else ():
+        for handle in unit.handles if unit.topology.shard == group else ():
             for parameter in handle.exposure.parameters():
                 if parameter.grad is None:
                     continue

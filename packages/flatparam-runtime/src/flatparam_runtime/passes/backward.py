@@ -305,27 +305,21 @@ class BackwardPass:
         return state
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
-        before = when is BackwardOrder.BEFORE_COMPUTE
+        plan, listed = unit.plan.prefetch, unit.links.backward_prefetch
         # What the user has listed is gathered before the unit computes, whatever the plan says.
-        if unit.plan.prefetch.backward is not when and not (
-            before and unit.links.backward_prefetch is not None
-        ):
+        if when is not (plan.backward if listed is None else BackwardOrder.BEFORE_COMPUTE):
             return
+        before = when is BackwardOrder.BEFORE_COMPUTE
         name = "_pre_backward_prefetch" if before else "_post_backward_prefetch"
-        in_range(name, self._gather_what_follows, unit, when)
+        if listed is None:
+            in_range(name, self._gather_ahead, self.forward.before(unit), plan.backward_depth)
+        else:
+            in_range(name, self._gather_ahead, listed, len(listed))
 
-    def _gather_what_follows(self, unit: Unit, when: BackwardOrder) -> None:
+    def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
         # What is gathered now would stay in memory, and go stale, until the next pass.
         if self.has_computed:
             return
-        plan = unit.plan.prefetch
-        if unit.links.backward_prefetch is not None:
-            if when is BackwardOrder.BEFORE_COMPUTE:
-                self._gather_ahead(unit.links.backward_prefetch, len(unit.links.backward_prefetch))
-        elif plan.backward is when:
-            self._gather_ahead(self.forward.before(unit), plan.backward_depth)
-
-    def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
         ahead = (unit for unit in units if unit not in self.entered and unit.plan.unshards_in_backward)
         for unit in itertools.islice(ahead, count):
             unit.begin_unshard(full_precision=unit.computes_in_full_precision)
@@ -417,7 +411,7 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
             handle.check_leaves()
     if call.stamp != unit.stamp():
         raise FlatParamError(
-            f"unit {unit.name!r} on rank {unit.plan.topology.shard.rank}: its parameters were changed (by an optimizer "
+            f"unit {unit.name!r} on rank {unit.topology.rank}: its parameters were changed (by an optimizer "
             "step, by loading, or in place) between its forward pass and the backward pass through it; run backward "
             "first"
         )

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
-from flatparam_runtime.agreement.divergence import rank_of
 from flatparam_runtime.autograd import (
     apart_from_checkpoints,
     dispatch_modes,
@@ -144,7 +143,7 @@ def _refuse_another_thread(tree: UnitTree) -> None:
     for unit in tree.units:
         if any(call.runs_elsewhere for call in unit.calls):
             raise FlatParamError(
-                f"rank {rank_of(unit.topology)}: unit {unit.name!r} is in the forward pass of another thread; the "
+                f"rank {unit.topology.rank}: unit {unit.name!r} is in the forward pass of another thread; the "
                 "units of a model run one pass at a time: call it in one thread, or with a lock around the whole pass"
             )
 
@@ -253,7 +252,7 @@ def _edited(unit: Unit) -> FlatParamError | None:
         return None
     edited = [handle.name for handle in unit.handles if handle.form.is_edited]
     return FlatParamError(
-        f"unit {unit.name!r}, rank {rank_of(unit.topology)}: some of its full parameters {', '.join(edited)} were "
+        f"unit {unit.name!r}, rank {unit.topology.rank}: some of its full parameters {', '.join(edited)} were "
         "changed in place in its forward pass, as nn.Embedding(max_norm=...) does, and the change would be lost, since "
         "the shards do not see it; change values between passes, inside summon_full_params()"
     )
@@ -379,12 +378,10 @@ def _hook_every_leaf(unit: Unit) -> None:
             watch.hook(watch.unhooked)
 
 
-def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
-    tree_of(unit).begin_backward().enter(unit, call)
-
-
-def _before_second_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...]) -> None:
-    tree_of(unit).begin_backward().enter(unit, call, again=True)
+def _before_backward(
+    unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...], *, again: bool = False
+) -> None:
+    tree_of(unit).begin_backward().enter(unit, call, again=again)
 
 
 def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:
@@ -418,4 +415,4 @@ def _watch_gradient(unit: Unit, call: ForwardCall, gradient: Tensor | None) -> N
     It is `None` if only other outputs of the node that made the tensor have one: other parts that `chunk` made, say.
     """
     if gradient is not None and gradient.grad_fn is not None:
-        gradient.grad_fn.register_prehook(functools.partial(_before_second_backward, unit, call))
+        gradient.grad_fn.register_prehook(functools.partial(_before_backward, unit, call, again=True))

@@ -12,7 +12,7 @@ forward hook         the unit's module               `cast_output`           (no
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
 post-accumulate      some leaves                     `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
 tensor hook          inputs that need a gradient     `_input_arrived`        with the last of these two
-node pre-hook        gradients with a graph          `_before_second_...`    IDLE -> BACKWARD
+node pre-hook        gradients with a graph          the same, with `again`  IDLE -> BACKWARD
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
 
@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import FlatParamError
-from flatparam_runtime.autograd import in_backward, keeps_last, untraced
+from flatparam_runtime.autograd import in_backward, stays_last, untraced
 from flatparam_runtime.passes.forward import after_forward, before_forward, call_between, cast_output
 from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, unit_of
 
@@ -64,7 +64,7 @@ def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
 
 
 @untraced
-@keeps_last(after_forward)
+@stays_last(after_forward)
 def _before(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return before_forward(unit, module, args, kwargs)
 

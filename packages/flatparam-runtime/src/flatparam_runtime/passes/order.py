@@ -58,6 +58,6 @@ def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Seq
         now: the units of this pass so far, in the same order.
     """
     place = len(now) - 1
-    if depth and 0 <= place < len(before) and before[place] is now[place]:
+    if 0 <= place < len(before) and before[place] is now[place]:
         return before[place + 1 : place + 1 + depth]
     return ()

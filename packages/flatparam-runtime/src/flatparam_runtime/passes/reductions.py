@@ -22,7 +22,7 @@ from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range
 from flatparam_runtime.optimizers import step_in_backward
-from flatparam_runtime.unit import Phase, Unit
+from flatparam_runtime.unit import Phase, Unit, device_of
 
 __all__ = ["Reductions"]
 
@@ -32,8 +32,6 @@ MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
     "Up to so many units' gradients are reduced while the next unit's are computed; one more waits for the oldest.",
 )
 """While one unit's gradients are reduced, the next unit's are computed; these are collected after the reduction."""
-
-_CPU: Final = torch.device("cpu")
 
 InFlight: TypeAlias = tuple[Unit, Reduction]
 """A unit, and the reduction in flight of its gradients."""
@@ -71,7 +69,7 @@ class Reductions:
         reduction = unit.begin_reduce(handles, averaging)
         self._reducing.append((unit, reduction))
         self.has_begun = True
-        has_copies = unit.plan.topology.replicate is not None
+        has_copies = unit.topology.replicate is not None
         # The only collective is the sum over the copies; one such sum stays in flight.
         if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
             self._advance()
@@ -129,8 +127,7 @@ class Reductions:
         Returns:
             The comparison of what the ranks did; `None` while the step is captured in a graph.
         """
-        devices = (unit.device for unit in units if unit.handles)
-        if streams_of(next(devices, _CPU)).is_capturing:
+        if streams_of(device_of(units)).is_capturing:
             self._give_captured(units)
             return None
         comparison = compare_gradients(units, self._given, fingerprint, self._look(units))
@@ -164,7 +161,7 @@ class Reductions:
                 "a backward pass is being captured in a graph, but with nonfinite='raise' or 'skip' the host has to "
                 "look at each pass; do not capture it, or pass nonfinite='ignore'"
             )
-        alone = all(unit.plan.topology.data_parallel_size == 1 for unit in units)
+        alone = all(unit.topology.data_parallel_size == 1 for unit in units)
         for reduced in self._held:
             if reduced.landed is not None or not (alone or all(reduced.arrived)):
                 why = (

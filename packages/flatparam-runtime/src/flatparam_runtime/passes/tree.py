@@ -19,7 +19,15 @@ from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, in_transform, profiled
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
-from flatparam_runtime.unit import Phase, Unit, broadcast_buffers, revive_units, running_calls, unit_of
+from flatparam_runtime.unit import (
+    Phase,
+    Unit,
+    broadcast_buffers,
+    device_of,
+    revive_units,
+    running_calls,
+    unit_of,
+)
 
 __all__ = ["ROOT_NAME", "UnitTree", "tree_and_backward", "tree_of"]
 
@@ -153,7 +161,7 @@ class UnitTree:
             )
         for unit in self.units:
             if unit.showing.away:
-                unit.showing.check_here(unit.name, unit.topology.group.rank)
+                unit.showing.check_here(unit.name, unit.topology.rank)
             if unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
                     f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "
@@ -181,8 +189,7 @@ class UnitTree:
         self.fingerprint.before_each = None if compares_later else agree_on_deed
 
     def _check_capture(self) -> None:
-        devices = (unit.device for unit in self.units if unit.handles)
-        self.streams = streams_of(next(devices, torch.device("cpu")))
+        self.streams = streams_of(device_of(self.units))
         if self.streams.is_capturing and not (self._has_trained or self._has_inferred):
             raise FlatParamError(
                 f"unit {self.root.name!r}: its first pass is being captured in a graph, but in the first pass the host "
@@ -214,14 +221,15 @@ class UnitTree:
         Raises:
             DivergenceError: if the ranks have run different units, and no backward follows, which would compare.
         """
-        self.last_forward, self.forward = self.forward, None
-        if self.last_forward is not None and self.last_forward.recorded:
-            self.calls_before = len(self.last_forward.ended)
-        # No backward pass follows.
-        elif self.last_forward is not None:
-            self._end_pooling()
-        if self.last_forward is None or self.last_forward.recorded:
+        ended, self.forward = self.forward, None
+        self.last_forward = ended
+        if ended is None:
             return
+        if ended.recorded:
+            self.calls_before = len(ended.ended)
+            return
+        # No backward pass follows.
+        self._end_pooling()
         # The host may write its parameters next.
         if any(unit.plan.storage_device is not None for unit in self.units):
             self.streams.wait_for_uploads()

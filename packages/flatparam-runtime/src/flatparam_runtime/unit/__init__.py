@@ -17,7 +17,7 @@ from flatparam_runtime.unit.registry import (
     unit_of,
     units_in,
 )
-from flatparam_runtime.unit.unit import Unit
+from flatparam_runtime.unit.unit import Unit, device_of
 from flatparam_runtime.unit.waiting import WAITING, drop_waiting, drop_waiting_of, note_waiting
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "UnitPlan",
     "broadcast_buffers",
     "calls_module",
+    "device_of",
     "drop_waiting",
     "drop_waiting_of",
     "holder_of",

@@ -87,6 +87,5 @@ class UnitBuffers:
 def broadcast_buffers(module: nn.Module, topology: Topology) -> None:
     """Give every rank the first rank's buffers, as `DistributedDataParallel(broadcast_buffers=True)` does."""
     buffers = list(module.buffers())
-    for group in (topology.replicate, topology.shard):
-        if group is not None and group.size > 1 and buffers:
-            broadcast_tensors(group, buffers, label="buffers")
+    for group in reversed(topology.groups if buffers else ()):
+        broadcast_tensors(group, buffers, label="buffers")

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -32,7 +32,7 @@ from flatparam_runtime.unit.observers import Observers
 from flatparam_runtime.unit.phases import PHASES, Phase
 from flatparam_runtime.unit.plan import UnitPlan
 
-__all__ = ["Links", "Unit"]
+__all__ = ["Links", "Unit", "device_of"]
 
 _CPU: Final = torch.device("cpu")
 _IS_TRAINED: Final = operator.attrgetter("exposure.is_trainable")
@@ -197,7 +197,7 @@ class Unit:
         if self.residency is not Residency.SHARDED or not self.handles:
             return
         if self.showing.away:
-            self.showing.check_here(self.name, self.topology.group.rank)
+            self.showing.check_here(self.name, self.topology.rank)
         nbytes = 0
         for handle in self.handles:
             nbytes += handle.full_nbytes(full_precision=full_precision)
@@ -351,3 +351,8 @@ class Unit:
                 handle.drop_gradients()
         # From any phase: the only step that is not in the table.
         self.phase = Phase.IDLE
+
+
+def device_of(units: Iterable[Unit]) -> torch.device:
+    """The device of the full parameters of `units`, which share one; the CPU if none has parameters."""
+    return next((unit.device for unit in units if unit.handles), _CPU)

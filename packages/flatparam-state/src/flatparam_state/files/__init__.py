@@ -43,6 +43,7 @@ from flatparam_state.files.source import (
     TensorInfo,
     chunk_spans,
     join_path,
+    renamed,
     split_path,
 )
 from flatparam_state.files.tensor_bytes import (
@@ -76,6 +77,7 @@ __all__ = [
     "free_nbytes",
     "is_short_integer",
     "join_path",
+    "renamed",
     "open_regular",
     "parse_json",
     "read_header",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, final, runtime_checkable
 from urllib.parse import unquote
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from flatparam_runtime import Span
 from flatparam_state.files.limits import MAX_DIMS
 
-__all__ = ["CHUNK_NBYTES", "Source", "TensorInfo", "chunk_spans", "join_path", "split_path"]
+__all__ = ["CHUNK_NBYTES", "Source", "TensorInfo", "chunk_spans", "join_path", "renamed", "split_path"]
 
 _SHOWN: Final = 100
 CHUNK_NBYTES: Final = 8 * 2**20
@@ -99,6 +99,14 @@ def join_path(parts: Sequence[str]) -> str:
 def split_path(path: str) -> tuple[str, ...]:
     """The keys of which `join_path` made `path`."""
     return tuple(unquote(part, errors="strict") for part in path.split("/"))
+
+
+def renamed(name: str, names: Mapping[str, str] | Callable[[str], str | None] | None) -> str:
+    """The new name of a tensor; None, or an absent key of a mapping, keeps the old one."""
+    if names is None:
+        return name
+    new = names(name) if callable(names) else names.get(name)
+    return name if new is None else new
 
 
 def chunk_spans(span: Span, itemsize: int) -> Iterator[Span]:

@@ -46,7 +46,7 @@ class OwnChunker:
 
     def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
         """See `Chunker`."""
-        return self.chunk_over(full, place.unit.plan.topology.shard)
+        return self.chunk_over(full, place.unit.topology.shard)
 
     def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
         """A `ShardedTensor` over `group`."""
@@ -58,7 +58,7 @@ class OwnChunker:
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
         """See `Chunker`."""
-        return self.chunk_over_mesh(full, mesh, place.unit.plan.topology.shard.rank)
+        return self.chunk_over_mesh(full, mesh, place.unit.topology.shard.rank)
 
     def chunk_over_mesh(self, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> Any:
         """A `DTensor` over `mesh`, and over that of `full` if it is one itself."""
@@ -130,7 +130,7 @@ def mesh_of(place: Place, *, makes_one: bool) -> DeviceMesh | None:
     Raises:
         FlatParamError: if the ranks are none of torch's.
     """
-    topology = place.unit.plan.topology
+    topology = place.unit.topology
     if topology.mesh is not None or not makes_one:
         return topology.mesh
     group = process_group_of(topology.shard)

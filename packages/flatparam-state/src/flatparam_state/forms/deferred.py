@@ -65,9 +65,8 @@ class Streamed:
         full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.tensor is not None:
             full.copy_(as_tensor(self.tensor))
-        for group in (self.topology.replicate, self.topology.shard):
-            if group is not None and group.size > 1:
-                broadcast_tensors(group, [full], label="state of the first rank")
+        for group in reversed(self.topology.groups):
+            broadcast_tensors(group, [full], label="state of the first rank")
         return full
 
 
@@ -113,7 +112,6 @@ def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
 
 def from_first(topology: Topology, value: Any, *, label: str) -> Any:
     """The first rank's `value` (small, and picklable), on every rank."""
-    for group in (topology.replicate, topology.shard):
-        if group is not None and group.size > 1:
-            value = group.exchange(value if group.rank == 0 else None, label=label)[0]
+    for group in reversed(topology.groups):
+        value = group.exchange(value if group.rank == 0 else None, label=label)[0]
     return value

@@ -51,7 +51,7 @@ class StateForm:
 
     def at(self, place: Place) -> StateForm:
         """This form, or the full one if nothing is sharded."""
-        if place.unit.plan.topology.shard.size > 1 or self.kind is FormKind.FULL:
+        if place.unit.topology.shard.size > 1 or self.kind is FormKind.FULL:
             return self
         return attrs.evolve(self, kind=FormKind.FULL, rank0_only=False)
 
@@ -62,7 +62,7 @@ class StateForm:
 
     def keeps(self, place: Place) -> bool:
         """Whether this rank keeps full tensors."""
-        return not self.rank0_only or place.unit.plan.topology.group.rank == 0
+        return not self.rank0_only or place.unit.topology.group.rank == 0
 
     def mesh(self, place: Place) -> DeviceMesh | None:
         """Over what `DTensor`s are sharded; `None` if they are not wanted.
@@ -95,7 +95,7 @@ class StateForm:
 
     def _owned(self, place: Place, shard: torch.Tensor) -> list[Any]:
         """The elements that each rank owns anyway; of a 0-d tensor, which has no sharded form, the whole."""
-        group, slots = place.unit.plan.topology.shard, place.handle.layout.slots
+        group, slots = place.unit.topology.shard, place.handle.layout.slots
         fragments = list(place.handle.layout.fragments(place.handle.rank))
         parts = [shard[fragment.in_shard.as_slice()] for fragment in fragments]
         scalars = [index for index, slot in enumerate(slots) if not slot.spec.shape]
@@ -124,5 +124,5 @@ class StateForm:
             view.to(self.device or view.device, copy=True, memory_format=torch.contiguous_format)
             for view in views
         ]
-        group = place.unit.plan.topology.shard
+        group = place.unit.topology.shard
         return tiling.sharded_tensor(parts, elements.dtype, group, is_always_local=is_always_local)

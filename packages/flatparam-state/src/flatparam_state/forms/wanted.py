@@ -70,7 +70,7 @@ class Wanted:
             layout.slots[index].spec,
             lambda rank: layout.fragment(index, rank).in_param,
             layout.ranks_of(index),
-            place.unit.plan.topology,
+            place.unit.topology,
             handle.rank,
             handle.device,
             handle.has_presenter(index),
@@ -96,7 +96,7 @@ class Wanted:
             ParamSpec("flat parameter", (whole.numel,), layout.dtype, requires_grad=False),
             lambda rank: whole.overlap(layout.shard_span(rank)),
             layout.ranks_in(whole),
-            place.unit.plan.topology,
+            place.unit.topology,
             handle.rank,
             handle.device,
         )

@@ -129,4 +129,4 @@ def _first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[He
 
 def _is_first(model: nn.Module) -> bool:
     place = next(places_in(model), None)
-    return place is None or place.unit.plan.topology.group.rank == 0
+    return place is None or place.unit.topology.group.rank == 0

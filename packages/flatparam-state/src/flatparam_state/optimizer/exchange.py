@@ -105,7 +105,7 @@ def sharded_states(
         form: of the values.
         with_owners: some states may be on one rank alone, in one of the replicas; see `Held.is_kept_once`.
     """
-    for topology, batch in itertools.groupby(places, key=lambda place: place.unit.plan.topology):
+    for topology, batch in itertools.groupby(places, key=lambda place: place.unit.topology):
         found = [(place, _local(place, states)) for place in batch]
         if with_owners and topology.replicate is not None:
             _bring_together(topology.replicate, [local for _, local in found])

@@ -27,7 +27,7 @@ def streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, An
     place = next(iter(places_in(model)), None)
     if place is None:
         return state_dict
-    topology, device = place.unit.plan.topology, place.handle.device
+    topology, device = place.unit.topology, place.handle.device
 
     def mapped(state: Any, tensor: Callable[[str, str, Any], Any]) -> Any:
         if not isinstance(state, Mapping) or "state" not in state:
@@ -48,9 +48,8 @@ def streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, An
     def arriving(fqn: str, name: str, value: Any) -> Any:
         if not isinstance(value, Streamed):
             return value
-        here = state_dict["state"][fqn][name] if is_first else None
+        here = state_dict["state"][fqn][name] if topology.is_first else None
         return attrs.evolve(value, topology=topology, device=device, tensor=here)
 
-    is_first = all(group is None or group.rank == 0 for group in (topology.shard, topology.replicate))
-    skeleton = mapped(state_dict, described) if is_first else None
+    skeleton = mapped(state_dict, described) if topology.is_first else None
     return mapped(from_first(topology, skeleton, label="optimizer state"), arriving)  # type: ignore[no-any-return]

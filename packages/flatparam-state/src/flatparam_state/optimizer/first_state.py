@@ -148,8 +148,13 @@ def _initial(
     twin = _twin(optimizer, settings, stand_in)
     # After the group come the lists that a step has the tensors in.
     _, _, *lists = inspect.signature(kind._init_group).parameters
-    with torch.no_grad():
-        kind._init_group(twin, twin.param_groups[0], *([] for _ in lists))
+    try:
+        with torch.no_grad():
+            kind._init_group(twin, twin.param_groups[0], *([] for _ in lists))
+    # Before torch 2.12, the constructor of Adagrad made the state.
+    except KeyError:
+        arguments = inspect.signature(kind).parameters.keys() - {"params"}
+        twin = kind([stand_in], **{name: settings[name] for name in arguments & settings.keys()})
     return dict(twin.state.get(stand_in, {}))
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 import attrs
 from typing_extensions import Self
 
-from flatparam_state.files import CheckpointError, TensorInfo, join_path, split_path
+from flatparam_state.files import CheckpointError, TensorInfo, join_path, renamed, split_path
 from flatparam_state.formats import open_source, select
 from flatparam_state.formats.stored import Stored, StoredSource, StridedTensor
 from flatparam_state.pretrained.unread import UnreadTensor
@@ -49,7 +49,7 @@ class PretrainedFiles:
             raise CheckpointError(f"{path} has no tensors of a model", path=Path(path), hint="check the path")
         paths: dict[str, str] = {}
         for each in source.tensors:
-            name = _renamed(".".join(split_path(each)[1:]), names)
+            name = renamed(".".join(split_path(each)[1:]), names)
             if name in paths:
                 raise CheckpointError(
                     f"{path}: the names of {paths[name]!r} and of {each!r} both become {name!r}",
@@ -95,13 +95,6 @@ class PretrainedFiles:
             path = self.paths[name]
             by_tensor.setdefault(aliases.get(path, path), name)
         return [*by_tensor.values()]
-
-
-def _renamed(name: str, names: Names | None) -> str:
-    if names is None:
-        return name
-    renamed = names(name) if callable(names) else names.get(name)
-    return name if renamed is None else renamed
 
 
 def _unchecked(stored: Stored) -> Stored:

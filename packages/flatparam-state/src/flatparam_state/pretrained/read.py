@@ -91,13 +91,11 @@ class _RankReading:
 
     def _fill_whole(self, tensor: ModelTensor, names: Sequence[str]) -> None:
         """Read on the first rank what every rank has whole, and send it to the others."""
-        groups = [each for each in (self.topology.replicate, self.topology.shard) if each is not None]
         whole = tensor.local.new_empty(tensor.info.numel)
-        if all(group.rank == 0 for group in groups):
+        if self.topology.is_first:
             self._read(names, tensor, Span(0, tensor.info.numel), whole)
-        for group in groups:
-            if group.size > 1:
-                group.broadcast(whole, root=0, label=f"load {names[0]}").wait()
+        for group in reversed(self.topology.groups):
+            group.broadcast(whole, root=0, label=f"load {names[0]}").wait()
         tensor.put(whole)
 
     def _read(self, names: Sequence[str], tensor: ModelTensor, span: Span, target: Tensor) -> None:

@@ -13,7 +13,7 @@ from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES
 from flatparam_state.publishing.giving import Giving, Sink
 from flatparam_state.publishing.publisher import Publisher
-from flatparam_state.publishing.ranks import is_first, topology_of
+from flatparam_state.publishing.ranks import topology_of
 from flatparam_state.publishing.versions import (
     Catalogue,
     Channel,
@@ -81,7 +81,7 @@ def publish(
         raise ValueError(
             "publish: every_rank takes a function as the sink; a path is written by the first rank"
         )
-    calls = every_rank or is_first(topology)
+    calls = every_rank or topology.is_first
     giving = Giving(sink if calls else None, catalogue)
     with giving:
         if every_rank or topology.replicate is None or topology.replicate.rank == 0:

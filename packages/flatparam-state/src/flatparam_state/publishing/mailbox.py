@@ -17,7 +17,6 @@ from typing_extensions import Self
 from flatparam_runtime import Topology
 from flatparam_state.checkpoint.manifest.sealed import seal, unseal
 from flatparam_state.files import bytes_view
-from flatparam_state.publishing.ranks import is_first
 from flatparam_state.publishing.versions import (
     Catalogue,
     Delivery,
@@ -97,7 +96,7 @@ class Mailbox:
 
     def held(self, topology: Topology) -> VersionId | None:
         """The version that the manifest names, as the first rank reads it."""
-        told = _on_all(topology, lambda: self._latest() if is_first(topology) else None)[0]
+        told = _on_all(topology, lambda: self._latest() if topology.is_first else None)[0]
         self._room = told[1] if told else 0
         return told[0] if told else None
 
@@ -124,14 +123,12 @@ class Mailbox:
         if new.before is not None and nbytes > self._room:
             packets = _on_all(topology, lambda: self._write(new, True, "base-", topology))
             base = _Step(version, None, tuple(map(tuple, packets)))
-        _on_all(topology, lambda: self._commit(new, step, base) if is_first(topology) else None)
+        _on_all(topology, lambda: self._commit(new, step, base) if topology.is_first else None)
         return Delivery(version, nbytes)
 
     def _write(self, new: NewVersion, wants_all: bool, kind: str, topology: Topology) -> list[Packet]:
         """Write the packets of this rank."""
-        replica = 0 if topology.replicate is None else topology.replicate.rank
-        rank = replica * topology.shard.size + topology.shard.rank
-        stem = f"{new.stream}-{new.number:08d}-{kind}{rank:05d}"
+        stem = f"{new.stream}-{new.number:08d}-{kind}{topology.rank:05d}"
         writers = [
             _PacketWriter(self.folder / f"{stem}-{part:03d}{_SUFFIX}") for part in range(self._slicing.size)
         ]

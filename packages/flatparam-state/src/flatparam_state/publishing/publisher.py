@@ -14,7 +14,7 @@ from typing_extensions import Self
 from flatparam_runtime import Threshold, Topology, telling
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
-from flatparam_state.publishing.ranks import is_first, topology_of
+from flatparam_state.publishing.ranks import topology_of
 from flatparam_state.publishing.versions import (
     Catalogue,
     Channel,
@@ -179,7 +179,7 @@ class Publisher:
         replicas = 1 if topology.replicate is None else topology.replicate.size
         replica = 0 if topology.replicate is None else topology.replicate.rank
         for shard, (tensor, published) in zip(self._shards, pairs, strict=True):
-            own = is_first(topology) if tensor.place is None else shard.index % replicas == replica
+            own = topology.is_first if tensor.place is None else shard.index % replicas == replica
             shard.look_at((tensor, published), self._channel.slicing, own)
 
     def _frames(self, wants_all: bool) -> Frames:

@@ -6,15 +6,10 @@ from torch import nn
 
 from flatparam_runtime import SingleCollectives, Topology, units_in
 
-__all__ = ["is_first", "topology_of"]
+__all__ = ["topology_of"]
 
 
 def topology_of(model: nn.Module) -> Topology:
     """The ranks of `model`; this one alone if it is not sharded."""
     units = units_in(model)
     return units[0].topology if units else Topology(SingleCollectives())
-
-
-def is_first(topology: Topology) -> bool:
-    """Whether this is the first of all ranks."""
-    return topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)

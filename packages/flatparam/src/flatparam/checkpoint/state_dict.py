@@ -245,8 +245,7 @@ def _is_elsewhere(model: nn.Module, options: StateDictOptions) -> bool:
     """Whether only the first rank gets the state, and this is another."""
     if not (options.full_state_dict and options.cpu_offload):
         return False
-    topology = next(place.unit.plan.topology for place in places_in(model))
-    return any(group is not None and group.rank > 0 for group in (topology.shard, topology.replicate))
+    return not next(place.unit.topology for place in places_in(model)).is_first
 
 
 def _frozen(model: nn.Module) -> set[str]:

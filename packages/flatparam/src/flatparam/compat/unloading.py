@@ -65,4 +65,4 @@ def _refuse_to_merge(name: str, tuner: Any, units: tuple[Unit, ...]) -> None:
 
 
 def _who(name: str, tuner: Any, units: tuple[Unit, ...]) -> str:
-    return f"rank {units[0].topology.shard.rank}: {name}(): the model in this {type(tuner).__name__}"
+    return f"rank {units[0].topology.rank}: {name}(): the model in this {type(tuner).__name__}"

@@ -14,10 +14,9 @@ from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving import DeviceMesh, Ranks, Resolved
 from flatparam.sharding.placement import own_modules
 from flatparam.sharding.units import shard_resolved
-from flatparam.spread import unit_that_holds
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError
-from flatparam_runtime import Nonfinite, unit_of
+from flatparam_runtime import Nonfinite, holder_of_parameter, unit_of
 
 __all__ = ["fully_shard"]
 
@@ -160,7 +159,7 @@ def _check_module(module: Any) -> None:
             "the whole model"
         )
     for parameter_name, parameter in module.named_parameters():
-        holder = unit_that_holds(parameter)
+        holder = holder_of_parameter(parameter)
         if holder is not None and any(inside is module for inside in holder.module.modules()):
             raise FlatParamError(
                 f"fully_shard: {parameter_name!r} of this {name} is in the unit of a module around it already, so "

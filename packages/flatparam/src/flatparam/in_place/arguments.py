@@ -107,15 +107,14 @@ def _as_bool(ranks: int, size: int) -> bool:
     return ranks == size
 
 
-def check_flag(name: str, value: object) -> bool:
-    """`value`, which has to be a bool.
+def check_flag(name: str, value: object) -> None:
+    """Make sure that `value` is a bool.
 
     Raises:
         ValueError: for anything else; torch raises the same.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}: expected a bool, found {value!r}")
-    return value
 
 
 def _casting(policy: MixedPrecisionPolicy) -> Casting:

@@ -57,7 +57,7 @@ class PlannedPolicy(_Policy):
                 "a policy that names its units, or plan it with flatparam plan --fit"
             )
         found: Any = None
-        if topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0):
+        if topology.is_first:
             found = answer(self, root_module, topology, root_kwargs)
         # One rank plans, so that the ranks cannot differ; ranks that are threads could not plan at once.
         found = topology.exchange(found, label="planned")[0]

@@ -132,16 +132,15 @@ def load_pretrained(
     topology = _topology(made, arguments)
     settings = dtype, _settings_alike(arguments)
     files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"), settings)
-    is_first = topology.shard.rank == 0 and (topology.replicate is None or topology.replicate.rank == 0)
     with telling("load_pretrained"):
         if not units_in(made):
             if dtype is not None:
                 cast_parameters(made, dtype)
             made = _sharded(made, files, found, arguments)
             _equal_copies(made, found.missing)
-        with _bar(progress, files, is_first, topology) as observe:
+        with _bar(progress, files, topology) as observe:
             nbytes_read = read_pretrained(made, files, topology, observe=observe)
-    if is_first:
+    if topology.is_first:
         _warn(files, found)
     if not output_loading_info:
         return made
@@ -348,12 +347,10 @@ def _equal_copies(model: nn.Module, missing: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _bar(
-    asked: bool | None, files: PretrainedFiles, is_first: bool, topology: Topology
-) -> Iterator[Callable[[int], object]]:
+def _bar(asked: bool | None, files: PretrainedFiles, topology: Topology) -> Iterator[Callable[[int], object]]:
     """Show a bar over the bytes that the first rank reads."""
     shows = sys.stderr.isatty() if asked is None else asked
-    if not (shows and is_first) or importlib.util.find_spec("tqdm") is None:
+    if not (shows and topology.is_first) or importlib.util.find_spec("tqdm") is None:
         yield lambda done: None
         return
     # Imported only if a bar is shown.

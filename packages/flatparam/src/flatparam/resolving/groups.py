@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -13,11 +12,9 @@ from torch import Tensor
 from flatparam.api import ShardingStrategy
 from flatparam.resolving.environment import Environment
 from flatparam_comm import (
-    COMPLETED,
     Collectives,
-    ForwardingCollectives,
-    Pending,
-    ReduceOp,
+    CommHook,
+    HookedCollectives,
     SingleCollectives,
     Topology,
     resolve_topology,
@@ -125,47 +122,26 @@ def _by_node(world: Collectives, environment: Environment) -> Topology:
             f"HYBRID_SHARD: expected as many ranks on every node, found {[len(node) for node in nodes]}; pass the "
             "groups yourself, as process_group=(shard group, replicate group)"
         )
-    shard = _mine(world, nodes)
-    replicate = _mine(world, [list(peers) for peers in zip(*nodes, strict=True)])
-    return Topology(shard, replicate)
-
-
-def _mine(world: Collectives, groups: Sequence[Sequence[int]]) -> Collectives:
-    # Every rank makes every group, in the same order.
-    made = [world.subgroup(ranks) for ranks in groups]
-    return next(group for group in made if group is not None)
+    return Topology.cut(world, nodes)
 
 
 def _silenced(topology: Topology, environment: Environment) -> Topology:
-    if not (environment.fake_all_gather or environment.fake_reduce):
+    """The groups with collectives of which some move nothing, to see what they cost (`FSDP_USE_FAKE_...`)."""
+    hooks: dict[str, CommHook] = {}
+    if environment.fake_all_gather:
+        hooks["all_gather"] = _keep_output
+    if environment.fake_reduce:
+        hooks["reduce_scatter"] = _take_own_part
+    if not hooks:
         return topology
-    replicate = None if topology.replicate is None else _FakeCollectives(topology.replicate, environment)
-    return attrs.evolve(topology, shard=_FakeCollectives(topology.shard, environment), replicate=replicate)
+    replicate = None if topology.replicate is None else HookedCollectives(topology.replicate, **hooks)
+    return attrs.evolve(topology, shard=HookedCollectives(topology.shard, **hooks), replicate=replicate)
 
 
-class _FakeCollectives(ForwardingCollectives):
-    """Collectives of which some move nothing, to see what they cost (`FSDP_USE_FAKE_...`)."""
+def _keep_output(inner: Collectives, output: Tensor, shard: Tensor, label: str) -> None:
+    """Move nothing: the output keeps what it holds."""
 
-    __slots__ = ("_environment",)
 
-    def __init__(self, inner: Collectives, environment: Environment) -> None:
-        super().__init__(inner)
-        self._environment = environment
-
-    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """Nothing is moved: the output keeps what it holds."""
-        if self._environment.fake_all_gather:
-            return COMPLETED
-        return self.inner.all_gather(output, shard, label=label)
-
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
-        """Nothing is moved: the output is this rank's own part."""
-        if self._environment.fake_reduce:
-            output.copy_(full[self.rank * output.numel() : (self.rank + 1) * output.numel()])
-            return COMPLETED
-        return self.inner.reduce_scatter(output, full, op=op, label=label)
-
-    def _decorate(self, inner: Collectives) -> Collectives:
-        return _FakeCollectives(inner, self._environment)
+def _take_own_part(inner: Collectives, output: Tensor, full: Tensor, label: str) -> None:
+    """Move nothing: the output is this rank's own part."""
+    output.copy_(full[inner.rank * output.numel() : (inner.rank + 1) * output.numel()])

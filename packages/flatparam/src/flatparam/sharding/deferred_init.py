@@ -62,9 +62,8 @@ def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
     deferred = any(tensor.is_meta for tensor in tensors)
     topology = resolved.plan.topology
     if resolved.sync_module_states:
-        for group in (topology.replicate, topology.shard):
-            if group is not None and group.size > 1:
-                deferred = any(group.exchange(deferred, label="which ranks are on the meta device"))
+        for group in reversed(topology.groups):
+            deferred = any(group.exchange(deferred, label="which ranks are on the meta device"))
     return deferred
 
 

@@ -106,7 +106,7 @@ class _Extended:
 
     def chunk_tensor(self, place: Place, full: Tensor) -> Any:
         """See `Chunker`."""
-        group = place.unit.plan.topology.shard
+        group = place.unit.topology.shard
         device = full.device
         per_node = getattr(torch, device.type).device_count() if device.type != "cpu" else 1
         return self._extensions.chunk_tensor(
@@ -115,7 +115,7 @@ class _Extended:
 
     def chunk_dtensor(self, place: Place, full: Tensor, mesh: Any) -> Any:
         """See `Chunker`."""
-        return self._extensions.chunk_dtensor(full, place.unit.plan.topology.shard.rank, mesh)
+        return self._extensions.chunk_dtensor(full, place.unit.topology.shard.rank, mesh)
 
     def local_shards(self, tensor: Any) -> dict[tuple[int, ...], Tensor]:
         """See `Chunker`."""

@@ -54,6 +54,5 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def broadcast_from_first(topology: Topology, tensors: Sequence[torch.Tensor]) -> None:
     """Give every data-parallel rank the first rank's values: first across the copies of a shard, then inside."""
     detached = [part.detach() for tensor in tensors for part in _plain_parts(tensor)]
-    for group in (topology.replicate, topology.shard):
-        if group is not None and group.size > 1 and detached:
-            broadcast_tensors(group, detached)
+    for group in reversed(topology.groups if detached else ()):
+        broadcast_tensors(group, detached)

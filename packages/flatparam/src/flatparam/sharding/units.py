@@ -121,7 +121,7 @@ def _check_holds_all(module: nn.Module, unit: Unit, resolved: Resolved) -> None:
         ):
             name = next(name for name, parameter in module.named_parameters() if parameter is tensor)
             raise FlatParamError(
-                f"rank {unit.plan.topology.shard.rank}: {type(module).__name__} was wrapped before it got the "
+                f"rank {unit.topology.rank}: {type(module).__name__} was wrapped before it got the "
                 f"parameter {name!r}, which no unit holds; wrap its module, and then the module around both"
             )
 

@@ -94,7 +94,7 @@ def check_group(model: nn.Module, group: Any) -> None:
         return
     given = resolve_topology(group).shard
     for place in places_in(model):
-        topology = place.unit.plan.topology
+        topology = place.unit.topology
         sizes = [each.size for each in (topology.shard, topology.replicate) if each is not None]
         if given.size not in {*sizes, topology.data_parallel_size}:
             raise ValueError(

@@ -78,7 +78,7 @@ def _saving(wrapper: nn.Module, interior: Interior, state: dict[str, Any], prefi
     with state_shown(wrapper, form_of(settings.state_dict_type, config)) as stand_ins:
         yield
     stand_ins.resolve(state, prefix)
-    if getattr(config, "rank0_only", False) and unit.plan.topology.group.rank > 0:
+    if getattr(config, "rank0_only", False) and unit.topology.group.rank > 0:
         for name in own_buffers(wrapper, unit):
             state.pop(prefix + name, None)
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT

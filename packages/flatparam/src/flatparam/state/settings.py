@@ -160,12 +160,12 @@ def check_form(unit: Unit, kind: StateDictType) -> None:
     """
     if kind is StateDictType.FULL_STATE_DICT:
         return
-    if unit.plan.topology.shard.size == 1:
+    if unit.topology.shard.size == 1:
         warnings.warn(
             f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
             stacklevel=7,
         )
-    elif kind is StateDictType.LOCAL_STATE_DICT and unit.plan.topology.mesh is not None:
+    elif kind is StateDictType.LOCAL_STATE_DICT and unit.topology.mesh is not None:
         raise RuntimeError(
             f"unit {unit.name!r} was sharded over a DeviceMesh, which is not compatible with LOCAL_STATE_DICT; use "
             "SHARDED_STATE_DICT, which then has DTensors"

@@ -23,9 +23,9 @@ def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     Every rank calls it.
     """
     places = list(places_in(model))
-    if not places or not _is_only_on_first(places[0].unit.plan.topology, bool(state)):
+    if not places or not _is_only_on_first(places[0].unit.topology, bool(state)):
         return state
-    topology, device = places[0].unit.plan.topology, places[0].handle.device
+    topology, device = places[0].unit.topology, places[0].handle.device
     sharded = {name for place in places for names in place.names for name in names}
     skeleton = from_first(
         topology,
@@ -52,7 +52,7 @@ def with_names_of_first(model: nn.Module, state: Mapping[str, Any]) -> Mapping[s
     In the places of the first rank's tensors the others have tensors on the meta device.
     """
     places = list(places_in(model))
-    if not places or not _is_only_on_first(places[0].unit.plan.topology, bool(state)):
+    if not places or not _is_only_on_first(places[0].unit.topology, bool(state)):
         return state
     named: Any = OrderedDict(
         (key, torch.empty(shape_of(value), dtype=as_tensor(value).dtype, device="meta"))
@@ -60,7 +60,7 @@ def with_names_of_first(model: nn.Module, state: Mapping[str, Any]) -> Mapping[s
         else (key, value)
         for key, value in state.items()
     )
-    named = from_first(places[0].unit.plan.topology, named, label="names of the state")
+    named = from_first(places[0].unit.topology, named, label="names of the state")
     return state or cast("Mapping[str, Any]", named)
 
 

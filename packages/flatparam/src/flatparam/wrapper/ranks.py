@@ -12,7 +12,7 @@ __all__ = ["copies", "process_group", "ranks_of"]
 
 def ranks_of(unit: Unit) -> Collectives:
     """The ranks that the parameters are sharded over, or, if they are not sharded, those that hold copies of them."""
-    return unit.plan.topology.group
+    return unit.topology.group
 
 
 def process_group(unit: Unit) -> Any:
@@ -26,8 +26,8 @@ def copies(unit: Unit) -> Any:
     Raises:
         AttributeError: if there are none, as FSDP1's wrapper has no such attribute then.
     """
-    replicate = unit.plan.topology.replicate
-    if replicate is None or unit.plan.topology.shard.size == 1:
+    replicate = unit.topology.replicate
+    if replicate is None or unit.topology.shard.size == 1:
         raise AttributeError("only the hybrid strategies have ranks that hold copies of a shard")
     return _as_torchs(replicate)
 

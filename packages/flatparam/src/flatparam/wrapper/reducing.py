@@ -25,7 +25,7 @@ def register_comm_hook(
         for unit in units:
             unit.reducer.hooks.check_free(stage, unit.name)
     for unit in units:
-        whole = stage == "reduce" and unit.plan.topology.shard.size == 1
+        whole = stage == "reduce" and unit.topology.shard.size == 1
         unit.reducer.hooks.set(stage, state, hook, in_place=stage == "all_reduce" or whole)
 
 
@@ -47,7 +47,7 @@ def set_divide_factor(units: Sequence[Unit], factor: float | None) -> None:
     for unit in units:
         if unit.reducer.unsynced and factor != unit.reducer.divide_factor:
             raise FlatParamError(
-                f"unit {unit.name!r}, rank {unit.topology.group.rank}: expected a new divisor of gradients between two "
+                f"unit {unit.name!r}, rank {unit.topology.rank}: expected a new divisor of gradients between two "
                 "accumulations, found gradients of backward passes without synchronisation, which were collected with "
                 "the old one; set it before the first of these passes, or after the one that synchronises"
             )

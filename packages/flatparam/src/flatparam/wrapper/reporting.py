@@ -41,7 +41,7 @@ def check_state(
         return
     unit = interior.unit
     message = f"unit {unit.name!r}: expected to be in {expected}, found {found}"
-    if unit.plan.topology.group.rank == 0:
+    if unit.topology.group.rank == 0:
         _LOGGER.error("%s: %s", message, wrapper)
     raise ValueError(message)
 

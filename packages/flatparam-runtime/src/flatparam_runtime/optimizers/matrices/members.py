@@ -54,7 +54,7 @@ class Member:
     def topology(self) -> Topology | None:
         """The groups of ranks that share the parameter; `None` if this rank has it for itself."""
         unit = None if self.handle is None else holder_of(self.handle)
-        return None if unit is None else unit.plan.topology
+        return None if unit is None else unit.topology
 
     @property
     def spec(self) -> ParamSpec:

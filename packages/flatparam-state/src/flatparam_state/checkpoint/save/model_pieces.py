@@ -24,7 +24,7 @@ __all__ = ["add_averages", "add_model", "record_of", "share_of"]
 
 def share_of(span: Span, place: Place) -> Span:
     """The part of `span` that this rank writes: of equal copies, each replica writes as much."""
-    replicate = place.unit.plan.topology.replicate
+    replicate = place.unit.topology.replicate
     if replicate is None:
         return span
     begin, end = (

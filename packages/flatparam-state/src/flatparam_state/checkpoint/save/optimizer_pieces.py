@@ -152,5 +152,5 @@ def _is_shaped_like(value: Any, item: Held, name: str) -> bool:
 
 
 def _is_first_replica(item: Held) -> bool:
-    replicate = None if item.place is None else item.place.unit.plan.topology.replicate
+    replicate = None if item.place is None else item.place.unit.topology.replicate
     return replicate is None or replicate.rank == 0

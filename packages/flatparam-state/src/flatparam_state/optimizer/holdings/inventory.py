@@ -17,6 +17,7 @@ from flatparam_state.places import Place
 
 __all__ = ["Hole", "Inventory", "agree_on_holdings", "all_agree", "first_hole", "group_numbers"]
 
+_LABEL: Final = "what optimizers hold"
 _OTHER, _SHAPED = 1, 2
 """Of one state of one parameter: one that is not shaped like the parameter, or one that is; zero if there is none."""
 _NON_ZERO: Final = bytes([0] + [1] * 255)
@@ -176,7 +177,7 @@ def agree_on_holdings(
     held: dict[str, int] = {}
     for topology, batch in _by_topology(places):
         mine = Inventory.of(batch, groups, states) if error is None else None
-        answers = _from_all(topology, _Answer(mine, "" if error is None else str(error)))
+        answers = topology.exchange(_Answer(mine, "" if error is None else str(error)), label=_LABEL)
         for rank, answer in enumerate(answers):
             if answer.inventory is None:
                 raise FlatParamError(
@@ -202,21 +203,12 @@ def agree_on_holdings(
 
 def all_agree(places: Sequence[Place], mine: bool) -> bool:
     """Whether every rank that shards some of `places` says so; every rank calls it."""
-    told = [each for topology, _ in _by_topology(places) for each in _from_all(topology, mine)]
+    told = [each for topology, _ in _by_topology(places) for each in topology.exchange(mine, label=_LABEL)]
     return mine and all(told)
 
 
 def _by_topology(places: Sequence[Place]) -> Iterator[tuple[Topology, list[Place]]]:
     found: dict[Topology, list[Place]] = {}
     for place in places:
-        found.setdefault(place.unit.plan.topology, []).append(place)
+        found.setdefault(place.unit.topology, []).append(place)
     yield from found.items()
-
-
-def _from_all(topology: Topology, value: Any) -> list[Any]:
-    """The `value` of every data-parallel rank, in their order."""
-    known = [value]
-    for group in (topology.shard, topology.replicate):
-        if group is not None and group.size > 1:
-            known = [each for told in group.exchange(known, label="what optimizers hold") for each in told]
-    return known

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
-from flatparam_state.files import DTYPES, TensorInfo, parse_json
+from flatparam_state.files import DTYPES, TensorInfo, parse_json, renamed
 from flatparam_state.publishing.versions.errors import PublishError
 
 __all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]
@@ -144,19 +144,12 @@ def published_tensors(
 def _published(
     tensor: ModelTensor, names: ReceiverNames | None, dtype: torch.dtype | None
 ) -> PublishedTensor:
-    renamed = tuple(dict.fromkeys(_renamed(name, names) for name in tensor.names))
+    new_names = tuple(dict.fromkeys(renamed(name, names) for name in tensor.names))
     own = tensor.info.dtype
     info = TensorInfo(tensor.info.shape, dtype if dtype is not None and own.is_floating_point else own)
     stride = tensor.stride
     if stride is None:
-        return PublishedTensor(renamed, info)
+        return PublishedTensor(new_names, info)
     # Dimensions of one element lie anywhere.
     order = sorted(range(len(stride)), key=lambda dim: (-stride[dim], -info.shape[dim], dim))
-    return PublishedTensor(renamed, info, tuple(order))
-
-
-def _renamed(name: str, names: ReceiverNames | None) -> str:
-    if names is None:
-        return name
-    renamed = names(name) if callable(names) else names.get(name)
-    return name if renamed is None else renamed
+    return PublishedTensor(new_names, info, tuple(order))

@@ -34,6 +34,8 @@ from flatparam.planning.hollow.temporaries import Temporaries
 
 __all__ = ["HollowMemory"]
 
+_CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether this torch can give a storage addresses of ours; if not, torch allocates them, and they stay untouched."""
 SMALL_NBYTES: Final = 2**16
 """Tensors up to this size that depend on nothing unknown are computed: token ids, positions, masks, numbers."""
 _NUMBER_NBYTES: Final = 8
@@ -167,16 +169,35 @@ class HollowMemory(TorchDispatchMode):
         if storage.nbytes() == nbytes and block is None:
             return storage
         before, self.log.tag = self.log.tag, "unit buffers"
-        fresh = torch.UntypedStorage(0) if not nbytes else self._storage(nbytes)  # type: ignore[no-untyped-call]
-        self.log.tag = before
-        storage._swap_data_ptr_(fresh)  # type: ignore[attr-defined]
+        if _CAN_SWAP:
+            fresh = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+            if nbytes:
+                fresh = self._addresses(nbytes, torch.uint8).untyped_storage()
+            storage._swap_data_ptr_(fresh)  # type: ignore[attr-defined]
+        else:
+            self._resize(storage, nbytes)
         if block is not None:
             block.end()
+        if not _CAN_SWAP:
+            # It may be where the memory before was.
+            self._hold(storage)
+        self.log.tag = before
         return storage
 
-    def _storage(self, nbytes: int) -> Any:
-        storage: Any = torch.frombuffer(self._arena.take(nbytes), dtype=torch.uint8).untyped_storage()
-        return storage
+    def _addresses(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor that has addresses and no memory."""
+        if _CAN_SWAP:
+            return torch.frombuffer(self._arena.take(numel * dtype.itemsize), dtype=dtype)
+        tensor = torch.empty(numel, dtype=dtype)
+        self._hold(tensor.untyped_storage())
+        return tensor
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        """Note memory that torch has allocated, and that nobody touches, so that it takes addresses only."""
+        if storage.nbytes():
+            address = storage.data_ptr()
+            vars(storage)["_hollow_block"] = Block(self.log, storage.nbytes(), self._unknown, address)
+            self._unknown.add(address)
 
     def _make(self, like: Tensor, room: int = 0) -> Tensor:
         """A hollow tensor as the one on the meta device is, with room for so many elements at least."""
@@ -189,7 +210,7 @@ class HollowMemory(TorchDispatchMode):
             )
         if not extent:
             return torch.empty_strided(size, stride, dtype=like.dtype)
-        flat = torch.frombuffer(self._arena.take(extent * like.itemsize), dtype=like.dtype)
+        flat = self._addresses(extent, like.dtype)
         return flat if flat.shape == size else flat.as_strided(size, stride, offset)
 
     def _make_all(self, shapes: Shapes, room: int) -> list[Any]:

@@ -12,7 +12,7 @@ from flatparam.observing.allocations import allocations
 from flatparam.planning.hollow.kernels import Kernel, operands_of
 from flatparam.planning.hollow.rules import by_rule, returns_as_shaped
 
-__all__ = ["AFFORDABLE_NBYTES", "Temporaries", "Trial", "taken_by_running", "tried", "zeros_as"]
+__all__ = ["AFFORDABLE_NBYTES", "Temporaries", "Trial", "tried", "zeros_as"]
 
 _ATEN: Final = torch.ops.aten
 AFFORDABLE_NBYTES: Final = 2**23
@@ -68,7 +68,6 @@ class Temporaries:
     are not large: `unmeasured` has the names of those that were too large.
     """
 
-    measures: bool = True
     are_the_cpus: bool = True
     """Whether the CPU's kernels run; those of an accelerator take memory that nothing here knows."""
     unmeasured: set[str] = attrs.field(factory=set)
@@ -98,7 +97,7 @@ class Temporaries:
         return None if trial is None else list(trial.results)
 
     def _tried(self, kernel: Kernel, key: _Key) -> Trial | None:
-        if not self.measures or kernel.nbytes > AFFORDABLE_NBYTES:
+        if kernel.nbytes > AFFORDABLE_NBYTES:
             return None
         if key is None:
             return tried(kernel)
@@ -108,12 +107,6 @@ class Temporaries:
                 _trials.clear()
             _trials[key] = tried(kernel)
         return _trials[key]
-
-
-def taken_by_running(kernel: Kernel) -> int:
-    """The bytes that the kernel takes beside its results, found by running it on zeros."""
-    trial = tried(kernel)
-    return 0 if trial is None else trial.taken
 
 
 def tried(kernel: Kernel) -> Trial | None:

@@ -47,8 +47,6 @@ class UnitFacts:
     """The bytes of the full parameters in their compute dtype, padding included."""
     shard_nbytes: int
     """The bytes of this rank's shard."""
-    gradient_nbytes: int
-    """The bytes of the unsharded gradients that are reduced."""
     padding_nbytes: int
     """The bytes of the full parameters that are no parameter."""
     frees_after_forward: bool

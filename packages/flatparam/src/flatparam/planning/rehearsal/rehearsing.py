@@ -17,27 +17,24 @@ from flatparam_runtime import Unit, units_in
 __all__ = ["rehearse"]
 
 
-def rehearse(
-    program: TrainingProgram, setup: Setup, *, steps: int = 2, measures_kernels: bool = True
-) -> Rehearsal:
+def rehearse(program: TrainingProgram, setup: Setup, *, steps: int = 2) -> Rehearsal:
     """Run `program` in hollow memory, as one rank of a world in which no other exists.
 
     Nothing is computed, nothing is sent, and no memory is taken; the wrapper, the runtime and the optimizer are the
     real ones.
     """
     with without_compiler() as stands:
-        found = _rehearse(program, setup, steps, measures_kernels)
+        found = _rehearse(program, setup, steps)
     if stands is not None and stands.was_needed:
         # What the import of the compiler raises and catches keeps tensors alive, so it is to be there before.
-        found = _rehearse(program, setup, steps, measures_kernels)
+        found = _rehearse(program, setup, steps)
     return found
 
 
-def _rehearse(program: TrainingProgram, setup: Setup, steps: int, measures_kernels: bool) -> Rehearsal:
+def _rehearse(program: TrainingProgram, setup: Setup, steps: int) -> Rehearsal:
     ledger = ByteLedger()
     memory = HollowMemory(lambda number: observer.on_kernel(number))
     is_ahead = setup.device == "accelerator"
-    memory.temporaries.measures = measures_kernels
     memory.temporaries.are_the_cpus = not is_ahead
     observer = Observer(ledger, lambda: len(memory.log), memory=memory, is_ahead=is_ahead)
     topology = recorded(setup.topology(on_call=observer.on_call), ledger)
@@ -94,7 +91,6 @@ def _facts_of(unit: Unit) -> UnitFacts:
         numel,
         full,
         sum(handle.flat_param.nbytes for handle in unit.handles),
-        sum(handle.gradients.buffer.nbytes for handle in unit.trainable),
         padding,
         unit.plan.free_after_forward,
     )

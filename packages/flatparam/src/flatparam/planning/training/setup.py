@@ -150,11 +150,7 @@ class Setup:
             return Topology(group)
         if size == 1:
             return Topology(SingleCollectives(), group)
-        rows = [list(range(at, at + size)) for at in range(0, group.size, size)]
-        columns = [list(each) for each in zip(*rows, strict=True)]
-        made = [[group.subgroup(ranks) for ranks in some] for some in (rows, columns)]
-        shard, replicate = (next(each for each in some if each is not None) for some in made)
-        return Topology(shard, replicate)
+        return Topology.cut(group, [range(start, start + size) for start in range(0, group.size, size)])
 
     def arguments(self, topology: Topology, model: nn.Module) -> dict[str, Any]:
         """The wrapper's arguments."""
