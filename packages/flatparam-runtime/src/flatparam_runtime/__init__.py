@@ -9,6 +9,7 @@ from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers import (
+    COUNTERS,
     OptimizerKind,
     allow_shards,
     clip_grad_norm_,
@@ -87,6 +88,7 @@ from flatparam_runtime.vocabulary import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "COUNTERS",
     "OptimizerKind",
     "Threshold",
     "all_thresholds",

@@ -1,7 +1,7 @@
 """How optimizers step flat parameters, and which are refused."""
 
 from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
-from flatparam_runtime.optimizers.earlier_state import part_states_of
+from flatparam_runtime.optimizers.earlier_state import COUNTERS, part_states_of
 from flatparam_runtime.optimizers.in_backward import check_in_backward_optimizers, step_in_backward
 from flatparam_runtime.optimizers.shape_rules import OptimizerKind, allow_shards, kind_of_optimizer
 from flatparam_runtime.optimizers.stepping import (
@@ -12,6 +12,7 @@ from flatparam_runtime.optimizers.stepping import (
 )
 
 __all__ = [
+    "COUNTERS",
     "OptimizerKind",
     "allow_shards",
     "check_in_backward_optimizers",

@@ -11,13 +11,13 @@ from torch import Tensor, nn, optim
 from flatparam_comm import FlatParameter, FlatParamHandle, memory_view, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
 
-__all__ = ["keep_own_part", "part_states_of"]
+__all__ = ["COUNTERS", "keep_own_part", "part_states_of"]
 
 _PART_STATES_OF: Final = "part_states_of"
 """The method of an optimizer that knows of shards: `(settings of a group) -> names of states`, or `None` for all."""
 
-_COUNTS_STEPS = "step"
-"""The name of a state that belongs to no element, also if the parameter has no dimension."""
+COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
+"""The 0-d states of torch's optimizers that belong to no element, also if the parameter has no dimension."""
 
 
 def part_states_of(optimizer: optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str] | None:
@@ -70,5 +70,5 @@ def _own_parts(
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and value.shape == spec.shape
-        and (name != _COUNTS_STEPS if names is None else name in names)
+        and ((value.dim() > 0 or name not in COUNTERS) if names is None else name in names)
     }

@@ -1,7 +1,7 @@
 """The state of an optimizer over sharded parameters, by the names of the parameters."""
 
 from flatparam_state.optimizer.collect import optimizer_state_dict
-from flatparam_state.optimizer.entries import COUNTERS, AsItIs, PerRank
+from flatparam_state.optimizer.entries import AsItIs, PerRank
 from flatparam_state.optimizer.first_state import FirstState
 from flatparam_state.optimizer.holdings import (
     Held,
@@ -18,7 +18,6 @@ from flatparam_state.optimizer.quantised import spread_out
 
 __all__ = [
     "AsItIs",
-    "COUNTERS",
     "FirstState",
     "Held",
     "Holding",

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from flatparam_runtime import FlatParamError
+from flatparam_runtime import COUNTERS, FlatParamError
 from flatparam_state.forms import (
     Chunker,
     LazyValue,
@@ -20,7 +20,6 @@ from flatparam_state.forms import (
     is_tensor_like,
 )
 from flatparam_state.optimizer.entries import (
-    COUNTERS,
     AsItIs,
     PerRank,
     State,

@@ -1,22 +1,19 @@
-"""One entry of an optimizer's state: how it is copied and compared, and which ones only count."""
+"""One entry of an optimizer's state: how it is copied and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import torch
 
 from flatparam_state.forms import is_sharded_tensor
 
-__all__ = ["COUNTERS", "AsItIs", "State", "copy_value", "is_equal"]
+__all__ = ["AsItIs", "State", "copy_value", "is_equal"]
 
 State: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The states of an optimizer: by the name of a parameter, what it has under which name."""
-
-COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
-"""The 0-d states of torch's optimizers that are not shaped like the parameter."""
 
 
 @final
