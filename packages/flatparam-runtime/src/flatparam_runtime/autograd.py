@@ -11,6 +11,7 @@
 | `_C._len_torch_dispatch_stack`, `utils._python_dispatch` | which dispatch modes are on | none is turned off |
 | `nn.Module._forward_hooks` | the order of a module's hooks | an error that names it |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
+| `nn.Module._compiled_call_impl` | what is called instead of a module | past a wrapper only its `forward` is watched |
 | `_C._functorch.peek_interpreter_stack` | whether a transform of `torch.func` is under way | such a pass fails later |
 
 Two private methods of public classes are named elsewhere: `unit/calls.py` finds `nn.Module._call_impl` on the stack,
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from flatparam_comm import FlatParamError
 
 __all__ = [
+    "CALL",
     "accumulation_node",
     "apart_from_checkpoints",
     "call_at_end",
@@ -40,6 +42,7 @@ __all__ = [
     "in_backward",
     "in_range",
     "in_transform",
+    "is_later",
     "latest",
     "on_failed_run",
     "profiled",
@@ -50,6 +53,9 @@ __all__ = [
 
 _ACCUMULATES: Final = 2**64 - 1
 """The number of nodes that accumulate a leaf's gradient; that of others counts the nodes that a thread has made."""
+
+CALL: Final = "_compiled_call_impl"
+"""The attribute of a module that has what is called in its place, with all its hooks; `compile()` sets it."""
 
 Arguments = ParamSpec("Arguments")
 Key = TypeVar("Key")
@@ -146,6 +152,16 @@ def latest(nodes: Mapping[Key, Node]) -> list[Key]:
         return list(nodes)
     last = max((number for number in made.values() if number != _ACCUMULATES), default=None)
     return [key for key, number in made.items() if number in (last, _ACCUMULATES)]
+
+
+def is_later(node: Node, others: Iterable[Node]) -> bool:
+    """Whether the forward pass of this thread made `node` after all of `others`, leaves left out."""
+    try:
+        made = node._sequence_nr()
+        return all(other._sequence_nr() < made for other in others if other._sequence_nr() != _ACCUMULATES)
+    # This version of torch does not tell.
+    except AttributeError:
+        return False
 
 
 def accumulation_node(leaf: Tensor) -> Node | None:

@@ -40,6 +40,13 @@ class Topology:
     shard: Collectives
     replicate: Collectives | None = None
     mesh: DeviceMesh | None = attrs.field(default=None, eq=False, repr=False)
+    groups: tuple[Collectives, ...] = attrs.field(init=False, eq=False, repr=False)
+    """The shard group and the replicate group, without those of one rank."""
+
+    @groups.default
+    def _of_several_ranks(self) -> tuple[Collectives, ...]:
+        groups = (self.shard,) if self.replicate is None else (self.shard, self.replicate)
+        return tuple(group for group in groups if group.size > 1)
 
     @classmethod
     def cut(cls, world: Collectives, rows: Sequence[Sequence[int]]) -> Topology:
@@ -57,12 +64,6 @@ class Topology:
     def group(self) -> Collectives:
         """The group whose first rank speaks for all: the shard group, or the replicate group if nothing is sharded."""
         return self.replicate if self.replicate is not None and self.shard.size == 1 else self.shard
-
-    @property
-    def groups(self) -> tuple[Collectives, ...]:
-        """The shard group and the replicate group, without those of one rank."""
-        groups = (self.shard,) if self.replicate is None else (self.shard, self.replicate)
-        return tuple(group for group in groups if group.size > 1)
 
     @property
     def rank(self) -> int:

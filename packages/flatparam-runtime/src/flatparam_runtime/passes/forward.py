@@ -24,6 +24,7 @@ from flatparam_runtime.autograd import (
     dispatch_modes,
     in_backward,
     in_range,
+    is_later,
     profiled,
     untraced,
 )
@@ -206,6 +207,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     # The tree has recovered from an exception inside, which now propagates.
     if not unit.held.calls:
         return None
+    # The call of this thread was refused.
+    if output is None and unit.held.calls[-1].runs_elsewhere:
+        return None
     call = unit.held.end_call()
     failed = _is_of_exception(call, output)
     # A recomputation stops early with an exception of torch's own.
@@ -348,6 +352,7 @@ def _node_of_leaf(leaf: Tensor) -> Node:
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     found: dict[Node, None] = {}
     opaque: list[object] = []
+    made = {node for node, _ in call.inputs.values()}
     for tensor in tensors_in(output, opaque):
         if not tensor.requires_grad:
             continue
@@ -356,9 +361,12 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
             opaque.extend(leaf for handle in unit.handles for leaf in handle.leaves if leaf is tensor)
             continue
         found.setdefault(tensor.grad_fn)
+        # If the view is changed in place outside, the gradient comes by the tensor that it is a view of.
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and is_later(base.grad_fn, made):
+            found.setdefault(base.grad_fn)
     # An input that is passed on, as a cache of earlier layers' keys, gets its gradient when this unit is long complete.
-    passed_on = {node for node, _ in call.inputs.values()}
-    for node in [node for node in found if node not in passed_on] or found:
+    for node in [node for node in found if node not in made] or found:
         # A node's hooks run after those of its output tensors. So if this output is also the input of a different
         # unit, that unit is complete, and its memory is free, before this unit gathers ahead.
         node.register_prehook(functools.partial(_before_backward, unit, call))

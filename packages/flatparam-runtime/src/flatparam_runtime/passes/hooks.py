@@ -7,7 +7,7 @@ hook                 on                              handler                 pha
 forward pre-hook     the unit's module, in place     `before_forward`        IDLE -> FORWARD
 forward hook         the same (always)               `after_forward`         FORWARD -> IDLE
 forward hook         the unit's module               `cast_output`           (none)
-(no hook)            its `forward`, under a wrapper  `_call_directly`        the same, if called from outside
+(no hook)            its call and its `forward`      `_call_directly`        the same, if called past the wrapper
 (no hook)            `forward` of modules inside it  `_call_inside`          the same, if called from outside
 node pre-hook        outputs that need a gradient    `_before_backward`      IDLE -> BACKWARD
 post-accumulate      some leaves                     `_gradient_arrived`     BACKWARD -> REDUCING or IDLE,
@@ -30,11 +30,10 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from flatparam_comm import FlatParamError
-from flatparam_runtime.autograd import in_backward, stays_last, untraced
+from flatparam_runtime.autograd import CALL, in_backward, stays_last, untraced
 from flatparam_runtime.passes.forward import after_forward, before_forward, call_between, cast_output
 from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, unit_of
 
@@ -58,7 +57,7 @@ def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
     else:
-        own = [InnerCall(unit, module, "forward", _call_directly)]
+        own = [InnerCall(unit, module, name, _call_directly) for name in (CALL, "forward")]
     inside = (InnerCall(unit, child, "forward", _call_inside) for child in below if not _is_shell(child))
     return InnerCalls.of((*own, *inside))
 
@@ -99,9 +98,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     InnerCall(unit, module, name, _call_inside).put()
 
 
+@functools.partial(untraced, with_callees=False)
 def _call_inside(call: InnerCall[Unit], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unit = call.unit
-    if torch.compiler.is_compiling() or unit.calls or unit.phase is Phase.BACKWARD:
+    if unit.calls or unit.phase is Phase.BACKWARD:
         return call.__wrapped__(*args, **kwargs)
     # A recomputation may be of modules in other units. A method that the user registered always gets the parameters.
     if call.name == "forward" and in_backward() and not _uses_parameters(unit, call.module):

@@ -7,6 +7,7 @@ from typing import final
 
 import attrs
 import torch
+from torch import nn
 from typing_extensions import Self
 
 from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clean_fqn, streams_of
@@ -36,6 +37,8 @@ ROOT_NAME = "(root)"
 
 _TREE = "_flatparam_tree"
 """The attribute of a module that holds its tree, so that both have the same lifetime."""
+_HOOK = "_flatparam_hook"
+"""The attribute of an encoder layer of torch that says that it has a hook of ours."""
 
 
 @final
@@ -96,6 +99,7 @@ class UnitTree:
             unit.module.__dict__[_TREE] = tree
             for handle in unit.handles:
                 handle.use_pool(tree.pool)
+        _call_parts_of_encoders(root.module)
         return tree
 
     @property
@@ -291,6 +295,22 @@ class UnitTree:
                 unit.reset(drop_gradients=dead is not None)
         self._end_pooling()
         self.keeps_unsharded = False
+
+
+def _call_parts_of_encoders(root: nn.Module) -> None:
+    """Have torch's encoder layers call their parts, of which some are units, also in evaluation.
+
+    If no module inside has a hook, they read the weights of their parts instead.
+    """
+    for layer in root.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer) or _HOOK in vars(layer):
+            continue
+        if any(unit_of(part) is not None for part in layer.modules() if part is not layer):
+            vars(layer)[_HOOK] = layer.register_forward_pre_hook(_watch)
+
+
+def _watch(module: nn.Module, args: tuple[object, ...]) -> None:
+    """Do nothing: that it is there counts."""
 
 
 def _nothing() -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Final, Generic, TypeVar, final
 
 from torch import nn
 
+from flatparam_runtime.autograd import CALL
+
 __all__ = ["InnerCall"]
+
+_OF_METHODS: Final = frozenset(
+    {"__closure__", "__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__"}
+    | {"__name__", "__qualname__", "__self__"}
+)
+"""The attributes that a method has, and this object not."""
 
 U = TypeVar("U")
 
@@ -60,8 +68,15 @@ class InnerCall(Generic[U]):
         """The method itself, whose signature this object has too."""
         if self.own is not None:
             return self.own
-        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        name = "_call_impl" if self.name == CALL else self.name
+        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
         return method
+
+    def __getattr__(self, name: str) -> Any:
+        """Look `name` up in the method, as programs do that make a new one of its function."""
+        if name in _OF_METHODS:
+            return getattr(self.__wrapped__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def put(self) -> None:
         """Replace the method; a function that the user has put over this object stays, and may call this object."""
@@ -80,7 +95,8 @@ class InnerCall(Generic[U]):
             return
         there = module.__dict__.get(self.name)
         if there is not self:
-            self.covered = there
+            # What `compile()` has put there does not call this object.
+            self.covered = None if self.name == CALL else there
         elif self.own is not None:
             module.__dict__[self.name] = self.own
         else:

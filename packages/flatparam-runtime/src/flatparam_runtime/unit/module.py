@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from typing_extensions import Self
 
 from flatparam_comm import FlatParamError, FlatParamHandle, FullForm
-from flatparam_runtime.autograd import accumulation_node, will_run
+from flatparam_runtime.autograd import CALL, accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
@@ -112,6 +112,13 @@ class InnerCalls:
             if module is not None and module.__dict__.get(call.name) is call.own is call.covered is None:
                 module.__dict__[call.name] = call
             else:
+                call.put()
+
+    def restore(self) -> None:
+        """Put the stand-ins for calls in their places, which torch leaves out when it copies a module."""
+        for call in self.calls:
+            module = call.reference()
+            if module is not None and call.name == CALL and module.__dict__.get(CALL) is None:
                 call.put()
 
     def lift(self) -> None:

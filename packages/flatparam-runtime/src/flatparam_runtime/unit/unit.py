@@ -328,7 +328,10 @@ class Unit:
 
     def revive(self) -> bool:
         """Have the module show the shards of a unit that was just copied; false if it is not whole yet."""
-        return all([handle.revive() for handle in self.handles])
+        is_whole = all([handle.revive() for handle in self.handles])
+        if is_whole and not self.calls:
+            self.held.inner.restore()
+        return is_whole
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Return to rest after an exception in any phase; the shards and `.grad` stay as they are.

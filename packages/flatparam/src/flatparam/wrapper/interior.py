@@ -74,9 +74,10 @@ def interior_of(module: nn.Module) -> Interior | None:
 @partial(untraced, with_callees=False)
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the wrapped module, with its full parameters in place."""
-    interior = interior_of(self)
+    interior, inner = interior_of(self), self._modules[FSDP_WRAPPED_MODULE]
     assert interior is not None, "a wrapper is made with it"
-    return call_unit(interior.unit, inner_module(self), args, kwargs)
+    assert inner is not None, "and with a module"
+    return call_unit(interior.unit, inner, args, kwargs)
 
 
 def module_of(self: nn.Module) -> nn.Module:

@@ -1,0 +1,269 @@
+"""The wrapped module in the hands of programs that reach past its wrapper, or change it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+from flatparam.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatparam_comm import Collectives, FlatParamError, SingleCollectives
+
+from .models import seeded
+from .worlds import on_ranks
+
+X = torch.ones(3, 2)
+
+
+class Gain(nn.Module):
+    """A parameter whose shards would broadcast: to compute with them is no error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.g
+
+
+class Outer(nn.Module):
+    """A module inside a unit, which its methods call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = Gain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain(x) + 1  # type: ignore[no-any-return]
+
+
+def replaced(model: nn.Module) -> Callable[..., torch.Tensor]:
+    model.module.forward = MethodType(Gain.forward, model.module)
+    return model.module  # type: ignore[return-value]
+
+
+def made_of_its_function(model: nn.Module) -> Callable[..., torch.Tensor]:
+    function = model.module.forward.__func__
+    model.module.forward = MethodType(lambda self, x: function(self, x).float(), model.module)
+    return model.module  # type: ignore[return-value]
+
+
+def compiled(model: nn.Module) -> Callable[..., torch.Tensor]:
+    model.module.compile(backend="eager")
+    model(X)
+    return model.module  # type: ignore[return-value]
+
+
+def copied(model: nn.Module) -> Callable[..., torch.Tensor]:
+    kept = copy.deepcopy(model)
+    return lambda x: kept.module(x)  # type: ignore[no-any-return]
+
+
+def pickled(model: nn.Module) -> Callable[..., torch.Tensor]:
+    read = pickle.loads(pickle.dumps(model))
+    return lambda x: read.module(x)  # type: ignore[no-any-return]
+
+
+CHANGES = {
+    "as it is": lambda model: model.module,
+    "its forward": lambda model: model.module.forward,
+    "another forward": replaced,
+    "a forward of its function": made_of_its_function,
+    "compiled": compiled,
+    "a copy": copied,
+    "from a file": pickled,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_calling_the_wrapped_module(change: str, recorded: bool, use_orig_params: bool) -> None:
+    """It computes with full parameters, whatever a program has done to it, and the wrapper goes on."""
+
+    def rank(world: Collectives) -> Any:
+        model = FSDP(Gain(), world if change != "from a file" else None, use_orig_params=use_orig_params)
+        with torch.set_grad_enabled(recorded):
+            called = CHANGES[change](model)
+            return [called(X)[0].tolist(), model(X)[0].tolist(), called(X)[0].tolist()]
+
+    assert on_ranks(2, rank) == [[[2.0, 3.0]] * 3] * 2
+
+
+def test_its_hooks_see_full_parameters(use_orig_params: bool) -> None:
+    """Hooks before and after its call find the whole weight if it is called past its wrapper, too."""
+
+    def rank(world: Collectives) -> Any:
+        model, seen = FSDP(Gain(), use_orig_params=use_orig_params), []
+        model.module.register_forward_pre_hook(lambda module, args: seen.append(module.g.tolist()))
+        model.module.register_forward_hook(lambda module, args, output: seen.append(module.g.tolist()))
+        model.module(X)
+        return seen
+
+    assert on_ranks(2, rank) == [[[2.0, 3.0]] * 2] * 2
+
+
+def test_its_forward_is_like_a_method() -> None:
+    """Programs that look at it find the function, its arguments and the module; it can be exported."""
+
+    def rank(world: Collectives) -> None:
+        model = FSDP(Outer())
+        for module, kind in ((model.module, Outer), (model.module.gain, Gain)):
+            forward = module.forward
+            assert forward.__func__ is kind.forward
+            assert forward.__self__ is module
+            assert forward.__code__ is kind.forward.__code__
+            assert (forward.__name__, forward.__qualname__) == ("forward", f"{kind.__name__}.forward")
+            assert [*inspect.signature(forward).parameters] == ["x"]
+            with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+                _ = forward.nothing
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("what", ["module", "forward", "function"])
+def test_compiling_a_module_inside(what: str, use_orig_params: bool) -> None:
+    """A compiled call of a part of a unit, from outside of the unit, computes with full parameters, and trains it."""
+
+    def rank(world: Collectives) -> Any:
+        torch._dynamo.reset()
+        model = FSDP(Outer(), use_orig_params=use_orig_params)
+        part = model.module.gain
+        called = {"module": part, "forward": part.forward, "function": lambda x: part(x) * 1}[what]
+        output = torch.compile(called, backend="eager")(X)
+        output.sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            return output[0].tolist(), part.g.grad.tolist()
+
+    assert on_ranks(2, rank) == [([2.0, 3.0], [3.0, 3.0])] * 2
+
+
+ENCODER_POLICIES = {
+    "attention": ModuleWrapPolicy({nn.MultiheadAttention}),
+    "norms": ModuleWrapPolicy({nn.LayerNorm}),
+    "size": lambda **named: size_based_auto_wrap_policy(**named, min_num_params=100),
+}
+
+
+@pytest.mark.parametrize("policy", ENCODER_POLICIES)
+def test_parts_of_an_encoder_layer(policy: str, use_orig_params: bool) -> None:
+    """In evaluation torch's layer reads the weights of its parts, unless a hook is there: the parts may be units."""
+
+    def make() -> nn.Module:
+        return nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0),
+            2,
+            enable_nested_tensor=False,
+        )
+
+    x = torch.randn(2, 5, 8)
+    reference = seeded(make)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            expected = reference.eval()(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+    def rank(world: Collectives) -> Any:
+        model = FSDP(
+            seeded(make), auto_wrap_policy=ENCODER_POLICIES[policy], use_orig_params=use_orig_params
+        ).eval()
+        with torch.no_grad():
+            model(x)
+            return model(x)
+
+    for found in on_ranks(2, rank):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class Viewed(nn.Module):
+    """A unit whose output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.randn(4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.g).view(-1, 4)
+
+
+class Changing(nn.Module):
+    """It changes the outputs of its parts in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Viewed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + torch.relu_(part(x))
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_outputs_that_are_changed_in_place(strategy: str, use_orig_params: bool) -> None:
+    """The backward pass gathers a unit whose output, a view, was changed in place outside; all bits are those of one."""
+    x = torch.randn(5, 4)
+
+    def train(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def rank(world: Collectives) -> list[float]:
+        return train(
+            FSDP(
+                seeded(Changing),
+                sharding_strategy=ShardingStrategy[strategy],
+                auto_wrap_policy=ModuleWrapPolicy({Viewed}),
+                use_orig_params=use_orig_params,
+            )
+        )
+
+    assert on_ranks(2, rank) == [train(seeded(Changing))] * 2
+
+
+def test_a_thread_that_is_refused(use_orig_params: bool) -> None:
+    """The thread whose pass is running goes on, with full parameters."""
+
+    class Waiting(Gain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread() is main:
+                other = threading.Thread(target=call)
+                other.start()
+                other.join()
+            return super().forward(x)
+
+    refused: list[str] = []
+
+    def call() -> None:
+        try:
+            model(X)
+        except FlatParamError as error:
+            refused.append(str(error))
+
+    main = threading.current_thread()
+    # Threads of a world would wait for their turns.
+    model = FSDP(Waiting(), SingleCollectives(), use_orig_params=use_orig_params)
+    for _ in range(2):
+        model(X).sum().backward()
+    assert len(refused) == 2
+    assert all("is in the forward pass of another thread" in each for each in refused)
+    assert [call.module for unit in (model._unit,) for call in unit.calls] == []
