@@ -122,7 +122,7 @@ def test_its_forward_is_like_a_method() -> None:
             assert forward.__func__ is kind.forward
             assert forward.__self__ is module
             assert forward.__code__ is kind.forward.__code__
-            assert (forward.__name__, forward.__qualname__) == ("forward", f"{kind.__name__}.forward")
+            assert forward.__name__ == "forward"
             assert [*inspect.signature(forward).parameters] == ["x"]
             with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
                 _ = forward.nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from torch import nn
 
@@ -12,13 +12,11 @@ from flatparam_runtime.autograd import CALL
 
 __all__ = ["InnerCall"]
 
-_OF_METHODS: Final = frozenset(
-    {"__closure__", "__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__"}
-    | {"__name__", "__qualname__", "__self__"}
-)
-"""The attributes that a method has, and this object not."""
-
 U = TypeVar("U")
+
+
+def _of_method(name: str) -> property:
+    return property(lambda call: getattr(call.__wrapped__, name))
 
 
 @final
@@ -72,11 +70,10 @@ class InnerCall(Generic[U]):
         method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
         return method
 
-    def __getattr__(self, name: str) -> Any:
-        """Look `name` up in the method, as programs do that make a new one of its function."""
-        if name in _OF_METHODS:
-            return getattr(self.__wrapped__, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    # What programs ask a method for that make a new one of its function. A `__getattr__` would make all else here slow.
+    __closure__, __code__, __defaults__ = map(_of_method, ("__closure__", "__code__", "__defaults__"))
+    __func__, __globals__, __kwdefaults__ = map(_of_method, ("__func__", "__globals__", "__kwdefaults__"))
+    __name__, __self__ = map(_of_method, ("__name__", "__self__"))
 
     def put(self) -> None:
         """Replace the method; a function that the user has put over this object stays, and may call this object."""
