@@ -34,6 +34,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 
 #: Private attributes of torch's objects, by name: the object that has them, as an expression.
 OF_OBJECTS: Final[Mapping[str, str]] = {
+    "_base": "torch.empty(0)",
     "_buffers": "torch.nn.Module()",
     "_cdata": "torch.UntypedStorage",
     "_devices": "torch._C._distributed_c10d.ProcessGroupGloo._Options",

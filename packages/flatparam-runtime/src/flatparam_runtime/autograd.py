@@ -5,6 +5,7 @@
 | `_C._current_graph_task_id` | which autograd run this thread is in | a backward pass raises an error that names it |
 | `_C._will_engine_execute_node` | whether this run computes what arrives at a node | the same |
 | `autograd.graph.Node._sequence_nr` | which of several nodes runs first | units wait for the gradients of all inputs |
+| `Tensor._base` | of which tensor another one is a view | an error that names it |
 | `Variable._execution_engine.queue_callback` | when autograd has computed everything | the same |
 | `autograd.profiler._is_profiler_enabled` | whether somebody profiles | no ranges are shown |
 | `autograd.graph._engine_run_backward` | that a backward pass has raised | nobody is told of what it was |
@@ -42,8 +43,8 @@ __all__ = [
     "in_backward",
     "in_range",
     "in_transform",
-    "is_later",
     "latest",
+    "node_beneath",
     "on_failed_run",
     "profiled",
     "stays_last",
@@ -154,14 +155,22 @@ def latest(nodes: Mapping[Key, Node]) -> list[Key]:
     return [key for key, number in made.items() if number in (last, _ACCUMULATES)]
 
 
-def is_later(node: Node, others: Iterable[Node]) -> bool:
-    """Whether the forward pass of this thread made `node` after all of `others`, leaves left out."""
+def node_beneath(view: Tensor, before: Iterable[Node]) -> Node | None:
+    """The node of the tensor that `view` is a view of, if this thread's forward pass made it after all nodes `before`.
+
+    Leaves among these do not count. `None` if it is older, or if `view` is a view of nothing that autograd records.
+    """
+    base = view._base
+    node = None if base is None else base.grad_fn
+    if node is None:
+        return None
     try:
-        made = node._sequence_nr()
-        return all(other._sequence_nr() < made for other in others if other._sequence_nr() != _ACCUMULATES)
+        numbers = [each._sequence_nr() for each in before]
+        is_later = all(number < node._sequence_nr() for number in numbers if number != _ACCUMULATES)
     # This version of torch does not tell.
     except AttributeError:
-        return False
+        return None
+    return node if is_later else None
 
 
 def accumulation_node(leaf: Tensor) -> Node | None:

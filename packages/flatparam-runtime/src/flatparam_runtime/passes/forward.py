@@ -24,7 +24,7 @@ from flatparam_runtime.autograd import (
     dispatch_modes,
     in_backward,
     in_range,
-    is_later,
+    node_beneath,
     profiled,
     untraced,
 )
@@ -362,9 +362,9 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
             continue
         found.setdefault(tensor.grad_fn)
         # If the view is changed in place outside, the gradient comes by the tensor that it is a view of.
-        base = tensor._base
-        if base is not None and base.grad_fn is not None and is_later(base.grad_fn, made):
-            found.setdefault(base.grad_fn)
+        beneath = node_beneath(tensor, made)
+        if beneath is not None:
+            found.setdefault(beneath)
     # An input that is passed on, as a cache of earlier layers' keys, gets its gradient when this unit is long complete.
     for node in [node for node in found if node not in made] or found:
         # A node's hooks run after those of its output tensors. So if this output is also the input of a different
