@@ -19,9 +19,10 @@ final callback       the autograd run                `BackwardPass.finish`   RED
 A wrapper calls its unit's module by `call_unit`, around all hooks of that module. A unit in place has the two hooks
 instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
-two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
-begins. Outside of both folders, `optimizers/stepping.py` registers one hook for the process, on every optimizer's
-step, if `notice_optimizers` is called.
+three: `unit/module.py` registers a leaf's hook once it has to; `backward.py` queues the final callback when a pass
+begins; and `tree.py` puts a hook that does nothing on encoder layers of torch that have units inside. Outside of both
+folders, `optimizers/stepping.py` registers one hook for the process, on every optimizer's step, if `notice_optimizers`
+is called.
 """
 
 from __future__ import annotations
