@@ -18,6 +18,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
+from flatparam_comm.testing import run_processes
 
 from .models import seeded
 from .worlds import on_ranks
@@ -58,12 +59,6 @@ def made_of_its_function(model: nn.Module) -> Callable[..., torch.Tensor]:
     return model.module  # type: ignore[return-value]
 
 
-def compiled(model: nn.Module) -> Callable[..., torch.Tensor]:
-    model.module.compile(backend="eager")
-    model(X)
-    return model.module  # type: ignore[return-value]
-
-
 def copied(model: nn.Module) -> Callable[..., torch.Tensor]:
     kept = copy.deepcopy(model)
     return lambda x: kept.module(x)  # type: ignore[no-any-return]
@@ -79,7 +74,6 @@ CHANGES = {
     "its forward": lambda model: model.module.forward,
     "another forward": replaced,
     "a forward of its function": made_of_its_function,
-    "compiled": compiled,
     "a copy": copied,
     "from a file": pickled,
 }
@@ -130,21 +124,35 @@ def test_its_forward_is_like_a_method() -> None:
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("what", ["module", "forward", "function"])
-def test_compiling_a_module_inside(what: str, use_orig_params: bool) -> None:
-    """A compiled call of a part of a unit, from outside of the unit, computes with full parameters, and trains it."""
-
-    def rank(world: Collectives) -> Any:
-        torch._dynamo.reset()
+def compiled_parts(world: Collectives, use_orig_params: bool) -> dict[str, tuple[list[float], list[float]]]:
+    """For each way to call a part of a unit compiled, its output and the gradient that it gives the part."""
+    found = {}
+    for what in ("module", "forward", "function"):
         model = FSDP(Outer(), use_orig_params=use_orig_params)
         part = model.module.gain
-        called = {"module": part, "forward": part.forward, "function": lambda x: part(x) * 1}[what]
+        called = {"module": part, "forward": part.forward, "function": lambda x, part=part: part(x) * 1}[what]
         output = torch.compile(called, backend="eager")(X)
         output.sum().backward()
         with FSDP.summon_full_params(model, with_grads=True):
-            return output[0].tolist(), part.g.grad.tolist()
+            found[what] = output[0].tolist(), part.g.grad.tolist()
+        torch._dynamo.reset()
+    model = FSDP(Gain(), use_orig_params=use_orig_params)
+    model.module.compile(backend="eager")
+    for _ in range(2):
+        model(X)
+        model.zero_grad()
+        output = model.module(X)
+        output.sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        found["in place"] = output[0].tolist(), model.module.g.grad.tolist()
+    return found
 
-    assert on_ranks(2, rank) == [([2.0, 3.0], [3.0, 3.0])] * 2
+
+@pytest.mark.processes
+def test_compiling_a_module_inside(use_orig_params: bool) -> None:
+    """A compiled call of a part of a unit, or of the wrapped module, computes with full parameters, and trains them."""
+    for found in run_processes(2, compiled_parts, use_orig_params):
+        assert found == dict.fromkeys(("module", "forward", "function", "in place"), ([2.0, 3.0], [3.0, 3.0]))
 
 
 ENCODER_POLICIES = {
