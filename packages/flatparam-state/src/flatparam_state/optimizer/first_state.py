@@ -151,7 +151,7 @@ def _initial(
     try:
         with torch.no_grad():
             kind._init_group(twin, twin.param_groups[0], *([] for _ in lists))
-    # Before torch 2.12, the constructor of Adagrad made the state.
+    # With torch 2.11, the constructor of Adagrad makes the state.
     except KeyError:
         arguments = inspect.signature(kind).parameters.keys() - {"params"}
         twin = kind([stand_in], **{name: settings[name] for name in arguments & settings.keys()})
