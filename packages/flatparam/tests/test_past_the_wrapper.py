@@ -107,7 +107,7 @@ def test_its_hooks_see_full_parameters(use_orig_params: bool) -> None:
 
 
 def test_its_forward_is_like_a_method() -> None:
-    """Programs that look at it find the function, its arguments and the module; it can be exported."""
+    """Programs that look at it find the function, its arguments and the module."""
 
     def rank(world: Collectives) -> None:
         model = FSDP(Outer())
@@ -122,6 +122,16 @@ def test_its_forward_is_like_a_method() -> None:
                 _ = forward.nothing
 
     on_ranks(2, rank)
+
+
+@pytest.mark.filterwarnings("ignore:the world has one rank")
+def test_exporting_the_wrapped_module(use_orig_params: bool) -> None:
+    """It is exported inside `summon_full_params`, and computes there."""
+    model = FSDP(Outer(), SingleCollectives(), use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(model, writeback=False):
+        # What is exported has the full parameters, which are freed afterwards.
+        exported = torch.export.export(model.module, (X,))
+        assert exported.module()(X)[0].tolist() == [3.0, 4.0]
 
 
 def compiled_parts(world: Collectives, use_orig_params: bool) -> dict[str, tuple[list[float], list[float]]]:

@@ -306,7 +306,8 @@ def _call_parts_of_encoders(root: nn.Module) -> None:
         if not isinstance(layer, nn.TransformerEncoderLayer) or _HOOK in vars(layer):
             continue
         if any(unit_of(part) is not None for part in layer.modules() if part is not layer):
-            vars(layer)[_HOOK] = layer.register_forward_pre_hook(_watch)
+            layer.register_forward_pre_hook(_watch)
+            vars(layer)[_HOOK] = True
 
 
 def _watch(module: nn.Module, args: tuple[object, ...]) -> None:

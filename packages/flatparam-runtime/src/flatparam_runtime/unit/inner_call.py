@@ -30,7 +30,7 @@ class InnerCall(Generic[U]):
 
         Args:
             unit: the unit that `module` is, or is inside of.
-            name: the name of the method.
+            name: the name of the method, or `CALL`.
             run: called with this object and the method's positional and keyword arguments.
         """
         self.unit = unit

@@ -93,7 +93,10 @@ class LeafWatch:
 @final
 @attrs.define(eq=False)
 class InnerCalls:
-    """The stand-ins for the `forward` of every module inside a unit, in place exactly while the unit is not called."""
+    """The stand-ins for calls from outside of a unit's own call, in place exactly while the unit is not called.
+
+    They stand for the `forward` of each module inside and, under a wrapper, for that of the unit's module and its call.
+    """
 
     calls: tuple[InnerCall[Any], ...] = ()
 

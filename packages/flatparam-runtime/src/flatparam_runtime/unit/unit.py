@@ -317,13 +317,13 @@ class Unit:
             )
         self.reshard()
         kept = {name: getattr(self, name) for name in ("name", "plan", "handles", "links")}
-        held = {name: getattr(self.held, name) for name in ("by_hooks", "buffers", "inner")}
-        return kept | {"module": self.module} | held | {"reducer": self.reducer.copy()}
+        held = self.module, self.held.by_hooks, self.held.buffers, self.held.inner
+        return kept | {"held": held, "reducer": self.reducer.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which `revive` completes."""
-        own = {name: state.pop(name) for name in ("by_hooks", "buffers", "inner")}
-        held = UnitModule(weakref.ref(state.pop("module")), **own)
+        module, by_hooks, buffers, inner = state.pop("held")
+        held = UnitModule(weakref.ref(module), by_hooks, buffers, inner=inner)
         type(self).__init__(self, held=held, **state)
 
     def revive(self) -> bool:
