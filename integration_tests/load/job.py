@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from tools.gpt.corpus import read_corpus
 from tools.gpt.model import GPT, Block
 from tools.gpt.shape import Shape
 
-__all__ = ["GLOBAL_ROWS", "batches", "ddp", "resources", "sharded", "train"]
+__all__ = ["GLOBAL_ROWS", "Resources", "batches", "ddp", "resources", "sharded", "status_nbytes", "train"]
 
 SHAPE: Final = Shape(layers=2, width=32, heads=2, context=32)
 GLOBAL_ROWS: Final = 8
@@ -79,8 +80,32 @@ def train(
     return losses
 
 
-def resources() -> tuple[int, int, int]:
-    """The bytes of this process that are resident, its open files, and its threads."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    files = len(os.listdir("/proc/self/fd"))
-    return pages * os.sysconf("SC_PAGE_SIZE"), files, threading.active_count()
+class Resources(NamedTuple):
+    """What this process holds, once its garbage is collected."""
+
+    nbytes: int
+    """Resident bytes; the pages of files (code and the like) come and go with the machine and do not count."""
+
+    objects: int
+    """Objects of Python that can hold others and came into being after `gc.freeze()`."""
+
+    files: int
+    """Open files."""
+
+    threads: int
+    """Threads of Python."""
+
+
+def status_nbytes(field: str) -> int:
+    """Bytes that Linux tells of this process, for example `VmRSS` (resident now) or `VmHWM` (resident at most)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def resources() -> Resources:
+    """Collect garbage, and count what this process holds."""
+    gc.collect()
+    nbytes = status_nbytes("RssAnon") + status_nbytes("RssShmem")
+    return Resources(
+        nbytes, len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count()
+    )
