@@ -23,6 +23,7 @@ from flatparam_comm.refusals import (
     check_numel,
     check_overlap,
     check_reducible,
+    site_of,
 )
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "check_reduce_scatter",
     "check_reduce_scatter_parts",
     "check_subgroup",
+    "site_of",
 ]
 
 

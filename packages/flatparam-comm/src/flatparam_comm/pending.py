@@ -1,4 +1,4 @@
-"""The two pendings that need no engine: one that is complete, and one with a step left to run."""
+"""The pendings that need no engine: of what is complete when a call returns, and with a step left to run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Final, final
 
 import attrs
+import torch
+from torch import Tensor
 
 from flatparam_comm.collectives import Pending
 
-__all__ = ["COMPLETED", "CompletedPending", "ContinuedPending"]
+__all__ = ["COMPLETED", "CompletedPending", "ContinuedPending", "copied"]
 
 
 @final
@@ -26,6 +28,14 @@ class CompletedPending:
 
 
 COMPLETED: Final = CompletedPending()
+
+
+def copied(target: Tensor, source: Tensor) -> Pending:
+    """Copy `source` to `target` on this rank alone, unless they begin at one address; that completes the collective."""
+    if target.data_ptr() != source.data_ptr():
+        with torch.no_grad():
+            target.copy_(source)
+    return COMPLETED
 
 
 @final

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.collectives import ExchangesValues, ReduceOp
 from flatparam_comm.errors import describe_call
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_overlap",
     "check_reducible",
     "check_tensor",
+    "site_of",
 ]
 
 #: The dtypes that can be reduced: gloo and NCCL both add them, with the same meaning. (bool is left out because gloo
@@ -54,6 +55,11 @@ class Site:
         """The error to raise here; it says what was expected, what was found and what to do."""
         where = f"rank {self.rank} of {self.size}: {describe_call(self.op, self.label)}"
         return ValueError(f"{where}: expected {expected}, found {found}" + (f"; {advice}" if advice else ""))
+
+
+def site_of(collectives: ExchangesValues, op: str, label: str) -> Site:
+    """The place of a call of `collectives`."""
+    return Site(rank=collectives.rank, size=collectives.size, op=op, label=label)
 
 
 def check_tensor(site: Site, name: str, value: object) -> None:

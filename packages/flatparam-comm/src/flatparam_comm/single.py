@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
-import torch
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Pending, ReduceOp
-from flatparam_comm.pending import COMPLETED
+from flatparam_comm.pending import COMPLETED, copied
 
 __all__ = ["SingleCollectives"]
 
@@ -39,26 +37,24 @@ class SingleCollectives:
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
-        checks.check_all_gather(_site("all_gather", label), output, shard)
-        _copy(output, shard)
-        return COMPLETED
+        checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
+        return copied(output, shard)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
         """See `Collectives.reduce_scatter`."""
-        checks.check_reduce_scatter(_site("reduce_scatter", label), output, full, op)
-        _copy(output, full)
-        return COMPLETED
+        checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
+        return copied(output, full)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
-        checks.check_all_reduce(_site("all_reduce", label), tensor, op)
+        checks.check_all_reduce(checks.site_of(self, "all_reduce", label), tensor, op)
         return COMPLETED
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """See `Collectives.broadcast`."""
-        checks.check_broadcast(_site("broadcast", label), tensor, root)
+        checks.check_broadcast(checks.site_of(self, "broadcast", label), tensor, root)
         return COMPLETED
 
     def all_to_all(
@@ -71,9 +67,10 @@ class SingleCollectives:
         label: str = "",
     ) -> Pending:
         """See `Collectives.all_to_all`."""
-        checks.check_all_to_all(_site("all_to_all", label), output, given, output_numels, given_numels)
-        _copy(output, given)
-        return COMPLETED
+        checks.check_all_to_all(
+            checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels
+        )
+        return copied(output, given)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. The value is pickled and unpickled, as between processes."""
@@ -84,15 +81,5 @@ class SingleCollectives:
 
     def subgroup(self, ranks: Sequence[int]) -> SingleCollectives | None:
         """See `Collectives.subgroup`; this group is the only one."""
-        checks.check_subgroup(_site("subgroup", ""), ranks)
+        checks.check_subgroup(checks.site_of(self, "subgroup", ""), ranks)
         return self
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        with torch.no_grad():
-            target.copy_(source)
-
-
-def _site(op: str, label: str) -> Site:
-    return Site(rank=0, size=1, op=op, label=label)

@@ -8,7 +8,6 @@ from typing import final
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 from flatparam_comm.pending import COMPLETED
@@ -55,7 +54,7 @@ class HookedCollectives(ForwardingCollectives):
         """See `Collectives.all_gather`."""
         if self._all_gather is None:
             return self.inner.all_gather(output, shard, label=label)
-        checks.check_all_gather(self._site("all_gather", label), output, shard)
+        checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
         return _started(self._all_gather(self.inner, output, shard, label))
 
     def reduce_scatter(
@@ -64,14 +63,14 @@ class HookedCollectives(ForwardingCollectives):
         """See `Collectives.reduce_scatter`."""
         if self._reduce_scatter is None or op is not ReduceOp.SUM:
             return self.inner.reduce_scatter(output, full, op=op, label=label)
-        checks.check_reduce_scatter(self._site("reduce_scatter", label), output, full, op)
+        checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
         return _started(self._reduce_scatter(self.inner, output, full, label))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
         if self._all_reduce is None or op is not ReduceOp.SUM:
             return self.inner.all_reduce(tensor, op=op, label=label)
-        checks.check_all_reduce(self._site("all_reduce", label), tensor, op)
+        checks.check_all_reduce(checks.site_of(self, "all_reduce", label), tensor, op)
         return _started(self._all_reduce(self.inner, tensor, tensor, label))
 
     def _decorate(self, inner: Collectives) -> Collectives:
@@ -81,9 +80,6 @@ class HookedCollectives(ForwardingCollectives):
             reduce_scatter=self._reduce_scatter,
             all_reduce=self._all_reduce,
         )
-
-    def _site(self, op: str, label: str) -> Site:
-        return Site(rank=self.rank, size=self.size, op=op, label=label)
 
 
 def _started(pending: Pending | None) -> Pending:

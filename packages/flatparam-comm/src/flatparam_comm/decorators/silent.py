@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import torch
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.pending import COMPLETED
+from flatparam_comm.pending import COMPLETED, copied
 
 __all__ = ["SilentCollectives"]
 
@@ -30,26 +28,24 @@ class SilentCollectives(ForwardingCollectives):
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """Copy `shard` to its place in `output`."""
-        checks.check_all_gather(self._site("all_gather", label), output, shard)
-        _copy(_slice_of(output, self.rank, shard.numel()), shard)
-        return COMPLETED
+        checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
+        return copied(_slice_of(output, self.rank, shard.numel()), shard)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
         """Copy this rank's slice of `full` to `output`."""
-        checks.check_reduce_scatter(self._site("reduce_scatter", label), output, full, op)
-        _copy(output, _slice_of(full, self.rank, output.numel()))
-        return COMPLETED
+        checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
+        return copied(output, _slice_of(full, self.rank, output.numel()))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Leave `tensor` as it is."""
-        checks.check_all_reduce(self._site("all_reduce", label), tensor, op)
+        checks.check_all_reduce(checks.site_of(self, "all_reduce", label), tensor, op)
         return COMPLETED
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """Leave `tensor` as it is."""
-        checks.check_broadcast(self._site("broadcast", label), tensor, root)
+        checks.check_broadcast(checks.site_of(self, "broadcast", label), tensor, root)
         return COMPLETED
 
     def all_to_all(
@@ -62,24 +58,16 @@ class SilentCollectives(ForwardingCollectives):
         label: str = "",
     ) -> Pending:
         """Copy what this rank gives itself to its place in `output`."""
-        checks.check_all_to_all(self._site("all_to_all", label), output, given, output_numels, given_numels)
+        checks.check_all_to_all(
+            checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels
+        )
         target, own = output_numels[: self.rank], given_numels[: self.rank]
         numel = given_numels[self.rank]
-        _copy(output.detach()[sum(target) :][:numel], given.detach()[sum(own) :][:numel])
-        return COMPLETED
+        return copied(output.detach()[sum(target) :][:numel], given.detach()[sum(own) :][:numel])
 
     def _decorate(self, inner: Collectives) -> Collectives:
         return SilentCollectives(inner)
 
-    def _site(self, op: str, label: str) -> Site:
-        return Site(rank=self.rank, size=self.size, op=op, label=label)
-
 
 def _slice_of(whole: Tensor, rank: int, numel: int) -> Tensor:
     return whole.detach()[rank * numel : (rank + 1) * numel]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        with torch.no_grad():
-            target.copy_(source)

@@ -103,7 +103,7 @@ class ThreadCollectives:
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
-        site = self._site("all_gather", label)
+        site = checks.site_of(self, "all_gather", label)
         checks.check_all_gather(site, output, shard)
         late = self._world.deliver_late
         return self._move(
@@ -114,7 +114,7 @@ class ThreadCollectives:
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
         """See `Collectives.reduce_scatter`. Adds in rank order, in the dtype of `full`."""
-        site = self._site("reduce_scatter", label)
+        site = checks.site_of(self, "reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         late = self._world.deliver_late
         return self._move(
@@ -125,7 +125,7 @@ class ThreadCollectives:
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`. Adds in rank order, in the tensor's dtype."""
-        site = self._site("all_reduce", label)
+        site = checks.site_of(self, "all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         late = self._world.deliver_late
         return self._move(
@@ -136,7 +136,7 @@ class ThreadCollectives:
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """See `Collectives.broadcast`."""
-        site = self._site("broadcast", label)
+        site = checks.site_of(self, "broadcast", label)
         checks.check_broadcast(site, tensor, root)
         late = self._world.deliver_late
         return self._move(
@@ -155,7 +155,7 @@ class ThreadCollectives:
         label: str = "",
     ) -> Pending:
         """See `Collectives.all_to_all`."""
-        site = self._site("all_to_all", label)
+        site = checks.site_of(self, "all_to_all", label)
         checks.check_all_to_all(site, output, given, output_numels, given_numels)
         late = self._world.deliver_late
         cargo = Cargo(site, given, output, tuple(given_numels), tuple(output_numels))
@@ -173,7 +173,7 @@ class ThreadCollectives:
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadCollectives | None:
         """See `Collectives.subgroup`."""
-        chosen = checks.check_subgroup(self._site("subgroup", ""), ranks)
+        chosen = checks.check_subgroup(checks.site_of(self, "subgroup", ""), ranks)
         members = tuple(self._group.members[rank] for rank in chosen)
         post = Post(MeetingCall("subgroup", detail=f"ranks {list(chosen)}"))
         group: MeetingGroup = self._meet(post, lambda posts: self._world.add_group(members)).outcome
@@ -183,9 +183,6 @@ class ThreadCollectives:
         """Let the other ranks go on until all of them wait. The sleep takes no time: the world's clock is moved."""
         self._world.baton.check_thread(self._world_rank, "sleep", "")
         self._world.baton.pause(self._world_rank, seconds)
-
-    def _site(self, op: str, label: str) -> checks.Site:
-        return checks.Site(rank=self.rank, size=self.size, op=op, label=label)
 
     def _move(self, cargo: Cargo, detail: str, stage: Callable[[Sequence[Cargo]], Staged]) -> Pending:
         """Post a data-plane call. `stage` computes the results, on the rank that posts last."""

@@ -9,7 +9,7 @@ from typing import final
 import attrs
 import torch
 
-from flatparam_comm.transfer.device import Copies, CopiesBeside, Mark
+from flatparam_comm.transfer.device import Copies, Mark
 
 __all__ = ["Streams"]
 
@@ -92,8 +92,8 @@ class Streams:
             self._uploaded = None
 
     @contextlib.contextmanager
-    def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[CopiesBeside]:
-        copies = CopiesBeside()
+    def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[Copies]:
+        copies = Copies()
         before, index = (
             torch.accelerator.current_stream(self.device),
             torch.accelerator.current_device_index(),

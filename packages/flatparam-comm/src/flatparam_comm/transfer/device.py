@@ -14,7 +14,7 @@ from typing import Protocol, final
 import attrs
 import torch
 
-__all__ = ["Copies", "CopiesBeside", "Mark", "OnDevice"]
+__all__ = ["Copies", "Mark", "OnDevice"]
 
 
 class Mark(Protocol):
@@ -30,12 +30,13 @@ class Mark(Protocol):
         """Whether the device has reached this point; the host does not wait."""
 
 
-class Copies(Protocol):
-    """Copies on a stream of their own."""
+@final
+@attrs.define(eq=False)
+class Copies:
+    """Copies that are queued on a stream of their own, or made at once."""
 
-    @property
-    def end(self) -> Mark | None:
-        """The point at which the copies end, once they are queued; `None` if the device has made them."""
+    end: Mark | None = None
+    """The point at which they end, once all are queued; `None` if they are made at once."""
 
 
 class OnDevice(Protocol):
@@ -80,12 +81,3 @@ class OnDevice(Protocol):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a small tensor on the host, which is complete once the host has waited for the device."""
-
-
-@final
-@attrs.define(eq=False)
-class CopiesBeside:
-    """Copies whose `end` is set once they are queued, if they are queued."""
-
-    end: Mark | None = None
-    """The point at which the copies end."""

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from flatparam_comm.transfer.accelerator import Streams
-from flatparam_comm.transfer.device import Copies, CopiesBeside, OnDevice
+from flatparam_comm.transfer.device import Copies, OnDevice
 
 __all__ = ["NoStreams", "acting_as", "streams_of"]
 
@@ -31,15 +31,15 @@ class NoStreams:
 
     def uploading(self) -> AbstractContextManager[Copies]:
         """Copy in order with all other work."""
-        return nullcontext(CopiesBeside())
+        return nullcontext(Copies())
 
     def downloading(self) -> AbstractContextManager[Copies]:
         """Copy in order with all other work."""
-        return nullcontext(CopiesBeside())
+        return nullcontext(Copies())
 
     def aside(self) -> AbstractContextManager[Copies]:
         """Copy in order with all other work."""
-        return nullcontext(CopiesBeside())
+        return nullcontext(Copies())
 
     def wait_for_uploads(self) -> None:
         """Do nothing."""
