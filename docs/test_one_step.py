@@ -1,5 +1,6 @@
 """The page that follows one step through the files lists the files and functions that a step runs now."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -27,6 +28,23 @@ def test_the_table_is_what_a_step_runs() -> None:
     done = subprocess.run(tool, capture_output=True, text=True, check=True)
     assert before, "the page has a table"
     assert list(rows(done.stdout)) == list(before), "python tools/structure --page writes it anew"
+
+
+def test_a_step_is_one_text() -> None:
+    """The step's code is printed in its order, each function once and whole, with the place where it stands."""
+    tool = [sys.executable, str(ROOT / "tools" / "structure"), "--step"]
+    text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    ast.parse(text)
+    headers = re.findall(r"^# ([\w/]+\.py):(\d+) ([\w.]+)$", text, flags=re.MULTILINE)
+    assert len(set(headers)) == len(headers) > 100
+    order = [name for _, _, name in headers]
+    turns = ("before_forward", "after_forward", "BackwardPass.enter", "Reducer.issue", "BackwardPass.finish")
+    assert sorted(turns, key=order.index) == list(turns)
+    for file, line, name in headers:
+        (path,) = (ROOT / "packages").glob(f"*/src/{file}")
+        rest = path.read_text(encoding="utf-8").splitlines()[int(line) - 1 :]
+        first = next(each for each in rest if not each.strip().startswith(("@", ")")))
+        assert first.strip().startswith(f"def {name.rpartition('.')[2]}("), (file, line, name)
 
 
 def test_every_function_of_the_table_exists() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from structure.page import PAGE, page_of
+from structure.page import PAGE, page_of, text_of
 from structure.sources import House
 from structure.walk import returns, trace_a_step
 
@@ -60,7 +60,7 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
 def main(arguments: Sequence[str]) -> int:
     """Print the figures, each beside its goal; `--json` prints what they are made of, too.
 
-    `--page` writes the page that follows a step through the files instead.
+    `--page` writes the page that follows a step through the files instead, and `--step` prints the step's code.
     """
     parser = argparse.ArgumentParser(
         prog="python tools/structure", description="How the packages are built, in figures."
@@ -68,7 +68,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE} anew")
     parser.add_argument("--print", action="store_true", help="with --page: print the page and write nothing")
+    parser.add_argument("--step", action="store_true", help="print the code that one step runs, as one text")
     options = parser.parse_args(arguments)
+    if options.step:
+        print(text_of(trace_a_step(ROOT)))
+        return 0
     if options.page:
         page = ROOT / PAGE
         text = page_of(trace_a_step(ROOT), page.read_text(encoding="utf-8"))

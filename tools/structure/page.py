@@ -1,8 +1,9 @@
-"""The page docs/concepts/one-step.md: the files of one training step in the order in which a reader meets them."""
+"""One training step to read: as a table of files (docs/concepts/one-step.md), and as one text."""
 
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -18,10 +19,16 @@ END: Final = "<!-- end -->"
 
 @frozen
 class Function:
-    """A function of a file: its name, with that of its class, and the lines that it takes, decorators included."""
+    """A function of a file: its name, with that of its class, and where it stands, decorators included."""
 
     name: str
-    lines: int
+    first: int
+    last: int
+
+    @property
+    def lines(self) -> int:
+        """The number of its lines."""
+        return self.last - self.first + 1
 
 
 def page_of(trace: Trace, old: str) -> str:
@@ -49,8 +56,25 @@ def table(trace: Trace) -> str:
     return "\n".join([*rows, "", f"Together: {total}.", ""])
 
 
+def text_of(trace: Trace) -> str:
+    """The code of the functions that the step runs, in the order in which it comes to them, each once."""
+    known = {path: path.read_text(encoding="utf-8").splitlines() for path in trace.files}
+    parts = []
+    for path, function in _in_order(trace):
+        name = path.relative_to(path.parents[_above_source(path)]).as_posix()
+        code = "\n".join(known[path][function.first - 1 : function.last])
+        parts.append(f"# {name}:{function.first} {function.name}\n{textwrap.dedent(code)}\n")
+    return "\n".join(parts)
+
+
 def _functions_run(trace: Trace) -> Mapping[Path, list[Function]]:
     found: dict[Path, list[Function]] = {}
+    for path, function in _in_order(trace):
+        found.setdefault(path, []).append(function)
+    return found
+
+
+def _in_order(trace: Trace) -> Iterator[tuple[Path, Function]]:
     known: dict[Path, dict[int, Function]] = {}
     for path, line in trace.functions:
         if path.name == "__init__.py":
@@ -60,8 +84,7 @@ def _functions_run(trace: Trace) -> Mapping[Path, list[Function]]:
         function = known[path].get(line)
         # A function inside a function is a part of that one.
         if function is not None:
-            found.setdefault(path, []).append(function)
-    return found
+            yield path, function
 
 
 def _functions_in(tree: ast.Module) -> Iterator[tuple[int, Function]]:
@@ -73,7 +96,7 @@ def _functions_in(tree: ast.Module) -> Iterator[tuple[int, Function]]:
             if isinstance(each, ast.FunctionDef):
                 start = min([each.lineno, *(decorator.lineno for decorator in each.decorator_list)])
                 assert each.end_lineno is not None, "it was parsed"
-                yield start, Function(prefix + each.name, each.end_lineno - start + 1)
+                yield start, Function(prefix + each.name, start, each.end_lineno)
 
 
 def _first_sentence(text: str) -> str:
