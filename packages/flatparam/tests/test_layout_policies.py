@@ -328,6 +328,32 @@ def test_ranks_with_different_rules_are_told(use_orig_params: bool) -> None:
         assert "kept together by block of 2" in message
 
 
+def test_a_pattern_that_fits_nothing_gets_a_warning() -> None:
+    """A misspelt pattern is told with names of the model; not if the layout may be for other modules, too."""
+
+    def rank(world: Collectives) -> list[list[str]]:
+        rules = layout.by({"blocks.*.mlp.*": layout.row, "block.*.norm.*": layout.whole, nn.GRU: layout.row})
+        inner = Transformer()
+        inner.blocks[0] = FullyShardedDataParallel(inner.blocks[0], world, layout=rules)
+        told = []
+        for module, policy in (
+            (Transformer(), ModuleWrapPolicy({Block})),
+            (inner, ModuleWrapPolicy({Block})),
+            (Block(), None),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                FullyShardedDataParallel(module, world, layout=rules, auto_wrap_policy=policy)
+            told.append([str(each.message) for each in caught if "fits no parameter" in str(each.message)])
+        return told
+
+    for model, mixed, block in on_ranks(2, rank):
+        assert len(model) == 1
+        assert "layout: 'block.*.norm.*' fits no parameter" in model[0]
+        assert "the names are 'blocks.0" in model[0] or "the names are 'embed" in model[0], model
+        assert mixed == block == []
+
+
 def test_a_layout_that_is_mostly_padding_gets_a_warning() -> None:
     """One matrix on four ranks takes four times its memory: the warning says so, and what to do; on two it is silent."""
 

@@ -60,6 +60,8 @@ class LayoutPolicy:
     """How it was made, for messages."""
     shares: tuple[float, ...] = ()
     """For each rank of the shard group the weight of its part; empty gives all the same."""
+    patterns: tuple[str, ...] = ()
+    """The patterns of names among its cases."""
 
     def __attrs_post_init__(self) -> None:
         for rank, share in enumerate(self.shares):
@@ -100,7 +102,8 @@ def by(
 
     Args:
         rules: a rule for each class of modules, or pattern of dotted names as in a shell (`"*.experts.*"`): the first
-            that fits counts. Or a function of name and parameter.
+            that fits counts. Or a function of name and parameter. A pattern that fits no parameter of a model that is
+            wrapped with an `auto_wrap_policy` gets a warning.
         otherwise: the rule of parameters that nothing fits.
         shares: for each rank of the shard group the weight of its part, for devices of different sizes; empty gives
             all the same. Parts of different lengths travel in parts as long as the longest.
@@ -124,7 +127,8 @@ def by(
     def choose(name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
         return next((rule for key, rule in cases.items() if _fits(key, name, module)), otherwise)
 
-    return LayoutPolicy(choose, f"layout.by({cases!r}, otherwise={otherwise!r})", tuple(shares))
+    patterns = tuple(key for key in cases if isinstance(key, str))
+    return LayoutPolicy(choose, f"layout.by({cases!r}, otherwise={otherwise!r})", tuple(shares), patterns)
 
 
 def _check_case(key: object, rule: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import warnings
 import weakref
 from collections.abc import MutableMapping
 from typing import Any, final
@@ -43,8 +45,11 @@ def _strictness(rule: LayoutRule, spec: ParamSpec) -> tuple[int, int]:
     return rule.grain(spec.shape, spec.stride), rule.block_numel
 
 
-def resolve_rules(module: nn.Module, layout: Any) -> ResolvedRules | None:
+def resolve_rules(module: nn.Module, layout: Any, *, is_whole_model: bool = False) -> ResolvedRules | None:
     """The rules that `layout` gives the parameters below `module` that no unit holds yet; `None` without a layout.
+
+    Args:
+        is_whole_model: `layout` is for this module alone; a pattern that fits none of its names gets a warning.
 
     Raises:
         TypeError: for anything that is no layout, or gives no rule; the message names the parameter.
@@ -53,10 +58,21 @@ def resolve_rules(module: nn.Module, layout: Any) -> ResolvedRules | None:
         return None
     policy = as_policy(layout)
     found: MutableMapping[nn.Module, dict[str, LayoutRule]] = weakref.WeakKeyDictionary()
+    names: list[str] = []
     for path, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is None or isinstance(parameter, FlatParameter) or owner_of(parameter) is not None:
+                # A pattern may be for this one.
+                is_whole_model = is_whole_model and parameter is None
                 continue
             fqn = clean_fqn(f"{path}.{name}" if path else name)
             found.setdefault(child, {})[name] = policy.rule(fqn, parameter, child)
+            names.append(fqn)
+    for pattern in policy.patterns if is_whole_model else ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            shown = f"{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}" or "none"
+            warnings.warn(
+                f"layout: {pattern!r} fits no parameter, so its rule does nothing; the names are {shown}",
+                stacklevel=5,
+            )
     return ResolvedRules(found, policy.shares)

@@ -151,7 +151,8 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     if inherited is not None and arguments.layout is inherited.passed_on.layout:
         rules = inherited.rules
     else:
-        rules = resolve_rules(module, arguments.layout)
+        is_whole_model = arguments.auto_wrap_policy is not None
+        rules = resolve_rules(module, arguments.layout, is_whole_model=is_whole_model)
     offload = resolve_offload(arguments.cpu_offload)
     device = resolve_device(arguments.device_id, module, ignored, offload=offload)
     topology, strategy = resolve_groups(
