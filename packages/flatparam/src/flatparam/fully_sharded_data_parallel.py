@@ -401,7 +401,7 @@ class FullyShardedDataParallel(nn.Module):
     ) -> AbstractContextManager[None]:
         """Show full parameters under their own names inside the context; every rank enters it.
 
-        `flatparam_runtime.summon_full_params` describes what is possible inside.
+        `flatparam_runtime.summon_full_params` describes what is possible inside. Clone what is to outlive the context.
 
         Args:
             recurse: whether to show the parameters of inner units too.

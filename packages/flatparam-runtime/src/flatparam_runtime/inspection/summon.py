@@ -36,6 +36,9 @@ def summon_full_params(
     reduces gradients to the shards as usual. With `rank0_only`, `offload_to_cpu` on an accelerator, or `with_grads` the
     parameters can only be read and changed. Contexts may nest: the inner one shows what the outer one does.
 
+    The full parameters have no memory once the context ends, and code that reads them then can end the process. Clone
+    what is to stay; a program that `torch.export` makes inside holds these parameters too, and runs only inside.
+
     Args:
         recurse: also the units below `module`, not only its own.
         writeback: copy changes to the shards, also those of parameters that were replaced by others of the same shape
