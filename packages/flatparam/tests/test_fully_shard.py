@@ -214,12 +214,15 @@ def test_torchs_methods_are_there() -> None:
     """Each public method of torch's `FSDPModule` is one of ours, but for those that the guide lists as not needed."""
     theirs = {name for name in vars(TorchFSDPModule) if not name.startswith("_")}
     assert theirs - set(dir(FSDPModule)) <= {
+        "finalize_backward",
         "reset_iter_state",
         "set_all_reduce_hook",
         "set_allocate_memory_from_process_group_for_comm",
         "set_custom_all_gather",
         "set_custom_reduce_scatter",
         "set_force_sum_reduction_for_comms",
+        "set_keep_unsharded_storage",
+        "set_manual_backward_finalization",
         "set_reduce_scatter_max_input_buffers",
         "set_reduce_scatter_unused_params",
         "set_separate_reduce_scatter_group",

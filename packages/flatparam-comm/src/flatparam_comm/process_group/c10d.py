@@ -1,12 +1,24 @@
-"""The only file that knows what the installed torch calls its collectives, and what its backends refuse to move.
+"""The seam to c10d: what the installed torch calls its collectives, what its backends refuse, and its private names.
 
 torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
 `reduce_scatter_single` and warns about the old names; 2.11 and 2.12 have the old ones only. Everything is looked up
 when it is called, so that importing this package works on a torch that was built without `torch.distributed`.
+
+| private name of torch | what it tells | if it is gone |
+| --- | --- | --- |
+| `ProcessGroup._get_backend` | the backend for one kind of device | an error that names it |
+| `Backend.Options._timeout` | the time limit of a group's collectives | subgroups wait for torch's 30 minutes |
+| `ProcessGroupGloo.Options._devices` | how many connections gloo has to a peer | the first one is closed |
+| `_make_nccl_premul_sum` | a sum of multiplied values | values are multiplied before the sum |
+| `distributed_c10d._process_group_name` | how torch names a group | an error that names it |
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,12 +36,16 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "as_carried",
+    "backend_of",
     "broadcast",
+    "connections_of",
     "first_of",
     "is_carried",
+    "naming_the_next_group",
     "plain",
     "premultiplies",
     "reduce_scatter",
+    "time_limit_of",
 ]
 
 #: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
@@ -87,11 +103,9 @@ def reduce_scatter(
 
 def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
     """Whether sums of tensors on `device` can multiply the summands by a number in the same call."""
-    try:
-        name = str(group._get_backend(device).name()).lower()
-    except RuntimeError:
-        # The group is a backend itself.
-        name = str(group.name()).lower()
+    backend = backend_of(group, device)
+    # Without one the group is a backend itself.
+    name = str((group if backend is None else backend).name()).lower()
     return name in PREMULTIPLYING and hasattr(dist, "_make_nccl_premul_sum")
 
 
@@ -119,6 +133,46 @@ def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
 
 def _c10d_op(op: ReduceOp, factor: float) -> Any:
     return getattr(dist.ReduceOp, op.name) if factor == 1.0 else first_of("_make_nccl_premul_sum")(factor)
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend of a group for this kind of device; None if it has none."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
+
+
+def time_limit_of(backend: Any) -> timedelta | None:
+    """The time limit of a backend's collectives, which has no public getter; None if the backend does not tell it."""
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def connections_of(backend: Any) -> int:
+    """The number of connections that a backend of gloo has to each peer; the tag of a message chooses one."""
+    return len(getattr(getattr(backend, "options", None), "_devices", [None]))
+
+
+@contextmanager
+def naming_the_next_group(name: str) -> Iterator[None]:
+    """Inside, torch calls the group that this thread makes `name`, and leaves its own counts of groups as they are."""
+    module: Any = dist.distributed_c10d
+    thread = threading.get_ident()
+    with _NAMING:
+        of_torch = module._process_group_name
+
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return name if threading.get_ident() == thread else of_torch(*args, **kwargs)
+
+        module._process_group_name = ours
+        try:
+            yield
+        finally:
+            module._process_group_name = of_torch
+
+
+_NAMING: Final = threading.Lock()
 
 
 def first_of(*names: str) -> Any:

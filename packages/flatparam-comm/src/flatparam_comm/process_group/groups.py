@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
 
-from flatparam_comm.process_group.c10d import all_gather, first_of
+from flatparam_comm.process_group.c10d import (
+    all_gather,
+    backend_of,
+    connections_of,
+    first_of,
+    naming_the_next_group,
+    time_limit_of,
+)
 from flatparam_comm.process_group.exchanging import exchange_bytes
 
 if TYPE_CHECKING:
@@ -86,10 +92,9 @@ def stop_waiting(group: ProcessGroup) -> None:
     """
     if cpu_backend(group) != "gloo":
         return
-    backend: Any = group._get_backend(torch.device("cpu"))
-    contexts = len(getattr(getattr(backend, "options", None), "_devices", [None]))
+    backend = backend_of(group, torch.device("cpu"))
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
-    for tag, peer in itertools.product(range(contexts), peers):
+    for tag, peer in itertools.product(range(connections_of(backend)), peers):
         # The error is the timeout; or the connection was closed before.
         with suppress(RuntimeError):
             backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
@@ -97,10 +102,8 @@ def stop_waiting(group: ProcessGroup) -> None:
 
 def cpu_backend(group: ProcessGroup) -> str:
     """The name of the group's backend for CPU tensors, in lower case; empty if there is none."""
-    try:
-        return str(group._get_backend(torch.device("cpu")).name()).lower()
-    except RuntimeError:
-        return ""
+    backend = backend_of(group, torch.device("cpu"))
+    return "" if backend is None else str(backend.name()).lower()
 
 
 def exchange(value: object, group: ProcessGroup) -> list[Any]:
@@ -164,25 +167,20 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
     name = _NAMES.agree(group, chosen)
     if not is_member:
         return None
-    with _NAMES.given_by_torch_to_be(name):
+    with naming_the_next_group(name):
         made = first_of("new_group")(chosen, use_local_synchronization=True, **options)
     return made
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """The time limit of the group's collectives (torch has no public getter), or None if no backend tells it.
+    """The time limit of the group's collectives, or None if no backend tells it.
 
     Without it, a subgroup of a group with a limit of 10 seconds would wait for torch's 30 minutes.
     """
     accelerator = torch.accelerator.current_accelerator()
     for device in (accelerator or torch.device("cuda"), torch.device("cpu")):
-        try:
-            backend = group._get_backend(device)
-        except RuntimeError:
-            # The group has no backend for this kind of device.
-            continue
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
+        timeout = time_limit_of(backend_of(group, device))
+        if timeout is not None:
             return timeout
     return None
 
@@ -191,34 +189,16 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 class _Names:
     """The names of groups that are made inside a group: the same on all of its ranks, whatever groups these made."""
 
-    __slots__ = ("_last", "_replacing")
+    __slots__ = ("_last",)
 
     def __init__(self) -> None:
         """Begin with a process that has made no such group."""
         self._last = 0
-        self._replacing = threading.Lock()
 
     def agree(self, group: ProcessGroup, ranks: Sequence[int]) -> str:
         """A name that no group of these ranks has had. Every rank of `group` calls it, and gets the same."""
         self._last = 1 + max(exchange(self._last, group))
         return f"flatparam {self._last}: {' '.join(map(str, ranks))}"
-
-    @contextmanager
-    def given_by_torch_to_be(self, name: str) -> Iterator[None]:
-        """Inside, torch calls the group that this thread makes `name`, and leaves its own counts as they are."""
-        module: Any = dist.distributed_c10d
-        thread = threading.get_ident()
-        with self._replacing:
-            of_torch = module._process_group_name
-
-            def ours(*args: Any, **kwargs: Any) -> Any:
-                return name if threading.get_ident() == thread else of_torch(*args, **kwargs)
-
-            module._process_group_name = ours
-            try:
-                yield
-            finally:
-                module._process_group_name = of_torch
 
 
 _NAMES: Final = _Names()

@@ -32,7 +32,7 @@ from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.process_group.exchanging import exchange_bytes
 from flatparam_comm.relay.process import calls_of
-from flatparam_comm.shared_memory.host import Link, connect
+from flatparam_comm.shared_memory.host import CannotShareError, Link, connect
 from flatparam_comm.shared_memory.moves import REDUCTIONS, PostedCall, Scatter
 from flatparam_comm.shared_memory.pending import NOTHING, SharedPending, SlotUse
 from flatparam_comm.shared_memory.segment import SLOTS
@@ -41,7 +41,7 @@ from flatparam_comm.shared_memory.waiting import Watch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SharedMemoryCollectives", "as_process_group", "shared_memory", "try_shared_memory"]
+__all__ = ["SharedMemoryCollectives", "as_process_group", "connected", "shared_memory"]
 
 #: x86 shows one core's writes to the other cores in the order in which they were made.
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -226,8 +226,10 @@ class SharedMemoryCollectives:
         made = self.inner.subgroup(chosen)
         if made is None:
             return None
-        shared = try_shared_memory(made)
-        return made if isinstance(shared, str) else shared
+        try:
+            return connected(made)
+        except CannotShareError:
+            return made
 
     def _meet(self, op: str, label: str) -> None:
         self._start(Site(self._rank, self._size, op, label), NOTHING, NOTHING).wait()
@@ -399,13 +401,13 @@ def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
     """
     if isinstance(group, SharedMemoryCollectives):
         return group
-    shared = try_shared_memory(as_process_group(group))
-    if isinstance(shared, str):
+    try:
+        return connected(as_process_group(group))
+    except CannotShareError as error:
         raise ValueError(
-            f"expected ranks that can share memory, found that they cannot: {shared}; pass the process group itself, "
+            f"expected ranks that can share memory, found that they cannot: {error}; pass the process group itself, "
             "or 'auto' to share memory only if the ranks can"
-        )
-    return shared
+        ) from None
 
 
 def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectives:
@@ -425,30 +427,38 @@ def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectiv
     )
 
 
-def try_shared_memory(group: ProcessGroupCollectives) -> SharedMemoryCollectives | str:
-    """The collectives of `group` through shared memory, or the obstacle, alike on all ranks; every rank calls it."""
+def connected(group: ProcessGroupCollectives) -> SharedMemoryCollectives:
+    """The collectives of `group` through shared memory; every rank calls it.
+
+    Raises:
+        CannotShareError: on every rank, if they cannot share memory.
+    """
     key = group.group
-    known = _KNOWN.get(key)
-    if known is None or (isinstance(known, SharedMemoryCollectives) and known.is_closed):
-        link = connect(group)
-        known = link if isinstance(link, str) else SharedMemoryCollectives(group, link)
-        _KNOWN[key] = known
-        if isinstance(known, SharedMemoryCollectives):
-            weakref.finalize(key, _close, weakref.ref(known)).atexit = False
+    known = _CONNECTED.get(key)
+    if known is not None and not known.is_closed:
+        return known
+    if key in _OBSTACLES:
+        raise CannotShareError(_OBSTACLES[key])
+    try:
+        known = _CONNECTED[key] = SharedMemoryCollectives(group, connect(group))
+    except CannotShareError as error:
+        _OBSTACLES[key] = str(error)
+        raise
+    weakref.finalize(key, _close, weakref.ref(known)).atexit = False
     return known
 
 
-#: The result for each process group, so that ranks that ask again agree that there is nothing to make.
-_KNOWN: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives | str]] = (
+#: What was found for each process group, so that ranks that ask again agree that there is nothing to make.
+_CONNECTED: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives]] = (
     weakref.WeakKeyDictionary()
 )
+_OBSTACLES: Final[weakref.WeakKeyDictionary[ProcessGroup, str]] = weakref.WeakKeyDictionary()
 
 
 def _progress() -> None:
     """Finish what is ready in every group: ranks may wait for several groups in different orders."""
-    for shared in [*_KNOWN.values()]:
-        if isinstance(shared, SharedMemoryCollectives):
-            shared.finish_ready()
+    for shared in [*_CONNECTED.values()]:
+        shared.finish_ready()
 
 
 def _close(reference: weakref.ReferenceType[SharedMemoryCollectives]) -> None:
@@ -459,12 +469,11 @@ def _close(reference: weakref.ReferenceType[SharedMemoryCollectives]) -> None:
 
 def _disown() -> None:
     """Make every call raise in a forked process, as the memory belongs to the parent."""
-    for shared in [*_KNOWN.values()]:
-        if isinstance(shared, SharedMemoryCollectives):
-            shared._failure = CommError(
-                "expected the process in which the ranks were connected, found one forked from it; call collectives "
-                "only in the process that is the rank"
-            )
+    for shared in [*_CONNECTED.values()]:
+        shared._failure = CommError(
+            "expected the process in which the ranks were connected, found one forked from it; call collectives "
+            "only in the process that is the rank"
+        )
 
 
 if hasattr(os, "register_at_fork"):

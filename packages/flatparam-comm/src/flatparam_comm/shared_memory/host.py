@@ -16,7 +16,7 @@ from flatparam_comm.process_group import engine, groups
 from flatparam_comm.relay.host import host_identity
 from flatparam_comm.shared_memory.segment import SharedSegment
 
-__all__ = ["Link", "Peers", "connect", "host_identity"]
+__all__ = ["CannotShareError", "Link", "Peers", "connect", "host_identity"]
 
 _NEEDED: Final = ("memfd_create", "pidfd_open")
 
@@ -80,10 +80,15 @@ class _Offer:
     token: tuple[int, ...] = ()
 
 
-def connect(group: engine.ProcessGroupCollectives) -> Link | str:
-    """Share memory between the ranks of `group`, or say why they cannot. Every rank of the group calls it.
+class CannotShareError(ValueError):
+    """The ranks of a group cannot share memory; the message, alike on all of them, says why."""
 
-    All ranks get a link, or all get the same sentence.
+
+def connect(group: engine.ProcessGroupCollectives) -> Link:
+    """Share memory between the ranks of `group`. Every rank of the group calls it, and all get a link, or none.
+
+    Raises:
+        CannotShareError: on every rank, if they cannot.
     """
     made: SharedSegment | None = None
     obstacle = _obstacle(group)
@@ -117,7 +122,7 @@ def connect(group: engine.ProcessGroupCollectives) -> Link | str:
         link.close()
     elif made is not None:
         made.close()
-    return found
+    raise CannotShareError(found)
 
 
 def _obstacle(group: engine.ProcessGroupCollectives) -> str:

@@ -16,10 +16,10 @@ from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.shared_memory.engine import (
     SharedMemoryCollectives,
     as_process_group,
+    connected,
     shared_memory,
-    try_shared_memory,
 )
-from flatparam_comm.shared_memory.host import host_identity
+from flatparam_comm.shared_memory.host import CannotShareError, host_identity
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.topology.ranks_only import HasRanks, RanksOnly
@@ -91,8 +91,10 @@ def with_shared_memory(topology: Topology) -> Topology:
 def _shared_if_possible(group: Collectives) -> Collectives:
     if not isinstance(group, ProcessGroupCollectives):
         return group
-    shared = try_shared_memory(group)
-    return group if isinstance(shared, str) else shared
+    try:
+        return connected(group)
+    except CannotShareError:
+        return group
 
 
 def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:

@@ -304,7 +304,7 @@ class Unit:
 
     # Copies, and exceptions
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> tuple[object, ...]:
         """The state of a copy, which includes the module, and nothing that a pass leaves behind.
 
         Raises:
@@ -316,15 +316,14 @@ class Unit:
                 "its full parameters are summoned"
             )
         self.reshard()
-        kept = {name: getattr(self, name) for name in ("name", "plan", "handles", "links")}
         held = self.module, self.held.by_hooks, self.held.buffers, self.held.inner
-        return kept | {"held": held, "reducer": self.reducer.copy()}
+        return self.name, self.plan, self.handles, held, self.reducer.copy(), self.links
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Become a copy, which `revive` completes."""
-        module, by_hooks, buffers, inner = state.pop("held")
+        name, plan, handles, (module, by_hooks, buffers, inner), reducer, links = state
         held = UnitModule(weakref.ref(module), by_hooks, buffers, inner=inner)
-        type(self).__init__(self, held=held, **state)
+        type(self).__init__(self, name, plan, handles, held, reducer=reducer, links=links)
 
     def revive(self) -> bool:
         """Have the module show the shards of a unit that was just copied; false if it is not whole yet."""

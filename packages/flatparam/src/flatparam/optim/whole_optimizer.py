@@ -99,13 +99,17 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy."""
-        own = {name: getattr(self, name) for name in ("_rule", "_name", "_choice", "_others", "_settings")}
-        return {**super().__getstate__(), **own}
+        return {
+            **super().__getstate__(),
+            "_own": (self._rule, self._name, self._choice, self._others, self._settings),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or take the state that was loaded."""
+        own = state.pop("_own", None)
         super().__setstate__(state)
-        if "_home" not in vars(self):
+        if own is not None:
+            self._rule, self._name, self._choice, self._others, self._settings = own
             self._prepare()
             allow_shards(self)
         self._stepper.plan_anew()

@@ -167,26 +167,27 @@ class CheckpointDirectory:
                 )
             return Chosen(self.path_of(step), read_manifest(self.path_of(step)))
         for _ in range(_TRIES):
-            before = self._text_of_latest()
+            before = self._latest_as_it_is()
             try:
                 named = self._named()
             except UnreadableError:
                 # It may be sound, and newer than what could be read.
                 raise
             except CheckpointError as error:
-                if self._text_of_latest() != before:
+                if self._latest_as_it_is() != before:
                     # A writer has gone on, and retired what was the latest.
                     continue
                 return self._newest_sound(str(error))
             return self._newest_sound("") if named is None else self._successor(named) or named
         return self._newest_sound(f"{self.root / _LATEST} changes all the time")
 
-    def _text_of_latest(self) -> bytes | str:
+    def _latest_as_it_is(self) -> tuple[bytes, str]:
+        """The bytes of `latest`, and the error if it cannot be read: they tell whether it has changed."""
         try:
             with ByteFile(self.root / _LATEST, follows_links=False) as file:
-                return bytes(file.read(0, min(file.nbytes, _LATEST_NBYTES)))
+                return bytes(file.read(0, min(file.nbytes, _LATEST_NBYTES))), ""
         except CheckpointError as error:
-            return str(error)
+            return b"", str(error)
 
     def _named(self) -> Chosen | None:
         latest = self.latest()
