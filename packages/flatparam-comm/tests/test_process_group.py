@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
+import time
 import types
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -234,10 +235,21 @@ def _after_the_end(group: ProcessGroupCollectives) -> tuple[str, str, int]:
     torch.optim.AdamW([parameter]).step()
     dist.barrier()
     dist.destroy_process_group()
-    threads = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    deadline = time.monotonic() + 60
+    while _gloo_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
     with pytest.raises(CommError, match="has been destroyed") as caught:
         group.exchange(1)
-    return repr(group), str(caught.value), sum("gloo" in name for name in threads)
+    return repr(group), str(caught.value), _gloo_threads()
+
+
+def _gloo_threads() -> int:
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        # It may end meanwhile.
+        with suppress(OSError):
+            count += "gloo" in (task / "comm").read_text()
+    return count
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
