@@ -35,6 +35,17 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (RECORD, {"inline": bytes(3), "pieces": ()}, "TensorRecord.inline: expected 16 bytes inline"),
     (RankValue(0, Span(0, 4), None), {"rank": "0"}, "RankValue.rank: "),
     (RankValue(0, Span(0, 4), None), {"span": None}, "RankValue.span: "),
+    (
+        RankValue(0, Span(0, 4), None),
+        {"value": [{"a": (1,)}]},
+        r"RankValue.value: expected what JSON can say, found '\(1,\)'",
+    ),
+    (
+        MANIFEST,
+        {"values": {"a": [1, 2.5, None, {"b": b"x"}]}},
+        "Manifest.values: expected what JSON can say, found \"b'x'\"",
+    ),
+    (MANIFEST, {"values": {1: "a"}}, "Manifest.values: expected a string, found '1'"),
     (FILE, {"name": "../../rank-00000.safetensors"}, "FileRecord.name: "),
     (FILE, {"nbytes": True}, "FileRecord.nbytes: "),
     (FILE, {"header_nbytes": 201}, "FileRecord.header_nbytes: .*of 200 bytes, found '201'"),

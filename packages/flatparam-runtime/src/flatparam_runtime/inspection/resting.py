@@ -71,7 +71,9 @@ def refuse_in_a_pass(unit: Unit) -> None:
     Raises:
         InAPassError: if a pass is running.
     """
-    if tree_of(unit).is_in_a_pass:
+    tree = tree_of(unit)
+    tree.drop_remains()
+    if tree.is_in_a_pass:
         raise InAPassError(
             f"unit {unit.name!r}: inside a forward or backward pass full parameters cannot be summoned, state cannot "
             "be saved or loaded, and the model cannot be moved or cast"

@@ -410,8 +410,12 @@ def _input_arrived(
     gradient: Tensor | None,
 ) -> None:
     unit, call = reference(), call_reference()
-    current = None if unit is None else tree_of(unit).backward
-    if unit is not None and current is not None:
+    if unit is None:
+        return
+    tree = tree_of(unit)
+    tree.drop_dead_backward()
+    current = tree.backward
+    if current is not None:
         if call is not None:
             _watch_gradient(unit, call, gradient)
         current.input_arrived(unit, token)

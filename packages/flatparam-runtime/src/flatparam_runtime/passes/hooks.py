@@ -20,9 +20,12 @@ A wrapper calls its unit's module by `call_unit`, around all hooks of that modul
 instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
 three: `unit/module.py` registers a leaf's hook once it has to; `backward.py` queues the final callback when a pass
-begins; and `tree.py` puts a hook that does nothing on encoder layers of torch that have units inside. Outside of both
-folders, `optimizers/stepping.py` registers one hook for the process, on every optimizer's step, if `notice_optimizers`
-is called.
+begins; and `tree.py` puts a hook that does nothing on encoder layers of torch that have units inside.
+
+Three more are for the whole process, and are installed when a wrapper is made: `optimizers/stepping.py` has a hook
+before and one after each optimizer's step, and replaces `Optimizer.zero_grad` (`notice_optimizers`); and
+`autograd.on_failed_run` stands around autograd's run (`notice_failed_passes`). The state layer has one before each
+optimizer's step, once a model is offloaded or shows averages (`flatparam_state.steps_refused`).
 """
 
 from __future__ import annotations

@@ -104,14 +104,18 @@ class UnitTree:
 
     @property
     def backward(self) -> BackwardPass | None:
-        """The running backward pass; one that an exception interrupted is dropped first."""
+        """The backward pass that has begun and not finished; an exception may have interrupted it."""
+        return self._backward
+
+    def drop_dead_backward(self) -> None:
+        """Drop a backward pass that an exception interrupted, if autograd has let go of it."""
         if self._backward is not None and not self._backward.is_alive:
             self.recover()
-        return self._backward
 
     def begin_backward(self) -> BackwardPass:
         """The running backward pass, or a new one; only hooks that the autograd engine runs may call this."""
-        current = self.backward
+        self.drop_dead_backward()
+        current = self._backward
         if current is None:
             self._look_at_comparison()
             self.pool.keeps = True
@@ -138,15 +142,25 @@ class UnitTree:
 
     @property
     def is_in_a_pass(self) -> bool:
-        """Whether a forward or backward pass is running; the remains of an interrupted pass are dropped first."""
+        """Whether a forward or backward pass is running, or one that an exception interrupted has left something."""
+        return self._backward is not None or self._has_begun_forward
+
+    @property
+    def _has_begun_forward(self) -> bool:
+        return self.forward is not None or any(unit.calls for unit in self.units)
+
+    def drop_remains(self) -> None:
+        """Drop what a pass that an exception interrupted has left; a running pass goes on."""
         if self._backward is not None and self.streams.runs_ahead:
             self._backward.wait_if_dying()
-        if self.backward is not None:
-            return True
-        running = [unit for unit in self.units if any(running_calls(call.module) for call in unit.calls)]
-        if not running and (self.forward is not None or any(unit.calls for unit in self.units)):
+        self.drop_dead_backward()
+        if self._backward is None and self._has_begun_forward and not self._runs_a_call:
             self.recover()
-        return bool(running)
+
+    @property
+    def _runs_a_call(self) -> bool:
+        """Whether a call of a unit is on the stack of this thread."""
+        return any(running_calls(call.module) for unit in self.units for call in unit.calls)
 
     @profiled("_root_pre_forward")
     def begin_forward(self) -> None:
@@ -171,7 +185,8 @@ class UnitTree:
                     f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "
                     "parameters are summoned on one rank, on the CPU or with gradients; leave that context first"
                 )
-        if self.backward is None:
+        self.drop_dead_backward()
+        if self._backward is None:
             self._settle_leftovers()
         self._check_capture()
         if self.streams.runs_ahead:
@@ -331,7 +346,7 @@ def tree_and_backward(unit: Unit) -> tuple[UnitTree, BackwardPass | None]:
     The remains of a backward pass that an exception interrupted are dropped first.
     """
     tree = tree_of(unit)
-    # The property drops a pass that autograd has freed.
+    tree.drop_dead_backward()
     backward = tree.backward
     # This pass was interrupted too, but autograd's own threads have not freed it yet.
     if backward is not None and not in_backward():

@@ -27,8 +27,9 @@ def note_waiting(unit: Unit) -> None:
 
 def drop_waiting(units: Iterable[Unit]) -> None:
     """Drop all gradients of `units` that wait; every rank calls it, between passes."""
+    _forget_the_reduced()
     wanted = set(units)
-    for unit in _waiting():
+    for unit in _in_order():
         if unit in wanted:
             _drop(unit, {handle: range(len(handle.layout.slots)) for handle in unit.handles})
 
@@ -40,12 +41,12 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
         parameters: what an optimizer holds. It need not hold parameters of which this rank has no element: the
             gradients that this rank has for the others' parts are dropped with all others of the model.
     """
-    waiting = _waiting()
-    if not waiting:
+    _forget_the_reduced()
+    if not WAITING:
         return
     named = _indices_of(parameters)
     by_tree: dict[Fingerprint | None, list[Unit]] = {}
-    for unit in waiting:
+    for unit in _in_order():
         by_tree.setdefault(unit.observers.fingerprint, []).append(unit)
     for units in by_tree.values():
         if all(_elements_here(handle) <= named.get(handle, set()) for u in units for handle in u.trainable):
@@ -55,12 +56,15 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
             _drop(unit, {handle: sorted(named[handle]) for handle in unit.handles if handle in named})
 
 
-def _waiting() -> list[Unit]:
+def _in_order() -> list[Unit]:
     """The units that wait, in the order of their trees, which is the same on every rank."""
+    return sorted(WAITING, key=lambda unit: unit.observers.number)
+
+
+def _forget_the_reduced() -> None:
     for unit in list(WAITING):
         if not unit.reducer.waits:
             WAITING.discard(unit)
-    return sorted(WAITING, key=lambda unit: unit.observers.number)
 
 
 def _indices_of(parameters: Iterable[Tensor]) -> dict[FlatParamHandle, set[int]]:

@@ -89,7 +89,9 @@ class ModelLoad:
         named: dict[nn.Module, dict[str, tuple[Place, int]]] = {}
         flat: dict[nn.Module, dict[str, Place]] = {}
         for place in places:
-            if tree_of(place.unit).is_in_a_pass:
+            tree = tree_of(place.unit)
+            tree.drop_remains()
+            if tree.is_in_a_pass:
                 raise FlatParamError(
                     f"unit {place.unit.name!r}: state cannot be loaded inside a forward or backward pass"
                 )

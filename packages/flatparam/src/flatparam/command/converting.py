@@ -12,8 +12,9 @@ from typing import Final
 import torch
 
 from flatparam.command.opening import ArgumentsError, opened
-from flatparam.command.output import say, shown_nbytes
+from flatparam.command.output import say
 from flatparam.command.progress import showing
+from flatparam.observing.table import shown_nbytes
 from flatparam_state import (
     CheckpointError,
     Source,

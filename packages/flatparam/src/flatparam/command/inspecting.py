@@ -12,7 +12,8 @@ from typing import Any, final
 import attrs
 
 from flatparam.command.opening import opened
-from flatparam.command.output import say, shown_nbytes
+from flatparam.command.output import say
+from flatparam.observing.table import shown_nbytes
 from flatparam_state import Source, TensorInfo, split_path
 
 __all__ = ["run"]

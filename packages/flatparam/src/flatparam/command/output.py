@@ -5,17 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-__all__ = ["say", "shown_nbytes"]
-
-
-def shown_nbytes(nbytes: int) -> str:
-    """A size for people: `1.2 GB`."""
-    size, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+__all__ = ["say"]
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

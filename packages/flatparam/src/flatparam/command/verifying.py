@@ -7,8 +7,9 @@ import sys
 import warnings
 
 from flatparam.command.opening import ArgumentsError, opened
-from flatparam.command.output import say, shown_nbytes
+from flatparam.command.output import say
 from flatparam.command.progress import showing
+from flatparam.observing.table import shown_nbytes
 from flatparam_state import CheckpointError, Source, UnknownFormatError, UnreadableError, verify_source
 
 __all__ = ["run"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -18,6 +18,10 @@ from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError
 from flatparam_runtime import Nonfinite, holder_of_parameter, unit_of
 
+if TYPE_CHECKING:
+    # torch's policies are dataclasses, and this package does not import their classes.
+    from _typeshed import DataclassInstance
+
 __all__ = ["fully_shard"]
 
 _NO_MIXED_PRECISION = MixedPrecisionPolicy()
@@ -31,10 +35,10 @@ def fully_shard(
     mesh: DeviceMesh | Ranks | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: Any = ...,
-    offload_policy: Any = ...,
+    mp_policy: MixedPrecisionPolicy | DataclassInstance = ...,
+    offload_policy: OffloadPolicy | DataclassInstance = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: object = ...,
     nonfinite: Nonfinite = ...,
     layout: LayoutPolicy | RuleFunction | None = ...,
 ) -> FSDPModule: ...
@@ -47,10 +51,10 @@ def fully_shard(
     mesh: DeviceMesh | Ranks | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: Any = ...,
-    offload_policy: Any = ...,
+    mp_policy: MixedPrecisionPolicy | DataclassInstance = ...,
+    offload_policy: OffloadPolicy | DataclassInstance = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: object = ...,
     nonfinite: Nonfinite = ...,
     layout: LayoutPolicy | RuleFunction | None = ...,
 ) -> Sequence[FSDPModule]: ...
@@ -62,10 +66,10 @@ def fully_shard(
     mesh: DeviceMesh | Ranks | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: Any = _NO_MIXED_PRECISION,
-    offload_policy: Any = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | DataclassInstance = _NO_MIXED_PRECISION,
+    offload_policy: OffloadPolicy | DataclassInstance = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",
     layout: LayoutPolicy | RuleFunction | None = None,
 ) -> Any:

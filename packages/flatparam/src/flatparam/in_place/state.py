@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, Final
 
 from torch import nn
@@ -18,8 +18,8 @@ from flatparam_state import FormKind, StateForm, load_model_state, state_shown
 
 __all__ = ["load_state", "refuse_torchs_loading", "save_state", "sharded_form"]
 
-_IS_LOADING: Final = ContextVar("_IS_LOADING", default=False)
-"""Whether this thread loads a state by `load_state`."""
+_LOADING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""The modules that `load_state` loads now, with all inside them."""
 
 
 def sharded_form(model: nn.Module, *, offload_to_cpu: bool = False) -> StateForm:
@@ -65,19 +65,20 @@ def load_state(
     Raises:
         RuntimeError: torch's, on every rank, naming every key that does not fit on some rank; nothing is changed.
     """
-    with _loading():
+    with _loading(model):
         if rank0_only:
             state = streamed(model, state)
         return load_model_state(model, state, strict=strict, load=load, chunker=chunker())
 
 
 @contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    token = _IS_LOADING.set(True)
+def _loading(model: nn.Module) -> Iterator[None]:
+    modules = [module for module in model.modules() if module not in _LOADING]
+    _LOADING.update(modules)
     try:
         yield
     finally:
-        _IS_LOADING.reset(token)
+        _LOADING.difference_update(modules)
 
 
 def refuse_torchs_loading(module: nn.Module) -> None:
@@ -86,7 +87,7 @@ def refuse_torchs_loading(module: nn.Module) -> None:
     Raises:
         FlatParamError: if torch's own `load_state_dict` of a module around it loads it, which knows no shards.
     """
-    if not _IS_LOADING.get():
+    if module not in _LOADING:
         raise FlatParamError(
             f"{type(module).__name__} is sharded, and the module whose load_state_dict() was called is not: call "
             "fully_shard for that module too, or flatparam.checkpoint.state_dict.set_model_state_dict(model, state)"

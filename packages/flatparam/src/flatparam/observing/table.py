@@ -22,7 +22,8 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _scaled(value: float, units: Sequence[str]) -> str:
     number = 0
-    while abs(value) >= 1000 and number < len(units) - 1:
+    # From 999.5 on, three digits of it would be 1000.
+    while abs(value) >= (999.5 if number else 1000) and number < len(units) - 1:
         value, number = value / 1000, number + 1
     return f"{value:.0f} {units[0]}" if not number else f"{value:.3g} {units[number]}"
 

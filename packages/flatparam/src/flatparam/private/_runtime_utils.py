@@ -48,6 +48,7 @@ def _post_backward_final_callback(state: FullyShardedDataParallel, module: nn.Mo
     tree = tree_of(state._unit)
     if tree.root is not state._unit:
         raise FlatParamError(f"unit {state._unit.name!r} is not a root: call this with the outermost wrapper")
+    tree.drop_remains()
     if tree.is_in_a_pass:
         raise FlatParamError(
             f"unit {state._unit.name!r}: a pass is running, which ends by itself; call this after the exception that "

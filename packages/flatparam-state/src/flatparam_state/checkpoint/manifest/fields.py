@@ -22,6 +22,7 @@ __all__ = [
     "count",
     "hash_digits",
     "instance_of",
+    "json_tree",
     "mapping_of",
     "text",
     "tuple_of",
@@ -56,6 +57,21 @@ def text(record: object, field: attrs.Attribute[Any], value: Any) -> None:
     """Validate a string."""
     if not isinstance(value, str):
         raise bad_value(record, field, value, "a string")
+
+
+def json_tree(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    """Validate what JSON can say: objects, lists, strings, numbers, booleans and `None`, nested in any way."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if type(item) is list:
+            waiting.extend(item)
+        elif type(item) is dict:
+            for key in item:
+                text(record, field, key)
+            waiting.extend(item.values())
+        elif item is not None and type(item) not in (str, int, float, bool):
+            raise bad_value(record, field, item, "what JSON can say")
 
 
 def instance_of(kind: type) -> Validator:

@@ -24,6 +24,7 @@ from flatparam_state.checkpoint.manifest.fields import (
     count,
     hash_digits,
     instance_of,
+    json_tree,
     tuple_of,
 )
 from flatparam_state.files import TensorInfo
@@ -185,7 +186,7 @@ class RankValue:
 
     rank: int = attrs.field(validator=count)
     span: Span = attrs.field(validator=instance_of(Span))
-    value: Any
+    value: Any = attrs.field(validator=json_tree)
 
     def to_json(self) -> list[Any]:
         """`[rank, start, stop, value]`."""

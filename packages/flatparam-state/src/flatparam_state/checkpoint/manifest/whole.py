@@ -15,6 +15,7 @@ from flatparam_state.checkpoint.manifest.fields import (
     count,
     hash_digits,
     instance_of,
+    json_tree,
     mapping_of,
     text,
     tuple_of,
@@ -48,7 +49,7 @@ class Manifest:
     """States that differ between ranks and are not cut like their parameter, by path."""
     aliases: Mapping[str, str] = attrs.field(validator=mapping_of(text))
     """The other paths of tied tensors."""
-    values: Any
+    values: Any = attrs.field(validator=json_tree)
     written_by: Mapping[str, str] = attrs.field(validator=mapping_of(text))
     number: int = attrs.field(default=0, validator=count)
     """Saves of one directory are numbered from 1; the newest has the largest number, whatever clocks say."""
