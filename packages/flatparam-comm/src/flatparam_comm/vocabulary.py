@@ -1,8 +1,8 @@
 """The core's names in this package's signatures, and the functions that make or take such values.
 
 Layers above import these names from here: a gather and a reduction work on `FlatParamHandle`s, which have a layout of
-slots with spans and specs; a `Flattening` makes them from bound parameters. Nothing else is re-exported, and
-`tools/check_layers.py` enforces this.
+slots with spans and specs; a `Flattening` makes them from bound parameters. `tools/check_layers.py` refuses names that
+these signatures do not lead to, but for the few that it lists with a reason.
 """
 
 from flatparam_core import (

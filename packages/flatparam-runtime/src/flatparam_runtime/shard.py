@@ -64,7 +64,7 @@ def shard_module(
     Args:
         module: may already contain units; must not be one.
         ignored_modules: their parameters stay whole, on every rank, and are not reduced.
-        ignored_parameters: likewise.
+        ignored_parameters: they stay whole, too, and their gradients are not reduced.
         device: where full parameters live from now on; by default where they are.
         initialise: gives the parameters their values, one module after the other, before they are packed; by default
             they have them.

@@ -1,7 +1,8 @@
-"""The names of lower layers that occur in this package's signatures, and the functions that make or take such values.
+"""The names of lower layers that this package passes on: those that its signatures lead to.
 
-A unit has flat parameters and a topology of groups; its plan is made of both. No other name is re-exported;
-`tools/check_layers.py` checks this.
+A unit has flat parameters and a topology of groups; its plan is made of both. Signatures lead to a class if they name
+it, or name a class whose own signatures do, and to the functions that make or take such values. `tools/check_layers.py`
+refuses any other name, but for the few that it lists with a reason.
 """
 
 from flatparam_comm import (

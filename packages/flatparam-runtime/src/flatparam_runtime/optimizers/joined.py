@@ -27,10 +27,10 @@ _GRAD: Final = attrgetter("grad")
 @final
 @attrs.define(eq=False)
 class JoinedView:
-    """A joined view is how tensors lie that are one: the distance of each from the first."""
+    """A joined view is how tensors lie that are one tensor in memory."""
 
     offsets: tuple[int, ...]
-    """In elements."""
+    """The distance of each tensor from the first one, in elements."""
     numel: int
     """The elements from the start of the first tensor to the end of the last."""
     _distances: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ class SteppedTensor:
 
 
 class Segment(Protocol):
-    """A segment is a span of a group's parameters that an optimizer steps as tensors of another length."""
+    """A segment is a span of a group's parameters that an optimizer steps as tensors of a different length."""
 
     @property
     def parameters(self) -> Sequence[Tensor]:

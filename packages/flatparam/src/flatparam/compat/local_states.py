@@ -1,7 +1,7 @@
 """Sharded states of fairseq2, whose files have this rank's part of each tensor, and no word about which part it is.
 
 It asks a `ShardedTensor` for its only part, and puts the parts of all ranks together along dimension 0. So it needs
-FSDP1's chunks, where by default a state here has the parts that each rank owns anyway: up to three boxes of a matrix.
+FSDP1's chunks. By default a state here has the parts that each rank owns anyway: up to three boxes of a matrix.
 """
 
 from __future__ import annotations

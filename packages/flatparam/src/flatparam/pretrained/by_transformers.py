@@ -63,7 +63,8 @@ def as_transformers_loads(
     for new, converter in converters.items():
         try:
             converted = converter.convert(new, model=model, config=getattr(model, "config", None))
-        except Exception:  # It is a rule of somebody else's, which was written for tensors that have values.
+        # It is a rule of somebody else's, which was written for tensors that have values.
+        except Exception:
             continue
         found = {name: each[0] if isinstance(each, list) else each for name, each in converted.items()}
         # What a rule makes in any other way than by joining and cutting stays, and is reported as unexpected.

@@ -264,7 +264,8 @@ def _compared(
         said = _refusal(model, files, found, strict, initialise)
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
         result = files, found
-    except Exception as error:  # `mapping` is somebody else's function
+    # `mapping` is somebody else's function.
+    except Exception as error:
         said, cause = CheckpointError.told(error), error
     told = topology.exchange((said, facts, own), label="compare files")
     for rank, (text, theirs, asked) in enumerate(told):

@@ -1,7 +1,7 @@
 """FSDP1's names of a flat parameter that are about more than its own memory; `add_names` gives them to the class.
 
-Where a name is of memory that we do not have, to ask for it is an AttributeError which says what to use instead, so
-`hasattr` tells the truth.
+A name of memory that we do not have raises an AttributeError that says what to use instead, so `hasattr` tells the
+truth.
 """
 
 from __future__ import annotations

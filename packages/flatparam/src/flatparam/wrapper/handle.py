@@ -195,7 +195,7 @@ class HandleView(metaclass=_Sealed):
     def _setattr_tensor(self, module: nn.Module, param_name: str, tensor: torch.Tensor) -> None:
         """Do nothing if `tensor` is what the module shows under this name, or the shard's part of that parameter.
 
-        The module cannot be had to show another one.
+        Modules show no other tensors than these.
 
         Raises:
             FlatParamError: naming what to call instead.

@@ -163,7 +163,7 @@ def _copies(*tensors: Tensor) -> int:
 
 
 def _of_pointwise(kernel: Kernel) -> int:
-    """Python numbers become tensors, and what has another dtype than the computation is cast first."""
+    """Python numbers become tensors, and what has a different dtype than the computation is cast first."""
     operands = [each for each in kernel.args if isinstance(each, (Tensor, int, float)) and each is not None]
     tensors = [each for each in operands if isinstance(each, Tensor)]
     if kernel.name in ("addcmul", "addcdiv", "lerp"):
@@ -201,7 +201,7 @@ def _promoted(one: Any, other: Any) -> Any:
 
 
 def _of_reduction(kernel: Kernel) -> int:
-    """A reduction to another dtype casts all of its input; a mean is a sum that is divided by a number."""
+    """A reduction to a different dtype casts all of its input; a mean is a sum that is divided by a number."""
     given, result = kernel.args[0], kernel.results[0]
     taken = given.numel() * result.itemsize if result.dtype != given.dtype else 0
     if kernel.name == "mean":
