@@ -258,6 +258,15 @@ class FlatParamCycle:
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         unsharded = RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
+        self.follow_training()
+        form = self.forms.current
+        self.exposure.show(self.forms.presented())
+        form.note_filled()
+        # Last: if showing is refused, the buffer can still be given back.
+        self.residency = unsharded
+
+    def follow_training(self) -> None:
+        """Have the full parameters require gradients as the parameters that the user sees do now."""
         wanted = list(self.exposure.requires_grad())
         # An equal list stays the same object.
         if wanted != self.trained:
@@ -270,10 +279,6 @@ class FlatParamCycle:
         if list(map(_REQUIRES_GRAD, form.leaves)) != wanted:
             for leaf, wants in zip(form.leaves, wanted, strict=True):
                 leaf.requires_grad_(wants)
-        self.exposure.show(self.forms.presented())
-        form.note_filled()
-        # Last: if showing is refused, the buffer can still be given back.
-        self.residency = unsharded
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, even while it is being filled."""

@@ -188,9 +188,8 @@ class OriginalExposure:
         """See `Exposure.add_gradient`."""
         originals, gradients = self._originals, self._pieces.views(reduced)
         is_here = self._is_here
-        if not all(arrived) or not all(is_here) or not all(map(_REQUIRES_GRAD, originals)):
-            triples = zip(arrived, is_here, originals, strict=True)
-            wanted = [a and here and p.requires_grad for a, here, p in triples]
+        if not all(arrived) or not all(is_here):
+            wanted = [a and here for a, here in zip(arrived, is_here, strict=True)]
             originals = list(itertools.compress(originals, wanted))
             gradients = list(itertools.compress(gradients, wanted))
         for parameter, gradient in zip(originals, gradients, strict=True):

@@ -297,6 +297,8 @@ class UnitTree:
             elif unit.is_stale or not (self.keeps_unsharded or unit.showing.are_held):
                 # Every rank must decide alike, and does: all run the same program, which steps or does not.
                 unit.reshard()
+            else:
+                unit.follow_training()
 
     def recover(self) -> None:
         """Bring every unit back to rest after an exception: sharded, idle, without gradients of a failed backward."""

@@ -225,18 +225,27 @@ class Unit:
         if self.observers.instruments:
             self.observers.waits(self, "all_gather")
         self._gather.finish()
-        for handle, before in zip(self.handles, trained, strict=True):
-            if handle.trained is not before:
-                self._note_training(handle, any(before))
+        self._note_training(trained)
         if self.observers.instruments:
             self.observers.tell(self, "use", self.unsharded_nbytes)
 
-    def _note_training(self, handle: FlatParamHandle, was_trained: bool) -> None:
-        """Have the ranks compare, at the end of the pass, which parameters of `handle` are trained from now on."""
-        self.observers.tell(self, "train", zlib.crc32(bytes(handle.trained)))
-        if was_trained and not any(handle.trained) and self.plan.topology.data_parallel_size > 1:
-            # Another rank may still train it: it is reduced once more, and then all ranks detect the divergence.
-            self.reducer.unsynced.add(handle)
+    def follow_training(self) -> None:
+        """Have full parameters that stayed since the last pass require gradients as the user's parameters do now."""
+        if self.residency is Residency.UNSHARDED:
+            trained = [handle.trained for handle in self.handles]
+            for handle in self.handles:
+                handle.follow_training()
+            self._note_training(trained)
+
+    def _note_training(self, before: Sequence[list[bool]]) -> None:
+        """Have the ranks compare, at the end of the pass, which parameters are trained, if these are not `before`."""
+        for handle, trained in zip(self.handles, before, strict=True):
+            if handle.trained is trained:
+                continue
+            self.observers.tell(self, "train", zlib.crc32(bytes(handle.trained)))
+            if any(trained) and not any(handle.trained) and self.plan.topology.data_parallel_size > 1:
+                # Another rank may still train it: it is reduced once more, and then all ranks detect the divergence.
+                self.reducer.unsynced.add(handle)
 
     def unshard(self, *, full_precision: bool = False, copied: bool = False) -> None:
         """Have the module show its full parameters; see `begin_unshard`."""
