@@ -104,6 +104,11 @@ class FlatExposure:
         own = self.flat_param._version
         return own if self._followers.are_none else own + self._followers.stamp()
 
+    @property
+    def was_given_data(self) -> bool:
+        """See `Exposure.was_given_data`."""
+        return not self._followers.are_none and self._followers.were_given_data(self._views)
+
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.take_over`; replacements in a module are refused when the full parameters are shown."""
         if self._followers.are_none:

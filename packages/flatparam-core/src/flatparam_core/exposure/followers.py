@@ -73,6 +73,12 @@ class Followers:
         self._share_grad(followers[index])
         return parameter
 
+    def were_given_data(self, views: Sequence[torch.Tensor]) -> bool:
+        """Whether users gave data to a follower, so that it is none of the `views` of the shard any more."""
+        return any(
+            memory_of(each.parameter) != memory_of(views[index]) for index, each in self._find().items()
+        )
+
     def take_over(
         self, views: Sequence[torch.Tensor], infos: Sequence[Sequence[ParamInfo]]
     ) -> dict[int, nn.Parameter]:

@@ -109,11 +109,15 @@ class OriginalExposure:
         versions: int = sum(map(_VERSION, self._originals))
         return self.flat_param._version + self._changes + versions
 
+    @property
+    def was_given_data(self) -> bool:
+        """See `Exposure.was_given_data`."""
+        return self._addresses != list(map(torch.Tensor.data_ptr, self._originals))
+
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.take_over`."""
-        originals = self._originals
-        registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(originals))
-        if all(registered) and list(map(torch.Tensor.data_ptr, originals)) == self._addresses:
+        registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._originals))
+        if all(registered) and not self.was_given_data:
             return {}
         given: dict[int, nn.Parameter] = {}
         for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):

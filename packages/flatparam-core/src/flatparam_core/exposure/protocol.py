@@ -68,6 +68,11 @@ class Exposure(Protocol):
         """
         ...
 
+    @property
+    def was_given_data(self) -> bool:
+        """Whether the user has given an original other data since `take_over` (`.data =`), which it will copy."""
+        ...
+
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` of another unit's modules too."""
         ...

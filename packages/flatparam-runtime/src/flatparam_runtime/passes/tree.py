@@ -294,7 +294,7 @@ class UnitTree:
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
-            elif unit.is_stale or not (self.keeps_unsharded or unit.showing.are_held):
+            elif unit.is_stale or not (self.keeps_unsharded or unit.showing.are_held) or unit.was_given_data:
                 # Every rank must decide alike, and does: all run the same program, which steps or does not.
                 unit.reshard()
             else:

@@ -229,6 +229,13 @@ class Unit:
         if self.observers.instruments:
             self.observers.tell(self, "use", self.unsharded_nbytes)
 
+    @property
+    def was_given_data(self) -> bool:
+        """Whether somebody has given a parameter other data (`.data =`) since the unit was gathered."""
+        return self.plan.notices_replacement and any(
+            handle.exposure.was_given_data for handle in self.handles
+        )
+
     def follow_training(self) -> None:
         """Have full parameters that stayed since the last pass require gradients as the user's parameters do now."""
         if self.residency is Residency.UNSHARDED:

@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed between passes of one accumulation get the gradients of one process."""
+"""Parameters that are frozen, thawed or given data between passes of one accumulation: gradients as in one process."""
 
 from __future__ import annotations
 
@@ -106,6 +106,14 @@ def take_turns(run: Run) -> None:
     run.train(3)
 
 
+def give_data(run: Run) -> None:
+    """Parameters get other data between a pass that waits and the next one."""
+    run.train(0, waits=True)
+    for parameter in (run.weight, run.bias):
+        parameter.data = parameter.data.clamp(-0.1, 0.1)
+    run.train(1)
+
+
 def build() -> nn.Module:
     """Three layers."""
     torch.manual_seed(0)
@@ -114,8 +122,10 @@ def build() -> nn.Module:
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["one unit", "units"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("program", [thaw, freeze, freeze_between, freeze_module, look, take_turns])
-def test_freezing_between_passes(program: Callable[[Run], None], strategy: str, by_layer: bool) -> None:
+@pytest.mark.parametrize(
+    "program", [thaw, freeze, freeze_between, freeze_module, look, take_turns, give_data]
+)
+def test_changes_between_passes(program: Callable[[Run], None], strategy: str, by_layer: bool) -> None:
     """Every parameter has the gradient of one process, whatever was gathered, kept or frozen in between."""
     alone = build()
     names = dict(alone.named_parameters())
