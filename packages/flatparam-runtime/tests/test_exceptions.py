@@ -374,17 +374,24 @@ def test_a_transform_of_torch_func_is_refused(warm: bool, use_orig_params: bool)
         if warm:
             module(x).sum().backward()
             zero_gradients(module)
-        transforms: list[Callable[[], Any]] = [
-            lambda: torch.func.grad(lambda y: module(y).sum())(x),
-            lambda: torch.func.vmap(module)(x),
-            lambda: torch.func.jvp(module, (x,), (x,)),
-        ]
-        for transform in transforms:
-            with pytest.raises(
-                FlatParamError, match=r"inside a transform of torch\.func .* under torch\.no_grad"
-            ):
-                transform()
-            check_at_rest(module)
+        with pytest.raises(
+            FlatParamError, match=r"inside a transform of torch\.func \(vmap\).* under torch\.no_grad"
+        ):
+            torch.func.vmap(module)(x)
+        check_at_rest(module)
+        transforms: dict[str, Callable[[], Any]] = {
+            r"\(grad\)": lambda: torch.func.grad(lambda y: module(y).sum())(x),
+            r"\(jvp\)": lambda: torch.func.jvp(module, (x,), (x,)),
+            r"\(vmap, jvp\)": lambda: torch.func.jacfwd(module)(x),
+        }
+        for named, transform in transforms.items():
+            for context in (torch.enable_grad(), torch.no_grad()):
+                with (
+                    context,
+                    pytest.raises(FlatParamError, match=rf"{named}, whose tensors no collective can read"),
+                ):
+                    transform()
+                check_at_rest(module)
         with torch.no_grad():
             if not warm:
                 with pytest.raises(FlatParamError, match="after a first pass"):

@@ -13,7 +13,7 @@
 | `nn.Module._forward_hooks` | the order of a module's hooks | an error that names it |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 | `nn.Module._compiled_call_impl` | what is called instead of a module | past a wrapper only its `forward` is watched |
-| `_C._functorch.peek_interpreter_stack` | whether a transform of `torch.func` is under way | such a pass fails later |
+| `_C._functorch.get_interpreter_stack` | which transforms of `torch.func` are under way | such a pass fails later |
 
 Two private methods of public classes are named elsewhere: `unit/calls.py` finds `nn.Module._call_impl` on the stack,
 and `optimizers` stands in for `Optimizer._init_group`.
@@ -42,12 +42,12 @@ __all__ = [
     "dispatch_modes",
     "in_backward",
     "in_range",
-    "in_transform",
     "latest",
     "node_beneath",
     "on_failed_run",
     "profiled",
     "stays_last",
+    "transforms",
     "untraced",
     "will_run",
 ]
@@ -113,11 +113,12 @@ def on_failed_run(tell: Callable[[BaseException], None]) -> None:
         module._engine_run_backward = telling  # type: ignore[attr-defined]
 
 
-def in_transform() -> bool:
-    """Whether the caller is inside a transform of `torch.func`, such as `grad` or `vmap`, whose tensors are none."""
+def transforms() -> tuple[str, ...]:
+    """The transforms of `torch.func` that the caller is inside of, the outermost first: `vmap`, `jvp`, `grad` ..."""
     # Without the name, such a pass fails later, with torch's own error.
-    ask = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return ask is not None and ask() is not None
+    ask = getattr(torch._C._functorch, "get_interpreter_stack", None)
+    found = ask() if ask is not None else None
+    return tuple(str(each.key()).rpartition(".")[2].lower() for each in found) if found else ()
 
 
 def in_backward() -> bool:

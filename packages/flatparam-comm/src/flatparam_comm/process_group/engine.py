@@ -140,8 +140,10 @@ class ProcessGroupCollectives:
         if site.size == 2 and self._is_gloo and output.is_cpu:
             # gloo's own all-gather fills a buffer of its own, which it copies, and takes 1.3 to 2 times as long.
             halves, given = carried.view(2, -1), carried_shard.view(-1)
+            # First: a tensor without an address raises here, before gloo is told where to write.
+            is_in_place = halves[site.rank].data_ptr() == given.data_ptr()
             work = self._swap(site, calls, halves[1 - site.rank], given)
-            if halves[site.rank].data_ptr() != given.data_ptr():
+            if not is_in_place:
                 _guarded(site, lambda: halves[site.rank].copy_(given), calls)
         else:
             work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group), calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import attrs
@@ -17,7 +17,7 @@ from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.newcomers import warn_of_newcomers
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
-from flatparam_runtime.autograd import in_backward, in_transform, profiled
+from flatparam_runtime.autograd import in_backward, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit import (
@@ -170,13 +170,9 @@ class UnitTree:
             FlatParamError: while full parameters are summoned, or state is saved or loaded; or with gradients inside a
                 transform of `torch.func`.
         """
-        is_known = self._has_trained or self._has_inferred
-        if in_transform() and (torch.is_grad_enabled() or not is_known):
-            raise FlatParamError(
-                f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func (grad, vmap, jvp ...), "
-                "for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a first pass "
-                "outside of any transform, or transform it before it is sharded"
-            )
+        under = transforms()
+        if under:
+            self._check_transforms(under)
         for unit in self.units:
             if unit.showing.away:
                 unit.showing.check_here(unit.name, unit.topology.rank)
@@ -206,6 +202,20 @@ class UnitTree:
         self.forward = ForwardPass(recorded=torch.is_grad_enabled())
         compares_later = self._has_trained or (self._has_inferred and not self.forward.recorded)
         self.fingerprint.before_each = None if compares_later else agree_on_deed
+
+    def _check_transforms(self, under: Sequence[str]) -> None:
+        told = f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func ({', '.join(under)})"
+        if set(under) != {"vmap"}:
+            # What it computes with is hidden from collectives, also without gradients.
+            raise FlatParamError(
+                f"{told}, whose tensors no collective can read; use autograd, with create_graph=True for higher "
+                "derivatives, or torch.autograd.forward_ad, or transform the model before it is sharded"
+            )
+        if torch.is_grad_enabled() or not (self._has_trained or self._has_inferred):
+            raise FlatParamError(
+                f"{told}, for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a "
+                "first pass outside of any transform, or transform it before it is sharded"
+            )
 
     def _check_capture(self) -> None:
         self.streams = streams_of(device_of(self.units))
