@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import clip_grad_norm_
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_core import FlatParamError
@@ -296,3 +298,36 @@ def test_an_interrupted_forward_leaves_shards(
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), inputs(0))
     for state in on_ranks(2, run):
         assert_same_state(state, reference.state_dict())
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        FSDP.clip_grad_norm_,
+        lambda model, limit: clip_grad_norm_(model.parameters(), limit),
+        lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit),
+    ],
+    ids=["method", "function", "torch's"],
+)
+def test_the_norm_of_complex_gradients_is_real(clip: Callable[..., Any], use_orig_params: bool) -> None:
+    """As in one process, it can be compared with a number."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(4, 2, dtype=torch.complex64)
+
+    x = torch.ones(3, 4, dtype=torch.complex64)
+    local = build()
+    local(x).abs().sum().backward()
+    expected = nn.utils.clip_grad_norm_(local.parameters(), 0.5)
+
+    def rank(world: Collectives) -> torch.Tensor:
+        model = FSDP(build(), world, use_orig_params=use_orig_params)
+        model(x).abs().sum().backward()
+        norm: torch.Tensor = clip(model, 0.5)
+        return norm
+
+    for norm in on_ranks(2, rank):
+        assert norm.dtype is torch.float32
+        assert norm > 0.5
+        torch.testing.assert_close(norm, expected)

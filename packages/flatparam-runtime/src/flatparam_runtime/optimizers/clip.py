@@ -69,7 +69,9 @@ def clip_grad_norm_(
         blame=functools.partial(_blame, module),
     )
     trained = (handle for unit in units_in(module) for handle in unit.trainable)
-    dtypes = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
+    found = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
+    # The norm of complex numbers is a real one.
+    dtypes = [each.to_real() for each in found]
     dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
     return total.to(dtype)
 

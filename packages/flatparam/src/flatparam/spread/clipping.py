@@ -58,7 +58,8 @@ def clip_grad_norm_(
             into.append(gradient)
         # A rank may have no gradient where other ranks have one.
         if gradient is not None or (unit is not None and parameter.requires_grad):
-            dtypes.append(parameter.dtype if gradient is None else gradient.dtype)
+            # The norm of complex numbers is a real one.
+            dtypes.append((parameter.dtype if gradient is None else gradient.dtype).to_real())
     if device is None:
         device = next((parameter.device for parameter in given), torch.device("cpu"))
     total = clip_gradients_(
