@@ -111,6 +111,13 @@ def _resolve_groups(comm: ProcessGroupCollectives) -> dict[str, Any]:
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match=r"found 3 of them: \('a', 'b', 'c'\)"):
         resolve_topology(cube)
+    shard, replicate = mesh.get_group("shard"), mesh.get_group("replicate")
+    assert resolve_topology((shard, replicate)).data_parallel_size == 4
+    for pair in ((dist.group.WORLD, dist.group.WORLD), (shard, shard), (shard, dist.group.WORLD)):
+        with pytest.raises(
+            ValueError, match=r"expected a pair .* that have this rank in common and no other, found"
+        ):
+            resolve_topology(pair)
     return found
 
 

@@ -15,9 +15,10 @@ from flatparam_comm import (
     Precision,
     RecordingCollectives,
     SingleCollectives,
+    Topology,
 )
 from flatparam_comm.testing import rectangle
-from flatparam_runtime import DivergenceError
+from flatparam_runtime import DivergenceError, UnitPlan, shard_module
 
 from .models import WIDTH, Branches, Chain, batch
 from .worlds import run, seeded, sharded
@@ -37,6 +38,23 @@ def refused(fn: Callable[[], object]) -> str:
 def loss(module: nn.Module, rank: int, *more: object) -> Tensor:
     out: Tensor = module(batch(rank), *more).square().mean()
     return out
+
+
+def test_copies_of_different_shards_are_refused() -> None:
+    """Groups that cross, so that the ranks of a replicate group hold different shards, would add up what does not belong."""
+
+    def rank(world: Collectives) -> str:
+        rows = [world.subgroup(ranks) for ranks in ([0, 1], [2, 3])]
+        crossed = [world.subgroup(ranks) for ranks in ([0, 3], [1, 2])]
+        shard, replicate = (
+            next(group for group in groups if group is not None) for groups in (rows, crossed)
+        )
+        module = seeded(lambda: Chain(1))
+        shard_module(module, UnitPlan(Topology(shard, replicate)))
+        return refused(lambda: loss(module, world.rank))
+
+    for message in run(4, rank):
+        assert "the ranks of a replicate group hold different shards: rank 0 has shard" in message
 
 
 # The same units

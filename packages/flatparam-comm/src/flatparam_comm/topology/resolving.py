@@ -56,8 +56,8 @@ def resolve_topology(
 
     `with_shared_memory` does for a topology, such as that of a mesh, what `"auto"` does for a group.
 
-    Raises ValueError if there is no group, if ranks that are to share memory cannot, or if a mesh has a different
-    number of dimensions; TypeError for anything else.
+    Raises ValueError if there is no group, if ranks that are to share memory cannot, if the groups of a pair have more
+    than this rank in common, or if a mesh has a different number of dimensions; TypeError for anything else.
     """
     if where is None:
         return Topology(_default_collectives())
@@ -66,12 +66,28 @@ def resolve_topology(
             raise ValueError(f"expected a pair (shard group, replicate group), found a tuple of {len(where)}")
         shard, replicate = where
         here = _by_name(shard, _on_this_host) if isinstance(shard, str) else _as_collectives(shard)
-        return Topology(here, _as_collectives(replicate))
+        copies = _as_collectives(replicate)
+        _check_pair(here, copies)
+        return Topology(here, copies)
     if isinstance(where, str):
         return Topology(_by_name(where, _default_collectives))
     if _is_mesh(where):
         return _topology_of_mesh(where)
     return Topology(_as_collectives(where))
+
+
+def _check_pair(shard: Collectives, replicate: Collectives) -> None:
+    """Check that the ranks that share parameters and those that hold copies have this rank in common, and no other."""
+    if not (isinstance(shard, ProcessGroupCollectives) and isinstance(replicate, ProcessGroupCollectives)):
+        return
+    sharing, holding = groups.members_of(shard.group), groups.members_of(replicate.group)
+    both = sorted({*sharing} & {*holding})
+    if len(both) != 1:
+        raise ValueError(
+            f"rank {shard.rank} of its shard group: expected a pair (shard group, replicate group) that have this rank "
+            f"in common and no other, found the ranks {sharing} and {holding}, which have {both} in common; the "
+            "replicate group has the ranks that hold the same shard, one of each shard group"
+        )
 
 
 def with_shared_memory(topology: Topology) -> Topology:

@@ -9,7 +9,7 @@ from typing import final
 
 import attrs
 
-from flatparam_comm import told_by_ranks, told_ranks
+from flatparam_comm import Topology, told_by_ranks, told_ranks
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
 
@@ -36,11 +36,28 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     for unit in units:
         unit.held.forget_initial()
     root = units[0].topology
+    _check_copies(root)
     digests = root.exchange((_digest(facts), _digest(weights)), label="units")
     if len({digest for digest, _ in digests}) > 1:
         raise DivergenceError(_first_difference(root.exchange(facts, label="units"), root.rank))
     if len({digest for _, digest in digests}) > 1:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
+
+
+def _check_copies(topology: Topology) -> None:
+    """Check that the ranks that are to hold copies of one shard have the same place in their shard groups."""
+    if topology.replicate is None or len(topology.groups) < 2:
+        return
+    places = topology.replicate.exchange(topology.shard.rank, label="places in shard groups")
+    if len({*places}) > 1:
+        raise DivergenceError(
+            told_by_ranks(
+                f"rank {topology.rank}: the ranks of a replicate group hold different shards",
+                [(rank, f"has shard {place}") for rank, place in enumerate(places)],
+                "pass process_group=(shard group, replicate group), in which the replicate group has the ranks with "
+                "the same place in their shard groups, or a DeviceMesh",
+            )
+        )
 
 
 def _digest(value: object) -> str:
