@@ -22,6 +22,7 @@ from flatparam_comm import (
     ProcessGroupCollectives,
     RankDied,
     RankError,
+    Topology,
     set_relay,
     shared_memory,
     tell_failure,
@@ -158,6 +159,71 @@ def _catches(comm: ProcessGroupCollectives, alike: bool) -> None:
 def test_an_exception_that_the_program_catches_stops_nobody(alike: bool) -> None:
     """If a rank, or every rank alike, catches its exception and issues its next collective, training goes on."""
     run_processes(2, _catches, alike)
+
+
+def _begins_anew(comm: ProcessGroupCollectives, how: str) -> None:
+    """One rank fails, the others are told, all catch their errors, and go on with groups that are new."""
+    _steps(comm)
+    try:
+        if comm.rank == 1:
+            with telling("a step"):
+                raise Bug
+        comm.all_reduce(torch.ones(1), label="in vain").wait()
+    except (Bug, PeerError):
+        pass
+    for number in range(3):
+        # torch's own barrier, of which the relay knows nothing.
+        dist.barrier(dist.new_group())
+        group = ProcessGroupCollectives(dist.new_group())
+        if how == "late" and comm.rank == 1:
+            time.sleep(0.5)
+        assert group.exchange(number) == [number] * comm.size
+
+
+@pytest.mark.parametrize("how", ["at once", "late"])
+def test_groups_that_are_made_after_a_failure_work(how: str) -> None:
+    """A caught failure breaks the groups of then, and none that the ranks make together later."""
+    run_processes(2, _begins_anew, how)
+
+
+def _differs(comm: ProcessGroupCollectives) -> str:
+    """Issue a different collective than the other rank, and report the error as a program's backward pass does."""
+    _steps(comm)
+    group = ProcessGroupCollectives(dist.new_group())
+    assert group.exchange(0) == [0, 0]
+    with pytest.raises(CommError) as caught:
+        for _ in range(2):
+            if comm.rank == 0:
+                group.all_reduce(torch.ones(3)).wait()
+            else:
+                group.all_gather(torch.empty(8), torch.ones(4)).wait()
+    tell_failure(caught.value, "backward pass")
+    # The process lives, and issues nothing that could tell the other rank.
+    time.sleep(3)
+    return type(caught.value).__name__
+
+
+def test_a_divergence_reaches_the_other_rank_also_if_it_is_reported_again() -> None:
+    """The rank that has issued as many collectives raises, too, and does not wait for the group's timeout."""
+    found = run_processes(2, _differs, pg_timeout=PATIENCE)
+    assert "MismatchError" in found
+    assert set(found) <= {"MismatchError", "PeerError"}
+
+
+def _exchanges_something_else(comm: ProcessGroupCollectives) -> None:
+    topology = Topology(comm)
+    with pytest.raises(CommError) as caught:
+        if comm.rank == 0:
+            topology.exchange(1, label="units")
+        else:
+            comm.exchange(1)
+            comm.exchange(2, label="in vain")
+    assert "the ranks are in different places" in str(caught.value)
+
+
+def test_a_rank_that_got_what_it_asked_for_is_told() -> None:
+    """Of two ranks that exchange different things, one may not notice: it is told when it waits for the other."""
+    run_processes(2, _exchanges_something_else, pg_timeout=PATIENCE)
 
 
 def _drops_one_and_is_slow(comm: ProcessGroupCollectives) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
@@ -72,6 +73,7 @@ class GroupCalls(CollectiveCount):
         "_standings",
         "broken_by",
         "failed_at",
+        "joined",
         "members",
         "name",
     )
@@ -94,6 +96,7 @@ class GroupCalls(CollectiveCount):
         self._group = weakref.ref(group)
         self._relay = relay
         self.name = name
+        self.joined = time.monotonic()
         self.members: list[int] = [] if relay is None else groups.members_of(group)
         self._board = board
         self._standings: Standings | None = None

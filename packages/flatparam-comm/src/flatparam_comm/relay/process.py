@@ -146,8 +146,7 @@ def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool
     """Let the ranks that wait for this one raise `PeerError`, since this one has failed.
 
     It begins the relay if there is none yet. It does nothing if there can be none, or if the same exception was told
-    before, and never raises. If this rank goes
-    on and issues its next collective, the other ranks go on waiting for it.
+    before, and never raises. If this rank goes on and issues its next collective, the other ranks go on waiting for it.
 
     Args:
         error: the exception, or None if nobody knows it.

@@ -101,6 +101,9 @@ class Relay:
         if own is not None and (own.is_final or (own.is_consequence and not failure.is_final)):
             # Every call after the first on a broken group raises the same.
             return
+        if own is not None and own.diverged and not failure.diverged:
+            # The exception by which the program learns of the divergence.
+            failure = attrs.evolve(failure, diverged=own.diverged)
         if not failure.issued:
             everything = [*self.calls.values()]
             failure = attrs.evolve(
@@ -245,7 +248,10 @@ class Relay:
         settings = self.settings
         moments = [self._due] if own is not self._said and not self._is_forgiven else []
         moments += [now + settings.settle] if own is not None and own.may_go_on else []
-        moments += [since + settings.mercy for since in self._since.values() if since + settings.mercy > now]
+        ends = [since + settings.mercy for since in self._since.values()]
+        if ends:
+            ends += [calls.joined + settings.mercy for calls in [*self.calls.values()]]
+        moments += [end for end in ends if end > now]
         return min([settings.sleep, *(max(0.0, moment - now) + 0.005 for moment in moments)])
 
     def _look_at_watched(self) -> None:
@@ -259,11 +265,20 @@ class Relay:
             self.tell_error(error, FailureReport.of(self.rank, error, watched.where))
 
     def _take_back(self) -> None:
-        """Forget an exception of this rank that the program has caught: it has issued a collective since."""
+        """Forget an exception of this rank that the program has caught: it has issued a collective since.
+
+        If the exception was that another rank had failed, or that ranks diverge, the groups of then stay broken: the
+        collective has to be on a group that came later.
+        """
         own = self._own
-        if own is None or not own.may_go_on:
+        if own is None or own.is_final:
             return
-        if any(calls.issued > own.issued.get(calls.name, 0) for calls in [*self.calls.values()]):
+        issued = {calls.name: calls.issued for calls in [*self.calls.values()]}
+        if not own.may_go_on:
+            if self._said is not own:
+                return
+            issued = {name: count for name, count in issued.items() if name not in own.issued}
+        if any(count > own.issued.get(name, 0) for name, count in issued.items()):
             with self._changed:
                 if self._own is own:
                     self._own = self._own_mark = None
@@ -337,8 +352,15 @@ class Relay:
                     rank in calls.members or self._is_lost_hub(rank, failure)
                 ):
                     continue
-                speaks = failure.is_consequence or failure.is_final
-                is_late = now >= self._since[rank] + (0.0 if speaks else self.settings.mercy)
+                since, mercy = self._since[rank], self.settings.mercy
+                if failure.is_final:
+                    mercy = 0.0
+                elif calls.name not in failure.issued:
+                    # The rank may be about to issue its first collective on this group.
+                    since = max(since, calls.joined)
+                elif failure.is_consequence:
+                    mercy = 0.0
+                is_late = now >= since + mercy
                 if failure.diverged == calls.name or (is_late and calls.waits_in_vain_for(failure)):
                     calls.break_by(failure)
 

@@ -10,6 +10,7 @@ import attrs
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import MismatchError
 from flatparam_comm.rank_texts import told_by_ranks
+from flatparam_comm.relay.process import tell_failure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +93,10 @@ class Topology:
             known = [item for items in group.exchange(known, label=label) for item in _as_list(items)]
         labels = [item.label if isinstance(item, _Labelled) else None for item in known]
         if any(found != label for found in labels):
-            raise self._mismatch(label, labels)
+            error = self._mismatch(label, labels)
+            # A rank that got what it asked for does not know.
+            tell_failure(error, f"exchange of {label!r}")
+            raise error
         return [item.value for item in known]
 
     def _mismatch(self, label: str, labels: Sequence[str | None]) -> MismatchError:
