@@ -9,9 +9,10 @@ import enum
 import importlib
 import inspect
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import attrs
 import pytest
@@ -57,9 +58,14 @@ def is_ours(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in PACKAGES
 
 
+def is_class(value: object) -> TypeGuard[type]:
+    """Whether it is a class; Python 3.10 also calls `Callable[[int], int]` one."""
+    return isinstance(value, type) and not isinstance(value, types.GenericAlias)
+
+
 def is_defined_in(package: str, name: str, value: object) -> bool:
     """Whether `package` defines what it exports; a value may also be exported by a package beneath."""
-    if isinstance(value, type) or inspect.isfunction(value):
+    if is_class(value) or inspect.isfunction(value):
         return value.__module__.partition(".")[0] == package
     beneath = (importlib.import_module(other) for other in PACKAGES[: PACKAGES.index(package)])
     return not any(name in other.__all__ and getattr(other, name) is value for other in beneath)
@@ -69,7 +75,7 @@ def shown_default(value: object) -> str:
     """A default as text that is the same in every process."""
     if isinstance(value, enum.Enum):
         return "..." if value is attrs.NOTHING else f"{type(value).__name__}.{value.name}"
-    if isinstance(value, type) or inspect.isfunction(value):
+    if is_class(value) or inspect.isfunction(value):
         return value.__qualname__
     text = repr(value)
     return f"a {type(value).__name__}" if " at 0x" in text else text
@@ -110,7 +116,7 @@ def members_of(kind: type) -> Iterator[tuple[str, str]]:
             yield name, f"{type(value).__name__} {signature_of(value.__func__)}"
         elif inspect.isfunction(value):
             yield name, signature_of(value)
-        elif isinstance(value, type):
+        elif is_class(value):
             yield name, "class"
         elif kind.__name__ not in WITHOUT_ATTRIBUTES:
             yield name, "attribute"
@@ -133,7 +139,7 @@ def class_as_frozen(kind: type) -> dict[str, str]:
 
 def as_frozen(value: object) -> Any:
     """What the list has of a public name."""
-    if isinstance(value, type):
+    if is_class(value):
         return class_as_frozen(value)
     return signature_of(value) if inspect.isfunction(value) else "value"
 
