@@ -316,3 +316,35 @@ def test_a_policy_that_is_called_with_the_roots_arguments() -> None:
     assert seen["use_orig_params"] is True
     assert list(map(id, seen["ignored_states"])) == list(map(id, module[2].parameters()))
     assert seen["ignored"] == set()
+
+
+@pytest.mark.parametrize("given", ["Linear", nn.Linear, [nn.Linear(1, 1)], 3, None])
+def test_classes_that_are_none_are_refused(given: Any) -> None:
+    """A name, a single class or a module would wrap nothing, or something else."""
+    with pytest.raises(
+        TypeError, match="ModuleWrapPolicy: expected the classes of the modules to wrap, .* found"
+    ):
+        our_wrap.ModuleWrapPolicy(given)
+
+
+@pytest.mark.parametrize(
+    ("module", "policy", "message"),
+    [
+        (None, None, "FullyShardedDataParallel: expected a module, found None"),
+        (nn.Linear, None, "FullyShardedDataParallel: expected a module, found <class"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            nn.Linear,
+            "auto_wrap_policy: expected a policy object or a function",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            our_wrap.CustomPolicy(lambda module: {"foo": 1} if isinstance(module, nn.Linear) else False),
+            "auto_wrap_policy: expected arguments of FullyShardedDataParallel for a Linear, found 'foo'; they are",
+        ),
+    ],
+)
+def test_what_cannot_be_wrapped_is_named(module: Any, policy: Any, message: str) -> None:
+    """The error says which argument is wrong, and what it should be."""
+    with pytest.raises(TypeError, match=message):
+        FSDP(module, HERE, auto_wrap_policy=policy)

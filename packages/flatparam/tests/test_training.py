@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import clip_grad_norm_
+from flatparam import MixedPrecision, clip_grad_norm_
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_core import FlatParamError
@@ -331,3 +331,49 @@ def test_the_norm_of_complex_gradients_is_real(clip: Callable[..., Any], use_ori
         assert norm.dtype is torch.float32
         assert norm > 0.5
         torch.testing.assert_close(norm, expected)
+
+
+def test_models_that_share_a_unit_take_turns(use_orig_params: bool) -> None:
+    """Both losses in one backward pass, or one model after the other, train it; two passes at once are refused."""
+
+    def rank(world: Collectives) -> None:
+        def wrap(module: nn.Module) -> FSDP:
+            return FSDP(module, world, use_orig_params=use_orig_params)
+
+        torch.manual_seed(0)
+        trunk = wrap(nn.Linear(3, 3))
+        models = [wrap(nn.Sequential(trunk, nn.Linear(3, size))) for size in (2, 1)]
+        first, second = (model(inputs(world.rank)[0]).square().mean() for model in models)
+        refused = "in the backward pass of a model, and in that of a different model that shares it"
+        with pytest.raises(FlatParamError, match=refused):
+            (first.backward(), second.backward())
+        for model in models:
+            model.zero_grad()
+        sum((model(inputs(world.rank)[0]).square().mean() for model in models), torch.zeros(())).backward()
+        joint = full_gradients(trunk, world)
+        trunk.zero_grad()
+        for model in models:
+            model(inputs(world.rank)[0]).square().mean().backward()
+        torch.testing.assert_close(full_gradients(trunk, world), joint)
+
+    on_ranks(2, rank)
+
+
+def test_a_gradient_in_low_precision_may_be_cast(use_orig_params: bool) -> None:
+    """Kept in bfloat16, a gradient can be replaced by one of the parameter's dtype before the optimizer steps."""
+
+    def rank(world: Collectives) -> None:
+        precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+        model = FSDP(seeded(mlp), world, mixed_precision=precision, use_orig_params=use_orig_params)
+        model(inputs(world.rank)[0]).square().mean().backward()
+        held = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        assert {parameter.grad.dtype for parameter in held if parameter.grad is not None} == {torch.bfloat16}
+        for parameter in held:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to(parameter.dtype)
+        before = [parameter.detach().clone() for parameter in held]
+        torch.optim.SGD(held, lr=0.5).step()
+        for parameter, old in zip(held, before, strict=True):
+            torch.testing.assert_close(parameter.detach(), old - 0.5 * parameter.grad)
+
+    on_ranks(2, rank)

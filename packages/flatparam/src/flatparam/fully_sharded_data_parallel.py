@@ -180,6 +180,9 @@ class FullyShardedDataParallel(nn.Module):
             nonfinite=nonfinite,
             layout=layout,
         )
+        given: object = module
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"{type(self).__name__}: expected a module, found {given!r}")
         refuse_in_place(module)
         self._install(module, resolve_tree(type(self), module, asked, vars(self).pop("_offered", None)))
 

@@ -130,7 +130,7 @@ class Followers:
     def _share_grad(self, follower: _Follower) -> None:
         grad, parameter = self.flat_param.grad, follower.parameter
         if grad is not None:
-            if parameter.grad_dtype != grad.dtype:
-                parameter.grad_dtype = grad.dtype
+            if parameter.grad_dtype not in (None, grad.dtype):
+                parameter.grad_dtype = None
             parameter.grad = fragment_view(grad, self.flat_param.flat_layout, follower.fragment)
             follower.given = True

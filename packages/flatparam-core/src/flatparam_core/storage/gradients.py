@@ -299,6 +299,7 @@ def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     if parameter.grad is not None:
         parameter.grad += gradient
         return
-    if gradient.dtype != parameter.dtype and parameter.grad_dtype != gradient.dtype:
-        parameter.grad_dtype = gradient.dtype
+    if gradient.dtype != parameter.dtype and parameter.grad_dtype not in (None, gradient.dtype):
+        # Any dtype: the program may cast the gradient before an optimizer steps.
+        parameter.grad_dtype = None
     parameter.grad = gradient

@@ -290,6 +290,12 @@ class BackwardPass:
             raise RuntimeError(
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
             )
+        if unit.phase is Phase.BACKWARD:
+            raise FlatParamError(
+                f"unit {unit.name!r}: it is in the backward pass of a model, and in that of a different model that "
+                "shares it; call backward() once, on the sum of the losses, or finish one model's forward and backward "
+                "pass before the other's, or wrap one module around both models"
+            )
         # The unit was complete, and a gradient reaches it again: the collected gradients stay.
         self.ready.pop(unit, None)
         unit.move(Phase.BACKWARD)

@@ -28,7 +28,7 @@ def chosen_by(
     run = getattr(policy, "_run_policy", None)
     if run is not None:
         targets: dict[nn.Module, dict[str, Any]] = run(root, ignored_modules, kwargs)
-    elif callable(policy):
+    elif callable(policy) and not isinstance(policy, type):
         targets = {
             module: with_overrides(module, kwargs)
             for module in _chosen(root, policy, ignored_modules, ignored_parameters, ask_for_root=False)[0]

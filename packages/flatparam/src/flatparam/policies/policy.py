@@ -49,7 +49,14 @@ class ModuleWrapPolicy(_Policy):
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         """Take the classes whose instances are wrapped, subclasses included."""
-        self._module_classes = tuple(set(module_classes))
+        given: Any = module_classes
+        are_some = isinstance(given, Iterable) and not isinstance(given, (str, type))
+        classes = tuple(set(given)) if are_some else ()
+        if not are_some or not all(isinstance(each, type) for each in classes):
+            raise TypeError(
+                f"ModuleWrapPolicy: expected the classes of the modules to wrap, as in {{nn.Linear}}, found {given!r}"
+            )
+        self._module_classes = classes
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]

@@ -66,6 +66,7 @@ def resolve_tree(
     in_full_precision = _in_full_precision(module, root, left_out)
     for child in in_full_precision:
         targets[child] = {**targets.get(child, kwargs), "mixed_precision": None}
+    _check_names(targets)
     return ResolvedTree(
         root,
         {
@@ -83,6 +84,17 @@ def resolve_tree(
             for child, chosen in targets.items()
         },
     )
+
+
+def _check_names(targets: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+    known = attrs.fields_dict(Arguments)
+    for module, chosen in targets.items():
+        for name in chosen:
+            if name not in known:
+                raise TypeError(
+                    f"auto_wrap_policy: expected arguments of FullyShardedDataParallel for a {type(module).__name__}, "
+                    f"found {name!r}; they are {', '.join(known)}"
+                )
 
 
 def _passed_on(root: Resolved) -> Arguments:
