@@ -1,6 +1,7 @@
 """Policies choose the modules that torch's FSDP1 chooses with its own policies on the same model."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -348,3 +349,24 @@ def test_what_cannot_be_wrapped_is_named(module: Any, policy: Any, message: str)
     """The error says which argument is wrong, and what it should be."""
     with pytest.raises(TypeError, match=message):
         FSDP(module, HERE, auto_wrap_policy=policy)
+
+
+@pytest.mark.parametrize("tied", ["transposed", "sliced", "one object", "apart", "beside"])
+def test_parameters_in_the_same_memory_get_a_warning(tied: str) -> None:
+    """A parameter made of the transposed data of another is not tied to it any more; one object for both names is."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    memory = torch.randn(8, 4)
+    if tied == "transposed":
+        second.weight = nn.Parameter(first.weight.data.t())
+    elif tied == "sliced":
+        second.weight = nn.Parameter(first.weight.data[1:3])
+    elif tied == "one object":
+        second.weight = first.weight
+    elif tied == "beside":
+        first.weight, second.weight = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.Sequential(first, second), HERE)
+    told = [str(each.message) for each in caught if "in one memory" in str(each.message)]
+    assert len(told) == (tied in ("transposed", "sliced"))
+    assert all("'0.weight'" in text and "'1.weight'" in text for text in told)

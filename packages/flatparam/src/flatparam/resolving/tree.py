@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
 import attrs
+import torch
 from torch import nn
 
 from flatparam.api import MixedPrecision
@@ -14,6 +16,7 @@ from flatparam.compat import as_config
 from flatparam.policies.choosing import chosen_by
 from flatparam.resolving.arguments import Arguments
 from flatparam.resolving.settings import Inherited, Resolved, resolve
+from flatparam_core import clean_fqn, owner_of
 from flatparam_runtime import unit_of
 
 __all__ = ["ResolvedTree", "resolve_tree"]
@@ -46,6 +49,8 @@ def resolve_tree(
     if offered is not None and arguments.are(offered.asked):
         return ResolvedTree(offered)
     root = resolve(module, arguments, None if offered is None else offered.inherited)
+    if offered is None:
+        _warn_of_shared_memory(module)
     if arguments.auto_wrap_policy is None:
         return ResolvedTree(root)
     wrapped = {
@@ -84,6 +89,29 @@ def resolve_tree(
             for child, chosen in targets.items()
         },
     )
+
+
+def _warn_of_shared_memory(module: nn.Module) -> None:
+    """Warn of parameters that lie in the same memory, but are different objects: they are tied only until now."""
+    spans = []
+    for name, parameter in module.named_parameters():
+        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        if not is_plain or parameter.is_meta or not parameter.numel() or owner_of(parameter) is not None:
+            continue
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        start = parameter.data_ptr()
+        spans.append((str(parameter.device), start, start + (reach + 1) * parameter.itemsize, name))
+    spans.sort()
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            warnings.warn(
+                f"the parameters {clean_fqn(name)!r} and {clean_fqn(other)!r} are different objects in one memory, and "
+                "are not tied any more once they are sharded; assign one parameter to both modules to tie them, or give "
+                "each memory of its own",
+                stacklevel=4,
+            )
 
 
 def _check_names(targets: Mapping[nn.Module, Mapping[str, Any]]) -> None:
