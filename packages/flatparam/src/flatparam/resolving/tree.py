@@ -108,8 +108,8 @@ def _warn_of_shared_memory(module: nn.Module) -> None:
         if device == other_device and start < end:
             warnings.warn(
                 f"the parameters {clean_fqn(name)!r} and {clean_fqn(other)!r} are different objects in one memory, and "
-                "are not tied any more once they are sharded; assign one parameter to both modules to tie them, or give "
-                "each memory of its own",
+                "are not tied any more once they are sharded; assign one parameter to both modules to tie them, or "
+                "give each memory of its own",
                 stacklevel=4,
             )
 
