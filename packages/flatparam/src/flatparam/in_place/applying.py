@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import nn
 
 from flatparam.in_place.arguments import resolve_in_place
 from flatparam.in_place.module import FSDPModule, class_for
-from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy, PolicyOfTorch
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving import DeviceMesh, Ranks, Resolved
 from flatparam.sharding.placement import own_modules
@@ -17,10 +17,6 @@ from flatparam.sharding.units import shard_resolved
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError
 from flatparam_runtime import Nonfinite, holder_of_parameter, unit_of
-
-if TYPE_CHECKING:
-    # torch's policies are dataclasses, and this package does not import their classes.
-    from _typeshed import DataclassInstance
 
 __all__ = ["fully_shard"]
 
@@ -35,8 +31,8 @@ def fully_shard(
     mesh: DeviceMesh | Ranks | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy | DataclassInstance = ...,
-    offload_policy: OffloadPolicy | DataclassInstance = ...,
+    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = ...,
+    offload_policy: OffloadPolicy | PolicyOfTorch = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: object = ...,
     nonfinite: Nonfinite = ...,
@@ -51,8 +47,8 @@ def fully_shard(
     mesh: DeviceMesh | Ranks | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy | DataclassInstance = ...,
-    offload_policy: OffloadPolicy | DataclassInstance = ...,
+    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = ...,
+    offload_policy: OffloadPolicy | PolicyOfTorch = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: object = ...,
     nonfinite: Nonfinite = ...,
@@ -66,8 +62,8 @@ def fully_shard(
     mesh: DeviceMesh | Ranks | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy | DataclassInstance = _NO_MIXED_PRECISION,
-    offload_policy: OffloadPolicy | DataclassInstance = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = _NO_MIXED_PRECISION,
+    offload_policy: OffloadPolicy | PolicyOfTorch = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "as_policy"]
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "PolicyOfTorch", "as_policy"]
 
 P = TypeVar("P")
 
@@ -46,6 +46,12 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+class PolicyOfTorch(Protocol):
+    """A policy for torch's own `fully_shard`: a dataclass with the name of one of these."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
 def as_policy(kind: type[P], value: Any, argument: str) -> P:
