@@ -10,8 +10,8 @@ from flatparam_state.forms.deferred import (
     from_first,
     is_ordinary,
     is_tensor_like,
+    not_ordinary,
     shape_of,
-    unreadable,
 )
 from flatparam_state.forms.state_form import FormKind, StateForm
 from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
@@ -36,5 +36,5 @@ __all__ = [
     "is_tensor_like",
     "row_major_boxes",
     "shape_of",
-    "unreadable",
+    "not_ordinary",
 ]

@@ -24,7 +24,7 @@ __all__ = [
     "is_ordinary",
     "is_tensor_like",
     "shape_of",
-    "unreadable",
+    "not_ordinary",
 ]
 
 
@@ -92,7 +92,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
         return tuple(as_tensor(value).shape)
 
 
-def unreadable(value: Any) -> str | None:
+def not_ordinary(value: Any) -> str | None:
     """The reason that keeps the elements of a tensor from being copied into an ordinary one; `None` if nothing does."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -107,7 +107,7 @@ def unreadable(value: Any) -> str | None:
 
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor of torch's own class, whose elements can be copied into a different one."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and unreadable(value) is None
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not_ordinary(value) is None
 
 
 def from_first(topology: Topology, value: Any, *, label: str) -> Any:

@@ -24,8 +24,8 @@ from flatparam_state.forms.deferred import (
     Streamed,
     as_tensor,
     is_tensor_like,
+    not_ordinary,
     shape_of,
-    unreadable,
 )
 from flatparam_state.forms.holders import holders_of
 from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
@@ -38,9 +38,9 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _unreadable(value: Any) -> str | None:
-    """See `unreadable`; what ranks hold pieces of is not asked, since torch does not answer for it."""
-    return None if is_sharded_tensor(value) or is_dtensor(value) else unreadable(value)
+def _not_ordinary(value: Any) -> str | None:
+    """See `not_ordinary`; what ranks hold pieces of is not asked, since torch does not answer for it."""
+    return None if is_sharded_tensor(value) or is_dtensor(value) else not_ordinary(value)
 
 
 @final
@@ -123,14 +123,14 @@ class Wanted:
         if isinstance(value, (Streamed, LazyTensor)):
             if value.shape != self.spec.shape:
                 return f"shape {value.shape}"
-            return _unreadable(value.tensor) if isinstance(value, Streamed) else None
+            return _not_ordinary(value.tensor) if isinstance(value, Streamed) else None
         value = self.flattened(value)
         if not is_tensor_like(value):
             return type(value).__name__
         shape = shape_of(value)
         if is_dtensor(value) and self.is_presented:
             shape = local_shape(value)
-        return _unreadable(value) if shape == self.spec.shape else f"shape {shape}"
+        return _not_ordinary(value) if shape == self.spec.shape else f"shape {shape}"
 
     def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
         """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.

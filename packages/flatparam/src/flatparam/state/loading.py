@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam.observing.stopwatch import SimpleProfiler
 from flatparam.sharding.extensions import chunker
-from flatparam.state.own import own_modules
+from flatparam.state.own import modules_of_unit
 from flatparam.state.streaming import streamed
 from flatparam.state.tree_load import TreeLoad
 from flatparam.wrapper.interior import Interior, interior_of
@@ -68,7 +68,7 @@ def _before(
         wrapper,
         ModelLoad.begin(
             places_of(interior.unit),
-            own_modules(wrapper, interior.unit),
+            modules_of_unit(wrapper, interior.unit),
             chunker(),
             load.taken,
             shows_full=load.is_ours,

@@ -10,10 +10,10 @@ from flatparam.wrapper.interior import inner_module
 from flatparam_core import clean_fqn
 from flatparam_runtime import Unit, inside
 
-__all__ = ["own_buffers", "own_modules"]
+__all__ = ["own_buffers", "modules_of_unit"]
 
 
-def own_modules(wrapper: nn.Module, unit: Unit) -> set[nn.Module]:
+def modules_of_unit(wrapper: nn.Module, unit: Unit) -> set[nn.Module]:
     """The modules of the wrapper's unit.
 
     A wrapper for activation checkpointing, which may have been put around the unit's module since, is one of them.
@@ -24,7 +24,7 @@ def own_modules(wrapper: nn.Module, unit: Unit) -> set[nn.Module]:
 
 def own_buffers(wrapper: nn.Module, unit: Unit) -> Iterator[str]:
     """The names of the buffers of the unit's own modules, below the wrapper."""
-    own = own_modules(wrapper, unit)
+    own = modules_of_unit(wrapper, unit)
     for path, module in wrapper.named_modules():
         if module in own:
             yield from (clean_fqn(f"{path}.{name}" if path else name) for name in module._buffers)
