@@ -186,7 +186,7 @@ def test_groups_that_are_made_after_a_failure_work(how: str) -> None:
     run_processes(2, _begins_anew, how)
 
 
-def _differs(comm: ProcessGroupCollectives) -> str:
+def _differs(comm: ProcessGroupCollectives) -> tuple[str, bool]:
     """Issue a different collective than the other rank, and report the error as a program's backward pass does."""
     _steps(comm)
     group = ProcessGroupCollectives(dist.new_group())
@@ -198,16 +198,20 @@ def _differs(comm: ProcessGroupCollectives) -> str:
             else:
                 group.all_gather(torch.empty(8), torch.ones(4)).wait()
     tell_failure(caught.value, "backward pass")
+    # The relay's thread may have spoken before this second report, or not: what it says next must hold both.
+    relay = _NOW.relay
+    holds = relay is not None and relay._own is not None and bool(relay._own.diverged)
     # The process lives, and issues nothing that could tell the other rank.
     time.sleep(3)
-    return type(caught.value).__name__
+    return type(caught.value).__name__, holds
 
 
 def test_a_divergence_reaches_the_other_rank_also_if_it_is_reported_again() -> None:
     """The rank that has issued as many collectives raises, too, and does not wait for the group's timeout."""
     found = run_processes(2, _differs, pg_timeout=PATIENCE)
-    assert "MismatchError" in found
-    assert set(found) <= {"MismatchError", "PeerError"}
+    assert {name for name, _ in found} <= {"MismatchError", "PeerError"}
+    # Of the two, one may have found it, and the other be told.
+    assert any(holds for _, holds in found)
 
 
 def _exchanges_something_else(comm: ProcessGroupCollectives) -> None:
