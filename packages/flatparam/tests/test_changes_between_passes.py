@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeAlias
 
 import pytest
@@ -48,11 +48,20 @@ class Run:
             self.forward(batch).backward()
 
 
+@contextmanager
+def frozen(*parameters: nn.Parameter) -> Iterator[None]:
+    """Inside, these parameters are not trained."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    yield
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+
+
 def thaw(run: Run) -> None:
     """A parameter is frozen in the pass that waits."""
-    run.weight.requires_grad_(False)
-    run.train(0, waits=True)
-    run.weight.requires_grad_(True)
+    with frozen(run.weight):
+        run.train(0, waits=True)
     run.train(1)
 
 
@@ -66,43 +75,34 @@ def freeze(run: Run) -> None:
 def freeze_between(run: Run) -> None:
     """A parameter is frozen in the second of three passes."""
     run.train(0, waits=True)
-    run.weight.requires_grad_(False)
-    run.train(1, waits=True)
-    run.weight.requires_grad_(True)
+    with frozen(run.weight):
+        run.train(1, waits=True)
     run.train(2)
 
 
 def freeze_module(run: Run) -> None:
     """All parameters of a module are frozen for one synchronised pass."""
     run.train(0, waits=True)
-    for parameter in (run.weight, run.bias):
-        parameter.requires_grad_(False)
-    run.train(1)
-    for parameter in (run.weight, run.bias):
-        parameter.requires_grad_(True)
+    with frozen(run.weight, run.bias):
+        run.train(1)
     run.train(2)
 
 
 def look(run: Run) -> None:
     """A forward pass without a backward pass sees frozen parameters."""
     run.train(0, waits=True)
-    for parameter in (run.weight, run.bias):
-        parameter.requires_grad_(False)
-    run.forward(1)
-    for parameter in (run.weight, run.bias):
-        parameter.requires_grad_(True)
+    with frozen(run.weight, run.bias):
+        run.forward(1)
     run.train(2)
 
 
 def take_turns(run: Run) -> None:
     """Two parameters are frozen and thawed at different times."""
     run.train(0, waits=True)
-    run.weight.requires_grad_(False)
-    run.first.requires_grad_(False)
-    run.train(1, waits=True)
-    run.weight.requires_grad_(True)
-    run.train(2, waits=True)
-    run.first.requires_grad_(True)
+    with frozen(run.first):
+        with frozen(run.weight):
+            run.train(1, waits=True)
+        run.train(2, waits=True)
     run.train(3)
 
 

@@ -167,8 +167,8 @@ class UnitTree:
         """Begin a forward pass: a unit is called outside of any other unit's call. The remains of earlier passes go.
 
         Raises:
-            FlatParamError: while full parameters are summoned, or state is saved or loaded; or with gradients inside a
-                transform of `torch.func`.
+            FlatParamError: while full parameters are summoned, or state is saved or loaded; or inside a transform of
+                `torch.func`, but for `vmap` without gradients after a first pass.
         """
         under = transforms()
         if under:
