@@ -404,3 +404,67 @@ def test_what_is_in_the_place_of_a_full_parameter_is_written_back(use_orig_param
     with pytest.raises(FlatParamError, match="'weight' was replaced"):
         handle.write_back()
         handle.reshard()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_old_memory_keeps_the_old_values(way: str) -> None:
+    """Values that are taken over do not reach who kept the old ones, and putting the old ones back restores them."""
+    module = nn.Linear(2, 2)
+    handle = flatten_alone(module, use_orig_params=True)
+    before, old = handle.flat_param.tolist(), (module.weight, module.weight.data)
+    WAYS[way](module, "weight", torch.zeros(2, 2))
+    handle.take_over()
+    assert old[1].flatten().tolist() == before[:4]
+    assert handle.flat_param.tolist() == [0.0] * 4 + before[4:]
+    if way == "object":
+        module.weight = old[0]
+    else:
+        module.weight.data = old[1]
+    handle.take_over()
+    assert handle.flat_param.tolist() == before
+    check_invariants(handle)
+
+
+def test_a_follower_that_was_given_data_leaves_the_old_memory(use_orig_params: bool) -> None:
+    """An optimizer's parameter from before sharding is taken over in new memory, and keeps its gradient."""
+    module = nn.Linear(2, 2)
+    held = list(module.parameters())
+    handle = flatten_alone(module, use_orig_params=use_orig_params)
+    gather([handle])
+    module(torch.ones(1, 2)).sum().backward()
+    handle.deposit(0)
+    handle.deposit(1)
+    handle.reshard()
+    reduce([handle])
+    before, kept, grad = handle.flat_param.tolist(), held[0].data, held[0].grad
+    held[0].data = torch.zeros(2, 2)
+    handle.take_over()
+    assert kept.flatten().tolist() == before[:4]
+    assert handle.flat_param.tolist() == [0.0] * 4 + before[4:]
+    assert held[0].grad is grad
+    torch.optim.SGD(held, lr=1.0).step()
+    assert handle.flat_param.tolist()[:4] == [-1.0] * 4
+
+
+def test_full_parameters_in_memory_are_left_alone(use_orig_params: bool) -> None:
+    """While the full parameters are shown there is nothing to take over."""
+    module = nn.Linear(2, 2)
+    handle = flatten_alone(module, use_orig_params=use_orig_params)
+    gather([handle])
+    handle.take_over()
+    assert module.weight is handle.leaves[0]
+    assert handle.taken_over == ()
+
+
+@pytest.mark.parametrize("unlisted", [False, True], ids=["listed", "unlisted"])
+def test_a_flat_parameter_that_is_replaced_itself_is_refused(unlisted: bool) -> None:
+    """An object in the flat parameter's own place, whose values nobody would read, is refused by name and rank."""
+    module = nn.Linear(2, 2)
+    handle = flatten_alone(module)
+    handle.exposure.list_flat_parameter(not unlisted)
+    module.register_parameter("_flat_param", nn.Parameter(torch.zeros(6)))
+    with pytest.raises(FlatParamError, match=r"rank 0: the flat parameter '_flat_param' \(of weight, bias\)"):
+        handle.begin_unshard()
+    module._parameters["_flat_param"] = None if unlisted else handle.flat_param
+    gather([handle])
+    check_invariants(handle)

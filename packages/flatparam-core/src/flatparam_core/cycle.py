@@ -207,9 +207,10 @@ class FlatParamCycle:
                 change the flat parameter.
         """
         unsharding = RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
-        self._follow()
         if take_over:
-            self._take_over()
+            self.take_over()
+        else:
+            self._follow()
         self.residency = unsharding
         full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
         if full.dtype == shard.dtype and not self.is_offloaded:
@@ -245,12 +246,23 @@ class FlatParamCycle:
         buffer.allocate()
         return buffer.tensor
 
-    def _take_over(self) -> None:
-        taken = self.exposure.take_over()
-        if not taken:
-            self.taken_over = ()
+    def take_over(self) -> None:
+        """Have the shard hold what the user gave a parameter since (`.data =`, or a new object), while it is SHARDED.
+
+        Whoever reads or writes the shard between passes calls it first. `taken_over` then names the parameters.
+
+        Raises:
+            FlatParamError: if the data do not fit, or the flat parameter was replaced; nothing has changed.
+        """
+        self._follow()
+        if self.residency is not Residency.SHARDED:
             return
+        taken = self.exposure.take_over()
         self.taken_over = tuple(self.layout.fqns[index] for index in taken)
+        if not taken:
+            return
+        self._shard.follow()
+        self.exposure.refresh()
         for index, old in taken.items():
             clear_owner(old)
             mark_owner(self.exposure.originals()[index], self, index)

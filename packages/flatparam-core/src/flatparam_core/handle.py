@@ -106,7 +106,7 @@ class FlatParamHandle(FlatParamCycle):
         modules = [info.module for infos in self.param_infos for info in infos]
         if any("_parameters" not in vars(module) for module in modules):
             return False
-        self._take_over()
+        self.take_over()
         self.exposure.refresh()
         for index, parameter in self.exposure.originals().items():
             mark_owner(parameter, self, index)

@@ -52,8 +52,7 @@ class _ShardHome:
     is_buffer: bool = False
 
     def now(self) -> Tensor:
-        # The handle looks where the flat parameter is, since it may have been moved or cast.
-        self.handle.stamp()
+        self.handle.take_over()
         return self.handle.flat_param.detach()
 
     def give(self, data: Tensor) -> None:

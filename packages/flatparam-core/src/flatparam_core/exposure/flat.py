@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.followers import Followers
 from flatparam_core.exposure.sites import Sites
@@ -31,6 +32,8 @@ class FlatExposure:
     """The name under which the owner registers the flat parameter."""
     _sites: Sites
     _views: tuple[torch.Tensor, ...] = ()
+    _is_listed: bool = True
+    """Whether the owner registers the flat parameter now."""
     _followers: Followers = attrs.field()
     """The originals that outlived sharding."""
 
@@ -44,6 +47,9 @@ class FlatExposure:
     ) -> FlatExposure:
         """Register `flat_param` in `owner` and take the original parameters out of their modules."""
         exposure = cls(flat_param, weakref.ref(owner), attribute, Sites.of(bound))
+        for b in bound:
+            # This gradient is a full one; what is added from now on has the fragment's shape.
+            b.parameter.grad = None
         exposure._make_views({index: b.parameter for index, b in enumerate(bound)})
         exposure._followers.note([b.parameter for b in bound])
         owner.register_parameter(attribute, flat_param)
@@ -64,9 +70,11 @@ class FlatExposure:
         pieces = ShardPieces.of(layout, rank)
         self._views = tuple(pieces.lines(self.flat_param.detach()))
         for index, original in originals.items():
-            # This gradient is a full one; what is added from now on has the fragment's shape.
-            original.grad = None
-            give_data(original, self._views[index].view(pieces.shapes[index]))
+            view, grad = self._views[index].view(pieces.shapes[index]), original.grad
+            # The flat parameter's gradient, of which it was a view, may have been moved or cast.
+            if grad is not None and not _is_part(grad, self.flat_param.grad):
+                original.grad = None
+            give_data(original, view)
 
     @property
     def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
@@ -110,7 +118,22 @@ class FlatExposure:
         return not self._followers.are_none and self._followers.were_given_data(self._views)
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.take_over`; replacements in a module are refused when the full parameters are shown."""
+        """See `Exposure.take_over`; replacements in a module are refused when the full parameters are shown.
+
+        Raises:
+            FlatParamError: if the owner has registered something in the flat parameter's place; its values would be
+                ignored.
+        """
+        owner = self.owner()
+        listed = self.flat_param if self._is_listed else None
+        if owner is not None and owner._parameters.get(self.attribute) is not listed:
+            raise FlatParamError(
+                f"rank {self.flat_param.rank}: the flat parameter {self.attribute!r} "
+                f"(of {', '.join(self.flat_param.flat_layout.fqns[:3])}) was replaced by another object after its "
+                "module was sharded, as torch.func.functional_call does, and its values would be ignored; pass "
+                "use_orig_params=True and replace the original parameters, or change values inside "
+                "summon_full_params()"
+            )
         if self._followers.are_none:
             return {}
         return self._followers.take_over(self._views, self._sites.infos)
@@ -158,6 +181,7 @@ class FlatExposure:
         owner = self.owner()
         if owner is not None:
             owner._parameters[self.attribute] = self.flat_param if listed else None
+            self._is_listed = listed
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """See `Exposure.add_gradient`."""
@@ -167,3 +191,7 @@ class FlatExposure:
             add_to_grad(self.flat_param, reduced)
         else:
             self._followers.add_gradient(reduced, arrived)
+
+
+def _is_part(view: torch.Tensor, whole: torch.Tensor | None) -> bool:
+    return whole is not None and view.untyped_storage()._cdata == whole.untyped_storage()._cdata

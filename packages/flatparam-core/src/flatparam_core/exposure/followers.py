@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatparam_core.exposure.bindings import ParamInfo
-from flatparam_core.exposure.protocol import fragment_view, memory_of, new_values
+from flatparam_core.exposure.protocol import fragment_view, give_values, memory_of, new_values
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import Fragment, ShardPieces
 from flatparam_core.storage import add_to_grad, give_data
@@ -82,7 +82,7 @@ class Followers:
     def take_over(
         self, views: Sequence[torch.Tensor], infos: Sequence[Sequence[ParamInfo]]
     ) -> dict[int, nn.Parameter]:
-        """Copy the data that users gave to followers to the shard, and make them `views` of it again; see `Exposure`.
+        """Take over the data that users gave to followers, which are none of the `views` any more; see `Exposure`.
 
         Args:
             infos: for each parameter, its attributes, of which the first gives the name in errors.
@@ -93,11 +93,8 @@ class Followers:
             index: new_values(self.flat_param, index, follower.parameter, infos[index][0].fqn)
             for index, follower in moved.items()
         }
-        for index, follower in moved.items():
-            self.flat_param.detach()[follower.fragment.in_shard.as_slice()].copy_(parts[index])
-            follower.parameter.data = fragment_view(
-                self.flat_param.data, self.flat_param.flat_layout, follower.fragment
-            )
+        if moved:
+            give_values(self.flat_param, parts)
         return {index: follower.parameter for index, follower in moved.items()}
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.protocol import new_values
+from flatparam_core.exposure.protocol import give_values, new_values
 from flatparam_core.exposure.replaced import replaced
 from flatparam_core.exposure.sites import Sites
 from flatparam_core.flat_parameter import FlatParameter
@@ -137,21 +137,16 @@ class OriginalExposure:
             for index, found in given.items()
         }
         before = {index: self._originals[index] for index in given}
-        views = self._pieces.views(self.flat_param.detach()) if given else []
+        if given:
+            give_values(self.flat_param, parts)
         for index, found in given.items():
-            self._adopt(index, found, parts[index], views[index])
+            if found.grad is not None and found.grad.shape != self._pieces.shapes[index]:
+                # This gradient is a full one, for example from before sharding.
+                found.grad = None
+            # The new object's own count may be lower.
+            self._changes += self._originals[index]._version + 1
+            self._originals[index] = self._sites.shown[index] = found
         return before
-
-    def _adopt(self, index: int, found: nn.Parameter, part: torch.Tensor, view: torch.Tensor) -> None:
-        """Take `found` as original `index`, with the values `part`; `view` is its place in the shard."""
-        view.view(-1).copy_(part)
-        if found.grad is not None and found.grad.shape != view.shape:
-            # This gradient is a full one, for example from before sharding.
-            found.grad = None
-        # The new object's own count may be lower.
-        self._changes += self._originals[index]._version + 1
-        give_data(found, view)
-        self._originals[index] = self._sites.shown[index] = found
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """See `Exposure.lend`."""

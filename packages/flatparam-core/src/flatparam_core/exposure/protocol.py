@@ -17,7 +17,7 @@ from flatparam_core.exposure.bindings import ParamInfo
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Fragment, fragment_shape, memory_view
 
-__all__ = ["Exposure", "Memory", "fragment_view", "memory_of", "new_values"]
+__all__ = ["Exposure", "Memory", "fragment_view", "give_values", "memory_of", "new_values"]
 
 Memory: TypeAlias = tuple[int, int]
 """The memory of a tensor: its address, and its number of elements."""
@@ -58,7 +58,10 @@ class Exposure(Protocol):
         ...
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
-        """Copy data that the user has given a parameter since (`.data =`, or a new object) to the shard.
+        """Take over data that the user has given a parameter since (`.data =`, or a new object).
+
+        If there are any, the flat parameter gets new memory with them, so that whoever kept the old memory, such as
+        `keep = parameter.data`, still has the old values; the caller then follows it, and calls `refresh`.
 
         Returns:
             By index, the originals before they were taken over; each may be the same object with other data.
@@ -161,6 +164,13 @@ def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: 
             f"{spec.shape} or this rank's part {tuple(view.shape)}, found {shape}; change its values "
             "in place instead, or inside summon_full_params()"
         )
-    # The data may be a view of another parameter's values.
-    shared = part.untyped_storage()._cdata == flat_param.untyped_storage()._cdata
-    return part.clone() if shared else part
+    return part
+
+
+def give_values(flat_param: FlatParameter, parts: Mapping[int, torch.Tensor]) -> None:
+    """Give the flat parameter new memory, with its values but for `parts`: by index, 1-D parts of this rank."""
+    fresh = flat_param.detach().clone()
+    for index, part in parts.items():
+        span = flat_param.flat_layout.fragment(index, flat_param.rank).in_shard
+        fresh[span.as_slice()].copy_(part)
+    flat_param.data = fresh

@@ -56,6 +56,7 @@ def inspecting(unit: Unit) -> Iterator[None]:
     try:
         with telling(f"state_dict(), summon_full_params() or loading, at unit {unit.name!r}"):
             unit.reshard()
+            unit.take_over()
             yield
     finally:
         unit.move(Phase.IDLE)

@@ -191,6 +191,9 @@ class UnitTree:
             self.check_comparison()
         if not self._has_begun:
             agree_on_units(self.units)
+            for unit in self.units:
+                # A new object in the place of an original is no newcomer.
+                unit.take_over()
             warn_of_newcomers(self.units)
             self._has_begun = True
         for unit in self.units:

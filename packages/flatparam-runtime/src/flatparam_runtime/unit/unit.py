@@ -211,9 +211,26 @@ class Unit:
             take_over=self.plan.notices_replacement,
             hook=self.reducer.hooks.all_gather,
         )
+        self._tell_taken_over()
+
+    def _tell_taken_over(self) -> None:
         for handle in self.handles:
             if handle.taken_over:
                 self.observers.tell(self, "take over", handle.flat_param.nbytes)
+
+    def take_over(self) -> None:
+        """Have the shards hold what the user gave parameters since the last gather, for who reads them between passes.
+
+        Raises:
+            FlatParamError: if the data do not fit; nothing has changed.
+        """
+        if self.is_needed or not self.plan.notices_replacement:
+            return
+        if self.residency is not Residency.SHARDED and self.was_given_data:
+            self.reshard()
+        for handle in self.handles:
+            handle.take_over()
+        self._tell_taken_over()
 
     def finish_unshard(self) -> None:
         """Wait for the gather and show the full parameters, unless they are shown already."""

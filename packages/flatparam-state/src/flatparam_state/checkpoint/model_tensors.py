@@ -61,6 +61,7 @@ def bring_to_rest(model: nn.Module) -> None:
                 "summoned; leave summon_full_params() first"
             )
         unit.reshard()
+        unit.take_over()
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
@@ -73,8 +74,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 def _sharded(place: Place) -> Iterator[ModelTensor]:
     handle = place.handle
-    # This looks where the flat parameter is, since it may have been moved or cast.
-    handle.stamp()
+    handle.take_over()
     shard = handle.flat_param.detach()
     for index, (slot, names) in enumerate(zip(handle.layout.slots, place.names, strict=True)):
         spec, fragment = slot.spec, handle.layout.fragment(index, handle.rank)

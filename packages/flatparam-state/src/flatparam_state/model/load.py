@@ -96,6 +96,8 @@ class ModelLoad:
                     f"unit {place.unit.name!r}: state cannot be loaded inside a forward or backward pass"
                 )
             place.unit.reshard()
+            # What is loaded is newer than what the user gave.
+            place.unit.take_over()
             if shows_full:
                 loading.shown.add(place.unit)
             for index, infos in enumerate(place.handle.param_infos):
