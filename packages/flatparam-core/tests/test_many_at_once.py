@@ -198,8 +198,7 @@ def test_what_is_put_at_the_sites() -> None:
     bound = discover(module)
     sites = Sites.of(bound)
     values = [nn.Parameter(each.parameter.detach().clone()) for each in bound]
-    where = list(sites.put(values))
-    assert where == [(info.module, info.param_name) for each in bound for info in each.infos]
+    sites.put(values)
     for each, value in zip(bound, values, strict=True):
         assert all(getattr(info.module, info.param_name) is value for info in each.infos)
     assert module.first.weight is module.second.weight is values[0]

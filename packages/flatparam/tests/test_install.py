@@ -412,7 +412,10 @@ def test_members_equal_torchs(kind: str) -> None:
 
 
 def test_other_wrappers_refuse_ours(torch_world: None) -> None:
-    """DDP, torch's FSDP1 and `fully_shard` refuse a model of ours by name, and leave it as it was."""
+    """DDP, torch's FSDP1 and `fully_shard` refuse a model of ours by name; the first two leave it as it was.
+
+    `fully_shard` has put a parameter of its own in the flat one's place by then, which the next pass refuses.
+    """
     model = OURS(
         nn.Sequential(nn.Linear(2, 2)), ALONE, auto_wrap_policy=flatparam.wrap.ModuleWrapPolicy({nn.Linear})
     )
@@ -421,11 +424,15 @@ def test_other_wrappers_refuse_ours(torch_world: None) -> None:
         RuntimeError, match=r"rank 0: DistributedDataParallel was given.*flatparam\.install\(\) before"
     ):
         nn.parallel.DistributedDataParallel(model)
-    for wrap in (lambda m: THEIRS(m, device_id=torch.device("cpu")), package.fully_shard):
-        with pytest.raises(
-            RuntimeError, match=r"torch's FSDP1 or fully_shard was given.*flatparam\.install\(\) before"
-        ):
-            wrap(model)
+    refused = r"torch's FSDP1 or fully_shard was given.*flatparam\.install\(\) before"
+    with pytest.raises(RuntimeError, match=refused):
+        THEIRS(model, device_id=torch.device("cpu"))
     model(torch.ones(1, 2)).sum().backward()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=refused):
+        package.fully_shard(model)
+    with pytest.raises(
+        RuntimeError, match="the flat parameter '_flat_param'.*was replaced by another object"
+    ):
+        model(torch.ones(1, 2))
     assert hasattr(model, "_ddp_params_and_buffers_to_ignore")

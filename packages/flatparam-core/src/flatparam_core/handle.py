@@ -108,6 +108,7 @@ class FlatParamHandle(FlatParamCycle):
             return False
         self.take_over()
         self.exposure.refresh()
+        self.exposure.show_shard()
         for index, parameter in self.exposure.originals().items():
             mark_owner(parameter, self, index)
         return True

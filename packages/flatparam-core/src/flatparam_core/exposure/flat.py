@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -13,6 +13,7 @@ from torch import nn
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.followers import Followers
+from flatparam_core.exposure.registry import PART
 from flatparam_core.exposure.sites import Sites
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import ShardPieces
@@ -24,7 +25,7 @@ __all__ = ["FlatExposure"]
 @final
 @attrs.define(eq=False)
 class FlatExposure:
-    """`parameters()` lists the flat parameter; the original names show plain 1-D views of the shard."""
+    """`parameters()` lists the flat parameter; the original names show this rank's parts, 1-D."""
 
     flat_param: FlatParameter
     owner: weakref.ReferenceType[nn.Module]
@@ -32,6 +33,9 @@ class FlatExposure:
     """The name under which the owner registers the flat parameter."""
     _sites: Sites
     _views: tuple[torch.Tensor, ...] = ()
+    reading: Callable[[int], torch.Tensor | None] | None = None
+    _parts: weakref.WeakValueDictionary[int, torch.Tensor] = attrs.field(factory=weakref.WeakValueDictionary)
+    """By index, the parts with a gradient that somebody has read and still has."""
     _is_listed: bool = True
     """Whether the owner registers the flat parameter now."""
     _followers: Followers = attrs.field()
@@ -125,8 +129,7 @@ class FlatExposure:
                 ignored.
         """
         owner = self.owner()
-        listed = self.flat_param if self._is_listed else None
-        if owner is not None and owner._parameters.get(self.attribute) is not listed:
+        if owner is not None and self._is_replaced(owner):
             raise FlatParamError(
                 f"rank {self.flat_param.rank}: the flat parameter {self.attribute!r} "
                 f"(of {', '.join(self.flat_param.flat_layout.fqns[:3])}) was replaced by another object after its "
@@ -140,10 +143,7 @@ class FlatExposure:
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """See `Exposure.lend`."""
-        self._sites.add(index, infos)
-        if self._sites.shown[index] is None:
-            for info in infos:
-                info.module.__dict__[info.param_name] = self._views[index]
+        self._sites.add(index, infos, self._read)
 
     def refresh(self) -> None:
         """See `Exposure.refresh`."""
@@ -152,16 +152,38 @@ class FlatExposure:
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
-        for module, name in self._sites.put(tensors):
-            module.__dict__.pop(name, None)
+        self._sites.put(tensors)
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """See `Exposure.shown`."""
+        return self._sites.shown[index]
 
     def show_shard(self) -> None:
         """See `Exposure.show_shard`."""
-        # The registered entry becomes None, which parameters() passes over and which keeps its place in the order; the
-        # plain view in the instance dict is what the attribute then reads: right dtype and device, and safe to touch.
-        places = self._sites.put((None,) * len(self._views))
-        for (module, name), view in zip(places, self._sites.at_attributes(self._views), strict=True):
-            module.__dict__[name] = view
+        # The registered entry becomes None, which parameters() passes over and which keeps its place in the order.
+        self._sites.put((None,) * len(self._views), self._read)
+
+    def _read(self, index: int, registered: torch.Tensor | None) -> torch.Tensor | None:
+        """What an attribute shows if nothing is registered: this rank's part, 1-D, with a gradient if it is trained."""
+        if registered is not None:
+            return registered
+        lent = None if self.reading is None else self.reading(index)
+        if lent is not None:
+            return lent
+        if not (self.flat_param.requires_grad and torch.is_grad_enabled()):
+            return self._views[index]
+        # The same object under all names, as long as somebody has it.
+        part = self._parts.get(index)
+        if (
+            part is None
+            or part._base is not self.flat_param
+            or part.data_ptr() != self._views[index].data_ptr()
+        ):
+            layout = self.flat_param.flat_layout
+            part = self.flat_param[layout.fragment(index, self.flat_param.rank).in_shard.as_slice()]
+            setattr(part, PART, True)
+            self._parts[index] = part
+        return part
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
         """See `Exposure.put_back`."""
@@ -179,9 +201,14 @@ class FlatExposure:
     def list_flat_parameter(self, listed: bool) -> None:
         """See `Exposure.list_flat_parameter`."""
         owner = self.owner()
-        if owner is not None:
+        # What the user has registered there is refused by `take_over`.
+        if owner is not None and not self._is_replaced(owner):
             owner._parameters[self.attribute] = self.flat_param if listed else None
             self._is_listed = listed
+
+    def _is_replaced(self, owner: nn.Module) -> bool:
+        """Whether `owner` registers something other than the flat parameter, or nothing, where it is to be listed."""
+        return owner._parameters.get(self.attribute) is not (self.flat_param if self._is_listed else None)
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """See `Exposure.add_gradient`."""

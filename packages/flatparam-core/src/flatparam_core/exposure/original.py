@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
 import attrs
@@ -38,6 +38,7 @@ class OriginalExposure:
     _sites: Sites
     _addresses: list[int] = attrs.field(factory=list)
     """The address of each original's part of the shard."""
+    reading: Callable[[int], torch.Tensor | None] | None = None
     _changes: int = 0
     """The number of changes of originals that are gone."""
     _pieces: ShardPieces = attrs.field(init=False)
@@ -62,6 +63,7 @@ class OriginalExposure:
             # This gradient is a full one; what is added from now on has the fragment's shape.
             parameter.grad = None
         exposure.refresh()
+        exposure.show_shard()
         return exposure
 
     def __getstate__(self) -> tuple[object, ...]:
@@ -150,7 +152,7 @@ class OriginalExposure:
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """See `Exposure.lend`."""
-        self._sites.add(index, infos)
+        self._sites.add(index, infos, self._read)
 
     def refresh(self) -> None:
         """See `Exposure.refresh`."""
@@ -163,9 +165,17 @@ class OriginalExposure:
         """See `Exposure.show`."""
         self._sites.put(tensors)
 
+    def shown(self, index: int) -> torch.Tensor | None:
+        """See `Exposure.shown`."""
+        return self._sites.shown[index]
+
     def show_shard(self) -> None:
         """See `Exposure.show_shard`."""
-        self._sites.put(self._originals)
+        self._sites.put(self._originals, self._read)
+
+    def _read(self, index: int, registered: torch.Tensor | None) -> torch.Tensor | None:
+        lent = None if self.reading is None else self.reading(index)
+        return registered if lent is None else lent
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
         """See `Exposure.put_back`."""

@@ -6,7 +6,7 @@ the full parameters, as leaves, while the unit is unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -84,8 +84,16 @@ class Exposure(Protocol):
         """Follow the flat parameter to its new memory, after it was moved or cast."""
         ...
 
+    reading: Callable[[int], torch.Tensor | None] | None
+    """Is asked at each read of an attribute while the sharded form is shown, if a runtime sets it: returns the full
+    parameter if the reader is to see that, or None."""
+
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Put full tensors (or `None`) under the parameters' names, as registered parameters."""
+        ...
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """The tensor under the names of parameter `index`, as `show` was given it."""
         ...
 
     def stamp(self) -> int:
@@ -93,7 +101,7 @@ class Exposure(Protocol):
         ...
 
     def show_shard(self) -> None:
-        """Put the sharded form back under the parameters' names."""
+        """Put the sharded form back under the parameters' names; see `reading` for what attributes show."""
         ...
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
 import attrs
@@ -14,6 +15,7 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.registry import Reader, install, uninstall
 from flatparam_core.exposure.replaced import fitting_replacements, is_harmless, replaced
 
 __all__ = ["Sites"]
@@ -34,16 +36,24 @@ class _Attributes:
     """The attributes of modules that override `__setattr__`, such as nn.LSTM, which keeps a list beside the names."""
     repeats: bool
     """Whether some parameter has several attributes."""
+    by_module: dict[int, dict[str, int]]
+    """For the first attribute of each module, the names of all of that module's attributes, with their parameters."""
 
     @classmethod
     def of(cls, infos: Sequence[Sequence[ParamInfo]]) -> Self:
         row = [(info, index) for index, each in enumerate(infos) for info in each]
+        # A module that is alive has one weak reference.
+        firsts: dict[int, int] = {}
+        by_module: dict[int, dict[str, int]] = {}
+        for place, (info, index) in enumerate(row):
+            by_module.setdefault(firsts.setdefault(id(info.reference), place), {})[info.param_name] = index
         return cls(
             [info.reference for info, _ in row],
             [info.param_name for info, _ in row],
             [index for _, index in row],
             [each for each in row if type(each[0].module).__setattr__ is not nn.Module.__setattr__],
             len(row) != len(infos),
+            by_module,
         )
 
     def spread(self, values: Sequence[T]) -> Sequence[T]:
@@ -59,6 +69,8 @@ class Sites:
     infos: list[tuple[ParamInfo, ...]]
     shown: list[torch.Tensor | None]
     _row: _Attributes | None = None
+    _readers: dict[int, dict[str, Reader]] = attrs.field(factory=dict)
+    """For the first attribute of each module, the readers of its names, once they are made."""
 
     @classmethod
     def of(cls, bound: Sequence[BoundParameter]) -> Self:
@@ -98,11 +110,17 @@ class Sites:
         registries = [module._parameters for module in self._modules(row)]
         return list(map(dict.get, registries, row.names))
 
-    def put(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[nn.Module, str]]:
+    def put(
+        self,
+        values: Sequence[torch.Tensor | None],
+        read: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None,
+    ) -> None:
         """Register each value under all the names of its parameter.
 
-        Returns:
-            For each attribute, its module and its name.
+        Args:
+            values: one per parameter.
+            read: what attributes show from now on, of the parameter with this index, and of what is registered for it;
+                None shows what is registered.
 
         Raises:
             FlatParamError: if somebody has put a different parameter there since, other than a frozen one in the same
@@ -120,12 +138,23 @@ class Sites:
         if not all(map(operator.is_, found, shown)) and not all(map(is_harmless, found, shown)):
             raise self._first_replaced()
         spread = row.spread(values) if repeats else values
-        for registry, name, value in zip(registries, row.names, spread, strict=True):
-            registry[name] = value  # type: ignore[assignment]  # or what a presenter makes
+        for place, names in row.by_module.items():
+            uninstall(modules[place], names)
+        for module, name, value in zip(modules, row.names, spread, strict=True):
+            module._parameters[name] = value  # type: ignore[assignment]  # or what a presenter makes
         for info, index in row.assigned:
             setattr(info.module, info.param_name, values[index])
+        if read is not None:
+            for place, readers in (self._readers or self._make_readers(row, read)).items():
+                install(modules[place], readers)
         self.shown = list(values)
-        return zip(modules, row.names, strict=True)
+
+    def _make_readers(
+        self, row: _Attributes, read: Callable[[int, torch.Tensor | None], torch.Tensor | None]
+    ) -> dict[int, dict[str, Reader]]:
+        for place, names in row.by_module.items():
+            self._readers[place] = {name: functools.partial(read, index) for name, index in names.items()}
+        return self._readers
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
         """Register again what was registered last, if somebody has registered something else since.
@@ -148,12 +177,19 @@ class Sites:
         both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)
         return replaced(next(info for info, found, before in both if not is_harmless(found, before)))
 
-    def add(self, index: int, infos: Sequence[ParamInfo]) -> None:
-        """Show parameter `index` under further names too, from now on."""
+    def add(
+        self,
+        index: int,
+        infos: Sequence[ParamInfo],
+        read: Callable[[int, torch.Tensor | None], torch.Tensor | None],
+    ) -> None:
+        """Show parameter `index` under further names too, from now on; it is sharded now, and `read` as in `put`."""
         self.infos[index] += tuple(infos)
         self._row = None
+        self._readers = {}
         for info in infos:
             _register(info, self.shown[index])
+            install(info.module, {info.param_name: functools.partial(read, index)})
 
 
 def _register(info: ParamInfo, value: torch.Tensor | None) -> None:

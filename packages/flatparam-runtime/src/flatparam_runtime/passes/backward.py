@@ -133,6 +133,8 @@ class BackwardPass:
     """The comparison of the ranks at the end."""
     run: int = attrs.field(factory=current_run)
     """The autograd run that the pass began in."""
+    lent: dict[Unit, list[Unit]] = attrs.field(factory=dict)
+    """For each unit, those of which its forward calls have read parameters, and that lend them again."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
 
     @to_enter.default
@@ -209,6 +211,7 @@ class BackwardPass:
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             if unit.plan.unshards_in_backward:
                 unit.finish_unshard()
+        self._have_lent(unit, call)
         state.inputs.update(_last_to_arrive(call))
         # If gradients are enabled, each gradient has a graph, which is watched too.
         if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
@@ -216,6 +219,17 @@ class BackwardPass:
         # Without an input to wait for, nothing says when a reentrant recomputation inside last needs the parameters;
         # and in the graph of a gradient nothing says which node reads them last.
         state.keeps_parameters = state.keeps_parameters or again or not call.inputs
+
+    def _have_lent(self, unit: Unit, call: ForwardCall) -> None:
+        """Have the full parameters that `call` has read of other units in place, until `unit` is complete."""
+        known = self.lent.setdefault(unit, []) if call.lent else ()
+        for lender in dict.fromkeys(call.lent):
+            if lender not in known:
+                unit.borrow(lender, lender.name)
+                self.lent[unit].append(lender)
+                lender.unshard(full_precision=call.full_precision)
+                if lender not in self.active:
+                    self._hook_the_rest(lender, self._activate(lender))
 
     def _note_entered(self, unit: Unit) -> None:
         self.to_enter.discard(unit)
@@ -344,6 +358,7 @@ class BackwardPass:
         for lender in unit.links.lenders:
             if lender not in self.active:
                 self._free(lender)
+        self._give_back(unit)
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
         self._collect(unit, state.averaging)
         unit.move(Phase.IDLE)
@@ -353,6 +368,10 @@ class BackwardPass:
             note_waiting(unit)
         self.ready[unit] = state.averaging
         self._reduce_ready()
+
+    def _give_back(self, unit: Unit) -> None:
+        for lender in self.lent.pop(unit, ()):
+            unit.give_back(lender)
 
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
@@ -407,6 +426,8 @@ class BackwardPass:
     def drop(self) -> None:
         """Drop everything after an exception; wait for the reductions in flight, since they own memory."""
         self.reductions.drop()
+        for unit in [*self.lent]:
+            self._give_back(unit)
         self.active.clear()
         self.ready.clear()
 

@@ -94,13 +94,17 @@ def before_forward(
 def _enter(unit: Unit, module: nn.Module) -> ForwardCall:
     tree, call = _have_full_parameters(unit, module)
     for each in (unit, *unit.links.lenders):
-        for number, handle in enumerate(each.handles):
-            watch = each.held.watches.get(handle.forms.current)
-            if watch is None:
-                _watch_leaves(each, number, handle, tree.stream)
-            elif tree.has_changed_stream:
-                watch.follow(tree.stream)
+        _watch_unit(tree, each)
     return call
+
+
+def _watch_unit(tree: UnitTree, unit: Unit) -> None:
+    for number, handle in enumerate(unit.handles):
+        watch = unit.held.watches.get(handle.forms.current)
+        if watch is None:
+            _watch_leaves(unit, number, handle, tree.stream)
+        elif tree.has_changed_stream:
+            watch.follow(tree.stream)
 
 
 def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
@@ -109,7 +113,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
     call = ForwardCall(sys.exc_info()[1], module)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
-        unit.held.begin_call(call)
+        _begin(unit, call)
         return tree, call
     if unit.held.calls and _was_interrupted(unit, module):
         _refuse_another_thread(tree)
@@ -118,19 +122,61 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
     if tree.forward is None and not inside_backward:
         tree.begin_forward()
         call.is_top = True
+        if not tree.lends:
+            _lend_what_is_read(tree)
     call.full_precision = unit.computes_in_full_precision
     unit.shed(full_precision=call.full_precision)
     if unit.phase is not Phase.FORWARD:
         if unit.phase is Phase.REDUCING and backward is not None:
             backward.reductions.settle_until(unit)
         unit.move(Phase.FORWARD)
-    unit.held.begin_call(call)
+    _begin(unit, call)
     unit.begin_unshard(full_precision=call.full_precision)
     if tree.forward is not None and not inside_backward:
         _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()
     call.stamp = unit.gathered
     return tree, call
+
+
+def _begin(unit: Unit, call: ForwardCall) -> None:
+    unit.held.begin_call(call)
+    for each in (unit, *unit.links.lenders):
+        each.list_flat_parameters(False)
+
+
+def _lend_what_is_read(tree: UnitTree) -> None:
+    """Have the units of `tree` lend a parameter that another unit's forward call reads (`self.head.weight`)."""
+    for unit in tree.units:
+        for number, handle in enumerate(unit.handles):
+            handle.exposure.reading = functools.partial(_read_in_call, weakref.ref(unit), number)
+    tree.lends = True
+
+
+@functools.partial(untraced, with_callees=False)
+def _read_in_call(reference: weakref.ReferenceType[Unit], number: int, index: int) -> Tensor | None:
+    """The full parameter `index`, if a forward call reads it past its unit, which is sharded; None outside of calls.
+
+    The unit lends its parameters until that call is over, and again for the backward pass of the call.
+    """
+    unit = reference()
+    if unit is None or unit.phase is Phase.INSPECTING or unit.held.calls:
+        return None
+    tree = tree_of(unit)
+    reader = tree.innermost
+    if reader is None or reader is unit:
+        return None
+    lend = functools.partial(_lend, tree, unit, reader, unit.handles[number].layout.fqns[index])
+    apart_from_checkpoints(lend) if dispatch_modes() else lend()
+    return unit.handles[number].exposure.shown(index)
+
+
+def _lend(tree: UnitTree, unit: Unit, reader: Unit, fqn: str) -> None:
+    call = reader.calls[-1]
+    reader.borrow(unit, fqn)
+    call.lent.append(unit)
+    unit.unshard(full_precision=call.full_precision)
+    _watch_unit(tree, unit)
 
 
 def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
@@ -272,6 +318,10 @@ def _leave(
         recorded: autograd was recording.
         watched: every output whose gradient may announce the unit's backward was found.
     """
+    # Between calls a module's own `zero_grad()` has to find the flat parameters.
+    if call.is_top or in_backward():
+        for each in tree.units if call.is_top else (unit, *unit.links.lenders):
+            each.list_flat_parameters(not each.calls)
     if call.is_recomputation:
         return
     if failed and call.is_top:
@@ -281,7 +331,9 @@ def _leave(
     if not unit.held.calls:
         unit.move(Phase.IDLE)
         for lender in unit.links.lenders:
-            if not lender.is_needed and lender.phase is Phase.IDLE and lender.plan.free_after_forward:
+            # Nothing would gather it again for the backward pass of outputs that hide their tensors.
+            goes = lender.plan.free_after_forward and (watched or not recorded)
+            if goes and not lender.is_needed and lender.phase is Phase.IDLE:
                 lender.reshard()
         # A recomputation stops early, with an exception, as soon as it has what it needs; the gradients come at once.
         keeps = inside_backward or (
@@ -289,6 +341,8 @@ def _leave(
         )
         if not keeps and not (recorded and _is_first_of_backward(tree, unit)):
             unit.reshard()
+    for lender in call.lent:
+        unit.give_back(lender)
     if tree.forward is not None and not inside_backward:
         tree.forward.ended.append(unit)
     if call.is_top:

@@ -19,8 +19,8 @@ final callback       the autograd run                `BackwardPass.finish`   RED
 A wrapper calls its unit's module by `call_unit`, around all hooks of that module. A unit in place has the two hooks
 instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
-three: `unit/module.py` registers a leaf's hook once it has to; `backward.py` queues the final callback when a pass
-begins; and `tree.py` puts a hook that does nothing on encoder layers of torch that have units inside.
+two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
+begins. A forward call that reads a parameter of a sharded unit (`self.head.weight`) reaches `forward._read_in_call`.
 
 Three more are for the whole process, and are installed when a wrapper is made: `optimizers/stepping.py` has a hook
 before and one after each optimizer's step, and replaces `Optimizer.zero_grad` (`notice_optimizers`); and

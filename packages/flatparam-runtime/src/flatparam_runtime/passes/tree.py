@@ -7,7 +7,6 @@ from typing import final
 
 import attrs
 import torch
-from torch import nn
 from typing_extensions import Self
 
 from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clean_fqn, streams_of
@@ -37,8 +36,6 @@ ROOT_NAME = "(root)"
 
 _TREE = "_flatparam_tree"
 """The attribute of a module that holds its tree, so that both have the same lifetime."""
-_HOOK = "_flatparam_hook"
-"""The attribute of an encoder layer of torch that says that it has a hook of ours."""
 
 
 @final
@@ -72,6 +69,8 @@ class UnitTree:
     """Whether passes have begun on several streams."""
     comparison: Comparison | None = None
     """The comparison of the ranks after the last pass, until it is checked."""
+    lends: bool = False
+    """Whether its units lend parameters that a forward call of another unit reads."""
     _backward: BackwardPass | None = None
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
@@ -99,7 +98,6 @@ class UnitTree:
             unit.module.__dict__[_TREE] = tree
             for handle in unit.handles:
                 handle.use_pool(tree.pool)
-        _call_parts_of_encoders(root.module)
         return tree
 
     @property
@@ -156,6 +154,12 @@ class UnitTree:
         self.drop_dead_backward()
         if self._backward is None and self._has_begun_forward and not self._runs_a_call:
             self.recover()
+
+    @property
+    def innermost(self) -> Unit | None:
+        """The unit whose forward call is the innermost one on the stack of this thread."""
+        calling = (unit for unit in reversed(self.units) if unit.calls)
+        return next((unit for unit in calling if running_calls(unit.calls[-1].module)), None)
 
     @property
     def _runs_a_call(self) -> bool:
@@ -325,23 +329,6 @@ class UnitTree:
                 unit.reset(drop_gradients=dead is not None)
         self._end_pooling()
         self.keeps_unsharded = False
-
-
-def _call_parts_of_encoders(root: nn.Module) -> None:
-    """Have torch's encoder layers call their parts, of which some are units, also in evaluation.
-
-    If no module inside has a hook, they read the weights of their parts instead.
-    """
-    for layer in root.modules():
-        if not isinstance(layer, nn.TransformerEncoderLayer) or _HOOK in vars(layer):
-            continue
-        if any(unit_of(part) is not None for part in layer.modules() if part is not layer):
-            layer.register_forward_pre_hook(_watch)
-            vars(layer)[_HOOK] = True
-
-
-def _watch(module: nn.Module, args: tuple[object, ...]) -> None:
-    """Do nothing: that it is there counts."""
 
 
 def _nothing() -> None:

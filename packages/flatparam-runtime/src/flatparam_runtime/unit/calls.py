@@ -34,6 +34,7 @@ class ForwardCall:
         inputs: for each input tensor with a gradient, by a token: the graph node that its gradient arrives at, and its
             device.
         thread: the thread that makes the call.
+        lent: the units of which the call has read a parameter past their own calls.
     """
 
     outer_error: BaseException | None
@@ -45,6 +46,7 @@ class ForwardCall:
     full_precision: bool = False
     restored: torch.dtype | None = None
     thread: int = attrs.field(factory=threading.get_ident)
+    lent: list[Any] = attrs.field(factory=list)
 
     @property
     def runs_elsewhere(self) -> bool:

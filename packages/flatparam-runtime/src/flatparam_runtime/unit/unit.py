@@ -305,10 +305,46 @@ class Unit:
             return
         self._gather.drop()
         self._gather = None
+        self.list_flat_parameters(True)
         if self.showing.are_held:
             self.showing.hold(False)
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
+
+    # Parameters that are listed, and lent
+
+    def list_flat_parameters(self, listed: bool) -> None:
+        """Have `parameters()` list the flat parameters, or not: inside a forward call, which has the full ones."""
+        # No hook is called when Ctrl-C interrupts a module in place, and the flat parameter would not be listed again.
+        if self.held.by_hooks or self.showing.pins:
+            return
+        for handle in self.handles:
+            handle.exposure.list_flat_parameter(listed)
+
+    def borrow(self, lender: Unit, fqn: str) -> None:
+        """Have `lender` be gathered and used together with this unit, until `give_back`.
+
+        Raises:
+            FlatParamError: if `lender` borrows from this unit; the message names `fqn`, the parameter that is read.
+        """
+        if self in lender._all_lenders():
+            raise FlatParamError(
+                f"rank {self.topology.rank}: the forward pass of unit {self.name!r} reads parameter {fqn!r} of unit "
+                f"{lender.name!r}, which itself uses parameters of {self.name!r}; make one unit of a module around both"
+            )
+        self.links.lenders.append(lender)
+        lender.links.borrowers.append(self)
+
+    def give_back(self, lender: Unit) -> None:
+        """End what `borrow` began."""
+        self.links.lenders.remove(lender)
+        lender.links.borrowers.remove(self)
+
+    def _all_lenders(self) -> set[Unit]:
+        found: set[Unit] = {self}
+        for lender in self.links.lenders:
+            found |= lender._all_lenders()
+        return found
 
     # Gradients
 
@@ -372,7 +408,11 @@ class Unit:
             drop_gradients: drop gradients that were collected and not reduced; after a failed backward they are
                 incomplete.
         """
+        for call in self.held.calls:
+            for lender in call.lent:
+                self.give_back(lender)
         self.held.forget_calls()
+        self.list_flat_parameters(True)
         # The pass has already reported the error of a failed gather.
         if self._gather is not None:
             with contextlib.suppress(RuntimeError):

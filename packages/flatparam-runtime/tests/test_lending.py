@@ -1,0 +1,229 @@
+"""A parameter of a unit that the forward call of another unit reads, and does not call: the unit lends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatparam_comm import Collectives
+from flatparam_runtime import EventLog, FlatParamError, observe, unit_of, units_in
+
+from .models import WIDTH, batch
+from .worlds import check_at_rest, check_training, full_parameters, run, seeded, sharded
+
+
+class Gain(nn.Module):
+    """A vector, of which a rank's part broadcasts where the whole does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.arange(1.0, WIDTH + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Reader(nn.Module):
+    """A body, and a head and a gain whose parameters the forward reads, or whose modules it calls, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = Gain()
+
+    def forward(self, x: Tensor, *way: str) -> Tensor:
+        x = self.body(x)
+        for step in way:
+            if step == "read head":
+                x = x @ self.head.weight.T
+            elif step == "call head":
+                x = self.head(x)
+            elif step == "read gain":
+                x = x * self.scale.gain
+            elif step == "penalty":
+                x = x + self.body.weight.square().sum() + self.head.weight.abs().sum()
+        return x
+
+
+class Nested(nn.Module):
+    """A reader in a unit of its own, with or without a checkpoint around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Reader()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *way: str, how: str = "") -> Tensor:
+        x = self.stem(x)
+        if not how:
+            return self.inner(x, *way)
+        found: Tensor = checkpoint(self.inner, x, *way, use_reentrant=how == "reentrant")
+        return found
+
+
+UNITS = ["body", "head", "scale"]
+WAYS = [
+    ["read head"],
+    ["read gain"],
+    ["read gain", "read head", "read gain"],
+    ["read head", "call head"],
+    ["call head", "read head"],
+    ["penalty"],
+]
+
+
+def loss(module: nn.Module, rank: int, *way: str, **how: Any) -> Tensor:
+    out: Tensor = module(batch(rank), *way, **how).square().mean()
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: ", ".join(way))
+def test_training_is_that_of_the_local_model(
+    way: Sequence[str], ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
+    """What the root reads of inner units is whole, and trained, in steps that read it and in steps that do not."""
+    plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+    steps = [lambda module, rank, w=w: loss(module, rank, *w) for w in (way, [], way, ["call head"])]
+    # The penalty's gradient comes in two parts, which a local model adds in a different order.
+    check_training(Reader, steps, ranks, units=UNITS, exact="penalty" not in way, **plan)
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+def test_a_unit_that_is_recomputed_reads_again(how: str, ranks: int, use_orig_params: bool) -> None:
+    """With either kind of checkpoint around the unit that reads, the recomputation has whole parameters."""
+    steps: list[Callable[[nn.Module, int], Tensor]] = [
+        lambda module, rank: loss(module, rank, "read gain", "read head", how=how)
+    ] * 2
+    units = [*(f"inner.{name}" for name in UNITS), "inner"]
+    check_training(Nested, steps, ranks, units=units, use_orig_params=use_orig_params)
+
+
+def test_two_forward_passes_before_the_backward_pass(ranks: int, use_orig_params: bool) -> None:
+    """Each backward pass gathers what its own forward calls have read."""
+
+    def both(module: nn.Module, rank: int) -> Tensor:
+        first, second = loss(module, rank, "read head"), loss(module, rank, "read gain", "call head")
+        return first + second
+
+    check_training(Reader, [both, both], ranks, units=UNITS, use_orig_params=use_orig_params)
+
+
+def test_a_parameter_is_lent_for_the_call_that_reads_it(use_orig_params: bool) -> None:
+    """It is gathered at the read, freed with the reader, gathered and freed again in backward, and then forgotten."""
+
+    def schedule(collectives: Collectives) -> list[list[str]]:
+        module = sharded(Reader, collectives, units=UNITS, use_orig_params=use_orig_params)
+        found = []
+        for way in (["read head"], []):
+            log = EventLog()
+            with observe(module, log):
+                loss(module, collectives.rank, *way).backward()
+            found.append([line for line in log.lines() if "head" in line or "root" in line])
+            check_at_rest(module)
+            assert not any(unit.links.lenders or unit.links.borrowers for unit in units_in(module))
+        return found
+
+    for reads, does_not in run(2, schedule):
+        both = [line for line in reads if "head" in line]
+        assert both == ["unshard head", "use head", "reshard head"] * 2 + ["reduce head", "finish head"]
+        assert not any(line.startswith(("unshard head", "use head")) for line in does_not)
+
+
+def test_evaluation_reads_whole_parameters(ranks: int, use_orig_params: bool) -> None:
+    """Without gradients, too, and what was lent is freed when the call is over."""
+
+    def evaluate(collectives: Collectives) -> Tensor:
+        module = sharded(Reader, collectives, units=UNITS, use_orig_params=use_orig_params)
+        with torch.no_grad():
+            out: Tensor = module(batch(0), "read gain", "read head")
+        check_at_rest(module)
+        return out
+
+    with torch.no_grad():
+        expected = seeded(Reader)(batch(0), "read gain", "read head")
+    for out in run(ranks, evaluate):
+        assert torch.equal(out, expected)
+
+
+def test_an_exception_gives_back_what_was_lent(use_orig_params: bool) -> None:
+    """After an exception in a call that has read, nothing is lent, and the next step is as ever."""
+
+    def fail(collectives: Collectives) -> dict[str, Tensor]:
+        module = sharded(Reader, collectives, units=UNITS, use_orig_params=use_orig_params)
+        with pytest.raises(TypeError):
+            module(batch(0), "read head", "read gain", 3, bad=True)
+        with pytest.raises(RuntimeError):
+            module(torch.ones(2, WIDTH + 1), "read head")
+        check_at_rest(module)
+        assert not any(unit.links.lenders for unit in units_in(module))
+        loss(module, collectives.rank, "read head").backward()
+        check_at_rest(module)
+        return full_parameters(module)
+
+    run(2, fail)
+
+
+class Circle(nn.Module):
+    """Two modules that read each other's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), Gain()
+        self.other.forward = lambda x: self.third(x * self.one.weight.sum())  # type: ignore[method-assign]
+        self.third = Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x) + self.one(x)
+
+
+def test_units_may_read_their_siblings(use_orig_params: bool) -> None:
+    """A unit reads a parameter of a unit beside it, by a reference that is no submodule."""
+    check_training(
+        Circle,
+        [lambda module, rank: module(batch(rank)).square().mean()] * 2,
+        2,
+        units=["one", "third", "other"],
+        use_orig_params=use_orig_params,
+    )
+
+
+def test_units_that_borrow_from_each_other_are_refused() -> None:
+    """A circle of lenders cannot be gathered; the error names both units and the parameter."""
+
+    def refuse(collectives: Collectives) -> None:
+        module = sharded(Reader, collectives, units=UNITS)
+        module(batch(0))
+        head, root = (next(u for u in units_in(module) if u.name == name) for name in ("head", "(root)"))
+        head.borrow(root, "body.weight")
+        with pytest.raises(
+            FlatParamError, match=r"rank \d: .*'\(root\)' reads parameter 'weight' of unit 'head'"
+        ):
+            root.borrow(head, "weight")
+        head.give_back(root)
+
+    run(2, refuse)
+
+
+def test_at_rest_a_flat_part_has_a_gradient(ranks: int) -> None:
+    """With flat parameters, an attribute that is read outside of passes is this rank's part of the trained parameter."""
+
+    def read(collectives: Collectives) -> list[Any]:
+        module = sharded(Reader, collectives, units=UNITS)
+        weight = module.head.weight
+        weight.square().sum().backward()
+        (handle,) = unit_of(module.head).handles  # type: ignore[union-attr]
+        assert torch.equal(handle.flat_param.grad, 2 * handle.flat_param.detach())
+        assert module.head.weight is weight
+        with torch.no_grad():
+            assert not module.head.weight.requires_grad
+        handle.flat_param.requires_grad_(False)
+        assert not module.head.weight.requires_grad
+        return [weight.dim(), module.head._parameters.get("weight")]
+
+    assert run(ranks, read) == [[1, None]] * ranks
