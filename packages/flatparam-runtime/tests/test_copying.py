@@ -241,3 +241,29 @@ def test_a_copy_asks_no_group_that_was_destroyed() -> None:
     for parameter, copied in zip(module.parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter, copied)
         assert parameter.data_ptr() != copied.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "first", [lambda module: module(batch(0)), lambda module: module(batch(0)).sum().backward()]
+)
+def test_a_copy_after_a_forward_pass_that_nothing_followed(
+    first: Callable[[nn.Module], object], ranks: int, use_orig_params: bool
+) -> None:
+    """A copy of a model whose full parameters are still in memory shows its shards, and trains like the original."""
+
+    def copied(collectives: Collectives) -> list[dict[str, Tensor]]:
+        module = sharded(Stack, collectives, units=["blocks.0"], use_orig_params=use_orig_params)
+        first(module)
+        other = copy.deepcopy(module)
+        found = []
+        for each in (module, other):
+            each.zero_grad()
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+            each(batch(collectives.rank)).square().sum().backward()
+            optimizer.step()
+            found.append(full_parameters(each))
+        return found
+
+    for one, other in run(ranks, copied):
+        for name, value in one.items():
+            assert torch.equal(other[name], value), name

@@ -299,7 +299,7 @@ class FlatParamCycle:
             self.exposure.show_shard()
             moved = form.reclaim()
         self.residency = RESIDENCY.move(self.residency, Residency.SHARDED, who=self)
-        form.buffer.free()
+        form.free()
         if moved:
             raise self._refusal(moved)
 

@@ -106,6 +106,8 @@ class FlatParamHandle(FlatParamCycle):
         modules = [info.module for infos in self.param_infos for info in infos]
         if any("_parameters" not in vars(module) for module in modules):
             return False
+        # The copied modules may still register copies of full parameters.
+        self.exposure.put_back()
         self.take_over()
         self.exposure.refresh()
         self.exposure.show_shard()

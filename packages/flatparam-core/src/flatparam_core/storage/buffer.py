@@ -161,6 +161,22 @@ class FlatBuffer:
         self._gaps = None
         return given
 
+    def leave(self) -> None:
+        """Leave the memory to whoever else has it, and have other memory of the same size, which no view is in yet."""
+        like = self.give_away()
+        self.tensor = torch.empty(self.layout.numel, dtype=like.dtype, device=like.device)
+        self._storage = self.tensor.untyped_storage()
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether the memory can be freed: not if `Tensor.numpy()` or `Tensor.share_memory_()` has given it out."""
+        return self._storage.resizable() and not (self.tensor.is_cpu and self._storage.is_shared())
+
+    @property
+    def holders(self) -> int:
+        """The number of references to the memory: of this buffer, of its views, and of what was made of them."""
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
     @property
     def is_allocated(self) -> bool:
         """Whether there are bytes behind the views."""

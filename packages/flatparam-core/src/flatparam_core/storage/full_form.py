@@ -49,6 +49,8 @@ class FullForm:
     """The offset of each of these leaves in the buffer, in bytes."""
     _version: int = 0
     """The version of the leaves, which they share, when the buffer was last filled."""
+    _holders: int = 0
+    """The references to the memory when they were counted; 0 if they were not."""
 
     @classmethod
     def create(
@@ -98,6 +100,24 @@ class FullForm:
         start = self.buffer.tensor.data_ptr()
         self._solid = {index: leaf for index, leaf in enumerate(leaves) if leaf.numel()}
         self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]
+
+    def count_holders(self) -> None:
+        """Have whoever gets a view of the memory from now on keep it, and its values, when it is freed next."""
+        self._holders = self.buffer.holders
+
+    def free(self) -> None:
+        """Free the memory; the leaves stay.
+
+        What somebody has by its address alone, such as the array of `Tensor.numpy()`, keeps the memory and its values.
+        """
+        buffer, holders = self.buffer, self._holders
+        if self.leaves and not buffer.is_borrowed:
+            if not buffer.is_resizable or 0 < holders < buffer.holders:
+                buffer.leave()
+                for index, leaf in enumerate(self.leaves):
+                    leaf.data = buffer.view(index)
+            self._holders = 0
+        buffer.free()
 
     def note_filled(self) -> None:
         """Note that the leaves have the values of the shards."""

@@ -36,8 +36,9 @@ def summon_full_params(
     reduces gradients to the shards as usual. With `rank0_only`, `offload_to_cpu` on an accelerator, or `with_grads` the
     parameters can only be read and changed. Contexts may nest: the inner one shows what the outer one does.
 
-    The full parameters have no memory once the context ends, and code that reads them then can end the process. Clone
-    what is to stay; a program that `torch.export` makes inside holds these parameters too, and runs only inside.
+    The full parameters have no memory once the context ends, and code that reads them then can end the process. Views
+    and NumPy arrays of them that somebody has still got keep their memory, and the values from inside. A program that
+    `torch.export` makes inside holds the parameters themselves, and runs only inside.
 
     Args:
         recurse: also the units below `module`, not only its own.
@@ -91,6 +92,7 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
         unit.unshard(full_precision=True, copied=True)
         for handle in unit.handles:
             handle.exposure.list_flat_parameter(False)
+            handle.form.count_holders()
         showing.begin(wishes, unit.stamp())
     showing.pin()
     try:

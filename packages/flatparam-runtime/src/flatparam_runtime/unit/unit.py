@@ -385,6 +385,7 @@ class Unit:
                 "its full parameters are summoned"
             )
         self.reshard()
+        self.take_over()
         held = self.module, self.held.by_hooks, self.held.buffers, self.held.inner
         return self.name, self.plan, self.handles, held, self.reducer.copy(), self.links
 
