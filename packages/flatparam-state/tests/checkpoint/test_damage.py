@@ -73,7 +73,8 @@ def refusals(root: Path, damages: Iterator[tuple[Path, bytes | None]], setup: Se
         return " ".join(str(warning.message) for warning in caught)
 
     found = run_threads(setup.world_size, rank)
-    return found[0]
+    # Warnings are the process's: the rank that has come last records them.
+    return [next(filter(None, said), "") for said in zip(*found, strict=True)]
 
 
 def one(root: Path, path: Path, data: bytes | None) -> str:

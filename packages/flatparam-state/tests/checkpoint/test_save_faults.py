@@ -87,19 +87,66 @@ def test_a_full_disk_on_one_rank(moment: Moment, rank: int, asynchronous: bool, 
     assert verify_checkpoint(tmp_path).is_sound
 
 
+AFTER_COMMIT = [Moment.RENAMED, Moment.COMMITTED, Moment.LATEST_WRITTEN, Moment.LATEST_REPLACED]
+WHILE_RETIRING = [Moment.RETIRING, Moment.RETIRED]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("moment", [*Moment], ids=lambda moment: moment.name)
-def test_a_failure_at_each_moment(moment: Moment, tmp_path: Path) -> None:
-    """Whatever fails, at whatever moment: `latest` is whole, it is the old one or the new one, and the run goes on."""
+def test_a_failure_at_each_moment(moment: Moment, asynchronous: bool, tmp_path: Path) -> None:
+    """Whatever fails, at whatever moment: `latest` is whole, it is the old one or the new one, and the run goes on.
+
+    The error says that the step is saved if and only if it is; that an old one cannot be deleted is a warning.
+    """
     fail = FailAt(moment)
-    run = SmallRun(tmp_path, keep=1, on_moment=fail)
+    run = SmallRun(tmp_path, keep=1, on_moment=fail, asynchronous=asynchronous)
     run.train(5)
+    run.checkpointer.wait()
     fail.armed = True
-    with pytest.raises(CheckpointError, match="No space left on device"):
+
+    def save() -> None:
         run.train(10)
+        run.checkpointer.wait()
+
+    if moment in WHILE_RETIRING:
+        with pytest.warns(UserWarning, match=r"step 10 .* is saved, but older ones could not be deleted"):
+            save()
+    else:
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            save()
+        assert ("step 10 is saved" in str(caught.value)) == (moment in AFTER_COMMIT)
+        assert "nothing was changed" not in str(caught.value)
     assert verify_checkpoint(tmp_path).is_sound
+    newest = 10 if moment in (*AFTER_COMMIT, *WHILE_RETIRING) else 5
+    assert run.checkpointer.latest() == newest
     run.train(20)
+    run.checkpointer.wait()
     assert verify_checkpoint(tmp_path).step == 20
     assert run.checkpointer.steps() == [20]
+    run.checkpointer.close()
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system refuses to delete one old checkpoint, the save is a success, the others go, and the next tries."""
+    run = SmallRun(tmp_path, keep=2)
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if ".deleted-" in str(target) and "step-00000005" in str(source):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+        rename(source, target)
+
+    run.train(10)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        for step in (15, 20):
+            with pytest.warns(
+                UserWarning, match="is saved, but older ones could not be deleted.*not permitted"
+            ):
+                run.train(step)
+    assert run.checkpointer.steps() == [5, 15, 20]
+    run.train(25)
+    assert run.checkpointer.steps() == [20, 25]
     run.checkpointer.close()
 
 
@@ -390,7 +437,7 @@ def test_ranks_that_save_different_steps(asynchronous: bool, tmp_path: Path) -> 
 
     said = run_threads(3, run)
     assert len(set(said)) == 1
-    assert "the ranks save different steps: rank 0 saves step 5, and rank 2 saves step 6" in said[0]
+    assert "the ranks ask for different things: step is 5 on ranks [0, 1], 6 on rank 2" in said[0]
     assert verify_checkpoint(tmp_path).step == 6
 
 

@@ -14,7 +14,7 @@ from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_state import Mailbox, Publisher, Receiver
 from flatparam_state.checkpoint.model_tensors import model_tensors
-from flatparam_state.publishing.ranks import topology_of
+from flatparam_state.ranks import topology_of
 
 from ..checkpoint.small import KillAtCall, end_of, fork
 from ..worlds import shard

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, final
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_runtime import Collectives, CommError, FlatParamError, resolve_topology
+from flatparam_runtime import CommError, ExchangesValues, FlatParamError, telling
 from flatparam_state.checkpoint.averages_of import averages_by_name
 from flatparam_state.checkpoint.load import Loaded, load_checkpoint
 from flatparam_state.checkpoint.manifest import check_step
@@ -26,6 +27,7 @@ from flatparam_state.checkpoint.save import (
     save_after_failure,
 )
 from flatparam_state.files import AnyPath, CheckpointError
+from flatparam_state.ranks import ranks_of
 
 if TYPE_CHECKING:
     from flatparam_state.averages import ShardedEMA
@@ -53,7 +55,7 @@ class Checkpointer:
         optimizer: Optimizers = None,
         *,
         averages: ShardedEMA | Mapping[str, ShardedEMA] | None = None,
-        ranks: Collectives | None = None,
+        ranks: ExchangesValues | None = None,
         keep: int | None = None,
         asynchronous: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
@@ -66,7 +68,8 @@ class Checkpointer:
             model: sharded, or not. None saves `extra` alone.
             optimizer: of the model's parameters; several by name.
             averages: of the model's parameters; several by name.
-            ranks: those that share the model; by default all (see `resolve_topology`).
+            ranks: those that share the model; by default those that it is sharded over, and all ranks if it is not
+                sharded (see `resolve_topology`).
             keep: after each save delete all but this many checkpoints; None keeps all.
             asynchronous: copy to host memory, and write beside training.
             on_save_error: "warn" has training go on without the checkpoint.
@@ -78,7 +81,7 @@ class Checkpointer:
             raise TypeError(f"expected a module as model, or None, found {type(model).__name__}")
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"expected on_save_error to be 'raise' or 'warn', found {on_save_error!r}")
-        self._ranks = resolve_topology().shard if ranks is None else ranks
+        self._ranks = ranks_of(model) if ranks is None else ranks
         # The program may change its folder later on.
         self._directory = CheckpointDirectory(Path(directory).absolute())
         optimizers = optimizers_by_name(optimizer)
@@ -138,9 +141,15 @@ class Checkpointer:
             CheckpointError: on every rank, if one has failed, naming rank and file and what to do. What was saved
                 before is as it was, and training can go on. Also if the model shows its averages (`applied`).
         """
-        check_step(step)
-        self._check_averages("saved")
-        return self._reported(lambda: self._saver.save(step, extra, rank_extra))
+
+        def check() -> None:
+            check_step(step)
+            self._check_averages("saved")
+
+        with _telling("save"):
+            self._reported(self._saver.settle)
+            self._saver.begin("save", {"step": step, "on_save_error": self._on_save_error}, check)
+            return self._reported(lambda: self._saver.save(step, extra, rank_extra))
 
     def _check_averages(self, deed: str) -> None:
         if any(each.is_applied for each in self._averages.values()):
@@ -195,7 +204,8 @@ class Checkpointer:
         Raises:
             CheckpointError: if that save has failed, on every rank.
         """
-        self._reported(self._saver.settle)
+        with _telling("wait"):
+            self._reported(self._saver.settle)
 
     def close(self) -> None:
         """Wait for a save that is under way, and let others write to the directory; every rank calls it.
@@ -252,14 +262,25 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
-        self._check_averages("loaded")
-        self._reported(self._saver.settle)
-        return load_checkpoint(
-            self._directory,
-            self._ranks,
-            self._subject,
-            step=step,
-            strict=strict,
-            convert_dtype=convert_dtype,
-            other_states=other_states,
-        )
+        options = {"strict": strict, "convert_dtype": convert_dtype, "other_states": other_states}
+        with _telling("load"):
+            self._reported(self._saver.settle)
+            self._saver.begin(
+                "load",
+                {"step": step, **options, "on_save_error": self._on_save_error},
+                lambda: self._check_averages("loaded"),
+            )
+            return load_checkpoint(self._directory, self._ranks, self._subject, step=step, **options)
+
+
+@contextlib.contextmanager
+def _telling(call: str) -> Iterator[None]:
+    """Inside, an exception that this rank has alone, such as `KeyboardInterrupt`, is told to the ranks that wait."""
+    agreed: Exception | None = None
+    with telling(f"Checkpointer.{call}()"):
+        try:
+            yield
+        except (CheckpointError, CommError) as error:
+            agreed = error
+    if agreed is not None:
+        raise agreed

@@ -13,7 +13,6 @@ from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES
 from flatparam_state.publishing.giving import Giving, Sink
 from flatparam_state.publishing.publisher import Publisher
-from flatparam_state.publishing.ranks import topology_of
 from flatparam_state.publishing.versions import (
     Catalogue,
     Channel,
@@ -21,6 +20,7 @@ from flatparam_state.publishing.versions import (
     all_or_error,
     published_tensors,
 )
+from flatparam_state.ranks import topology_of
 
 __all__ = ["Sink", "publish"]
 

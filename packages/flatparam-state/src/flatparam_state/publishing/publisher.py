@@ -14,7 +14,6 @@ from typing_extensions import Self
 from flatparam_runtime import Threshold, Topology, telling
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
-from flatparam_state.publishing.ranks import topology_of
 from flatparam_state.publishing.versions import (
     Catalogue,
     Channel,
@@ -30,6 +29,7 @@ from flatparam_state.publishing.versions import (
     published_tensors,
     values,
 )
+from flatparam_state.ranks import topology_of
 
 __all__ = ["Published", "Publisher"]
 

@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from flatparam_runtime import Collectives
+from flatparam_runtime import ExchangesValues
 from flatparam_state.checkpoint.load.loaded import Loaded, rank_extra_of
 from flatparam_state.checkpoint.load.prepared_model import (
     PreparedAverages,
@@ -44,7 +44,7 @@ class Prepared:
 
 def prepare(
     reader: CheckpointReader,
-    ranks: Collectives,
+    ranks: ExchangesValues,
     subject: Subject,
     strict: bool,
     convert_dtype: bool,

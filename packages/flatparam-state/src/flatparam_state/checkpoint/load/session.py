@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Final
 
-from flatparam_runtime import Collectives
+from flatparam_runtime import ExchangesValues
 from flatparam_state.checkpoint.load.loaded import Loaded
 from flatparam_state.checkpoint.load.prepared import Prepared, prepare
 from flatparam_state.checkpoint.manifest import MANIFEST
@@ -14,7 +14,7 @@ from flatparam_state.checkpoint.protocol import (
     CheckpointDirectory,
     agree,
     attempt,
-    check_one_directory,
+    raise_first,
     read_manifest,
 )
 from flatparam_state.checkpoint.reader import CheckpointReader, deletion_of, what_it_says
@@ -30,7 +30,7 @@ _TRIES: Final = 20
 
 def load_checkpoint(
     directory: CheckpointDirectory,
-    ranks: Collectives,
+    ranks: ExchangesValues,
     subject: Subject,
     *,
     step: int | None,
@@ -43,60 +43,56 @@ def load_checkpoint(
         place = _agree_on_place(directory, ranks, step)
         if place is None:
             return None
-        try:
-            prepared = _prepare_everywhere(
-                directory, ranks, place, subject, strict, convert_dtype, other_states
-            )
-        except CheckpointError as error:
-            # Rank 0 has chosen it; a different rank may not see the directory at all.
-            is_there = (place[0] / MANIFEST).exists()
-            if ranks.exchange(is_there, label="look whether the checkpoint is there")[0]:
-                raise
-            # A writer has gone on, and retired what was the latest.
-            if step is None and tries_left:
-                continue
-            raise deletion_of(place[0]) from error
-        break
+
+        def read(place: tuple[Path, str] = place) -> Prepared:
+            return _read(directory, ranks, place, subject, strict, convert_dtype, other_states)
+
+        attempted = attempt(read, ranks.rank)
+        # Rank 0 has chosen it; a different rank may not see the directory at all.
+        is_there = (place[0] / MANIFEST).exists()
+        told = ranks.exchange((attempted.failure, is_there), label="load a checkpoint")
+        failures = [failed for failed, _ in told if failed is not None]
+        if not failures:
+            break
+        if told[0][1] or any(failed.is_interrupt for failed in failures):
+            raise_first(failures, attempted)
+        # A writer has gone on, and retired what was the latest.
+        if step is not None or not tries_left:
+            raise deletion_of(place[0]) from attempted.cause
+    prepared = attempted.value
+    assert prepared is not None, "nobody has failed"
     prepared.install()
     return prepared.loaded
 
 
-def _prepare_everywhere(
+def _read(
     directory: CheckpointDirectory,
-    ranks: Collectives,
+    ranks: ExchangesValues,
     place: tuple[Path, str],
     subject: Subject,
     strict: bool,
     convert_dtype: bool,
     other_states: bool,
 ) -> Prepared:
-    """Read and check what each rank needs, until all have said that it fits.
+    """Read and check what this rank needs.
 
     Raises:
-        CheckpointError: on every rank, if one has found a fault.
+        CheckpointError: if there is a fault, or this rank finds a different checkpoint than rank 0.
     """
-
-    def read() -> Prepared:
-        path, save_id = place
-        manifest = read_manifest(path)
-        if manifest.save_id != save_id:
-            raise CheckpointError(
-                f"{path}: rank 0 finds save {save_id} here, this rank {manifest.save_id}", path=path
-            )
-        for rank, file in enumerate(manifest.files):
-            _check_presence(directory, path / file.name, file.nbytes, rank)
-        with CheckpointReader(path, manifest) as reader:
-            return prepare(reader, ranks, subject, strict, convert_dtype, other_states)
-
-    attempted = attempt(read, ranks.rank)
-    agree(ranks, attempted, label="load a checkpoint")
-    prepared = attempted.value
-    assert prepared is not None, "nobody has failed"
-    return prepared
+    path, save_id = place
+    manifest = read_manifest(path)
+    if manifest.save_id != save_id:
+        raise CheckpointError(
+            f"{path}: rank 0 finds save {save_id} here, this rank {manifest.save_id}", path=path
+        )
+    for rank, file in enumerate(manifest.files):
+        _check_presence(directory, path / file.name, file.nbytes, rank)
+    with CheckpointReader(path, manifest) as reader:
+        return prepare(reader, ranks, subject, strict, convert_dtype, other_states)
 
 
 def _agree_on_place(
-    directory: CheckpointDirectory, ranks: Collectives, step: int | None
+    directory: CheckpointDirectory, ranks: ExchangesValues, step: int | None
 ) -> tuple[Path, str] | None:
     """The directory that rank 0 has chosen, and its save id."""
 
@@ -107,10 +103,7 @@ def _agree_on_place(
         return None if chosen is None else (chosen.path, chosen.manifest.save_id)
 
     attempted = attempt(choose, ranks.rank)
-    fact = directory.names, attempted.value
-    answers = agree(ranks, attempted, fact, label="choose a checkpoint")
-    check_one_directory([names for names, _ in answers])
-    place: tuple[Path, str] | None = answers[0][1]
+    place: tuple[Path, str] | None = agree(ranks, attempted, attempted.value, label="choose a checkpoint")[0]
     return place
 
 

@@ -4,8 +4,9 @@ from flatparam_state.checkpoint.protocol.agreement import (
     Attempt,
     Failure,
     agree,
+    agree_on_call,
     attempt,
-    check_one_directory,
+    raise_first,
 )
 from flatparam_state.checkpoint.protocol.directory import (
     CheckpointDirectory,
@@ -28,8 +29,9 @@ __all__ = [
     "Moment",
     "OnMoment",
     "agree",
+    "agree_on_call",
     "attempt",
-    "check_one_directory",
     "nothing",
+    "raise_first",
     "read_manifest",
 ]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeVar, final
 
 import attrs
 from typing_extensions import Self
 
 from flatparam_runtime import ExchangesValues
 from flatparam_state.files import CheckpointError, free_nbytes
+from flatparam_state.ranks import CALL, differing
 
-__all__ = ["Attempt", "Failure", "agree", "attempt", "check_one_directory"]
+__all__ = ["Attempt", "Failure", "agree", "agree_on_call", "attempt", "check_one_directory", "raise_first"]
 
 T = TypeVar("T")
 
@@ -30,9 +31,11 @@ class Failure:
     hint: str = ""
     about: int | None = None
     """The rank whose file or value it is, if that is a different rank."""
+    is_interrupt: bool = False
+    """Whether it is no `Exception`, such as `KeyboardInterrupt`: the rank raises that itself."""
 
     @classmethod
-    def of(cls, error: Exception, rank: int, *, directory: Path | None = None, need: int = 0) -> Self:
+    def of(cls, error: BaseException, rank: int, *, directory: Path | None = None, need: int = 0) -> Self:
         """The failure of `rank` by `error`, which came while the rank wrote `need` bytes to `directory`, if it did."""
         if isinstance(error, CheckpointError):
             return cls(rank, error.message, error.path, error.fqn, error.hint, error.rank)
@@ -44,7 +47,8 @@ class Failure:
                 text += f": this rank needs {need:,} bytes, and {free_nbytes(directory):,} are free"
                 hint = "free space, or keep fewer checkpoints; the checkpoints before are as they were"
             return cls(rank, text, None if path is None else str(path), hint=hint)
-        return cls(rank, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return cls(rank, text, is_interrupt=not isinstance(error, Exception))
 
     def error(self) -> CheckpointError:
         """The error that every rank raises."""
@@ -61,16 +65,16 @@ class Attempt(Generic[T]):
 
     value: T | None = None
     failure: Failure | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
 
 def attempt(
     action: Callable[[], T], rank: int, *, directory: Path | None = None, need: int = 0
 ) -> Attempt[T]:
-    """Try `action` on `rank`; see `Failure.of`."""
+    """Try `action` on `rank`; see `Failure.of`. What interrupts it is caught, too, since the others have to know."""
     try:
         return Attempt(action())
-    except Exception as error:
+    except BaseException as error:
         return Attempt(failure=Failure.of(error, rank, directory=directory, need=need), cause=error)
 
 
@@ -78,13 +82,64 @@ def agree(ranks: ExchangesValues, attempted: Attempt[Any], fact: Any = None, *, 
     """The `fact` of every rank, if none has failed in what it has `attempted`.
 
     Raises:
-        CheckpointError: on every rank, that of the lowest rank that has failed by itself; its cause is known there.
+        CheckpointError: see `raise_first`.
     """
     answers = ranks.exchange((attempted.failure, fact), label=label)
     failures = [failed for failed, _ in answers if failed is not None]
-    for failed in sorted(failures, key=lambda each: each.about not in (None, each.rank)):
-        raise failed.error() from (attempted.cause if failed.rank == ranks.rank else None)
+    if failures:
+        raise_first(failures, attempted)
     return [fact for _, fact in answers]
+
+
+def raise_first(failures: Sequence[Failure], attempted: Attempt[Any]) -> NoReturn:
+    """Raise one of the `failures` of the ranks, the same on all; a rank that was interrupted raises that again.
+
+    Raises:
+        CheckpointError: that of an interrupted rank, else of the lowest rank that has failed by itself; its cause is
+            known there.
+    """
+    own = attempted.failure
+    if own is not None and own.is_interrupt and attempted.cause is not None:
+        raise attempted.cause
+    first = min(failures, key=lambda each: (not each.is_interrupt, each.about not in (None, each.rank)))
+    raise first.error() from (attempted.cause if own is not None and own.rank == first.rank else None)
+
+
+def agree_on_call(
+    ranks: ExchangesValues,
+    names: tuple[str, str],
+    call: str,
+    arguments: Mapping[str, object],
+    check: Callable[[], object],
+) -> None:
+    """Have all ranks make one call with the same arguments.
+
+    Args:
+        names: those of this rank's directory; see `check_one_directory`.
+        call: the name of the method.
+        arguments: by name, those that have to be the same on all ranks.
+        check: raises if this rank cannot begin the call.
+
+    Raises:
+        CheckpointError: on every rank, saying what each rank asks for; or if `check` has failed on one.
+        ValueError: on a rank whose `check` has raised it.
+    """
+    attempted = attempt(check, ranks.rank)
+    try:
+        told = agree(ranks, attempted, (names, {CALL: call, **arguments}), label="compare the calls")
+    except CheckpointError:
+        if isinstance(attempted.cause, ValueError):
+            raise attempted.cause from None
+        raise
+    check_one_directory([names for names, _ in told])
+    found = differing([each for _, each in told])
+    if found is not None:
+        raise CheckpointError(
+            f"rank {found.rank}: {names[0]}: {found.words}",
+            rank=found.rank,
+            path=names[0],
+            hint="have every rank make the same call with the same arguments; nothing was changed",
+        )
 
 
 def check_one_directory(names: Sequence[tuple[str, str]]) -> None:

@@ -281,6 +281,9 @@ class CheckpointDirectory:
         Args:
             numbers: by step, the number of its save. A step that is not among them, whose manifest cannot be read, is
                 as old as the one before it.
+
+        Raises:
+            OSError: if one cannot be deleted; it may have lost its name, and `clean` deletes it.
         """
         if keep < 1:
             raise ValueError(f"expected to keep at least 1 checkpoint, found {keep}")
@@ -291,11 +294,18 @@ class CheckpointDirectory:
             if step != spare:
                 age[step] = known, self._time_of(step) if not known else 0, step
         oldest_first = sorted(age, key=age.__getitem__)
+        failed: OSError | None = None
         for step in oldest_first[: max(0, len(oldest_first) - (keep - 1))]:
             doomed = self.root / f"step-{step:08d}.deleted-{uuid.uuid4().hex}"
-            # So nobody sees a checkpoint that is half deleted.
-            self.path_of(step).rename(doomed)
-            sync_directory(self.root)
-            on_moment(Moment.RETIRING)
-            shutil.rmtree(doomed, ignore_errors=True)
-            on_moment(Moment.RETIRED)
+            try:
+                # So nobody sees a checkpoint that is half deleted.
+                self.path_of(step).rename(doomed)
+                sync_directory(self.root)
+                on_moment(Moment.RETIRING)
+                shutil.rmtree(doomed)
+                on_moment(Moment.RETIRED)
+            except OSError as error:
+                # One that cannot be deleted does not keep the others.
+                failed = failed or error
+        if failed is not None:
+            raise failed

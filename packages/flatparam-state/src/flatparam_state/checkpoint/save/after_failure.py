@@ -8,7 +8,8 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_runtime import Collectives, Survivors
+from flatparam_runtime import Collectives, ExchangesValues, Survivors
+from flatparam_state.checkpoint.manifest import check_step
 from flatparam_state.checkpoint.save.session import Saver
 from flatparam_state.files import CheckpointError
 
@@ -28,7 +29,7 @@ class _Place:
 
 def save_after_failure(
     saver: Saver,
-    ranks: Collectives,
+    ranks: ExchangesValues,
     error: BaseException | None,
     step: int,
     extra: Any,
@@ -42,16 +43,26 @@ def save_after_failure(
         CommError: if a rank has not come in time.
     """
     if ranks.size == 1:
-        return saver.with_ranks(ranks).save(step, extra, rank_extra)
+        return _save(saver.with_ranks(ranks), step, extra, rank_extra)
+    if not isinstance(ranks, Collectives):
+        raise CheckpointError(
+            "expected ranks of one process group, found a model over two groups that are not all ranks",
+            hint="pass ranks=, a group of those that hold the model together",
+        )
     survivors = Survivors.of(ranks, error, seconds)
     try:
         places = survivors.exchange(
             _Place(survivors.steps, survivors.is_in_step), label="meet for a last save"
         )
         _check(places)
-        return saver.with_ranks(survivors).save(step, extra, rank_extra)
+        return _save(saver.with_ranks(survivors), step, extra, rank_extra)
     finally:
         survivors.leave()
+
+
+def _save(saver: Saver, step: int, extra: Any, rank_extra: Any) -> Path:
+    saver.begin("save_last", {"step": step}, lambda: check_step(step))
+    return saver.save(step, extra, rank_extra)
 
 
 def _check(places: Sequence[_Place]) -> None:

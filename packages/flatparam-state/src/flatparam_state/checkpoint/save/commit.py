@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import uuid
 import warnings
@@ -140,8 +141,11 @@ class Committer:
     def commit(self, ticket: Ticket, world_size: int) -> Path:
         """Make the checkpoint of the ranks' files, once all have reported; returns where it is.
 
+        If older checkpoints cannot be deleted, that is a warning.
+
         Raises:
-            CheckpointError: if they do not fit together.
+            CheckpointError: if they do not fit together; also if the checkpoint is there, but something has failed
+                afterwards.
         """
         directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
         reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
@@ -158,16 +162,38 @@ class Committer:
                 f"{final}: a different process has made this directory in the meantime", path=final
             )
         temporary.rename(final)
-        moment(Moment.RENAMED)
-        sync_directory(directory.root)
-        moment(Moment.COMMITTED)
-        directory.point_at(ticket.step, ticket.save_id, moment)
-        self._latest = ticket.step, ticket.save_id
         self._numbers[ticket.step] = ticket.number
+        try:
+            moment(Moment.RENAMED)
+            sync_directory(directory.root)
+            moment(Moment.COMMITTED)
+            directory.point_at(ticket.step, ticket.save_id, moment)
+        except (CheckpointError, OSError) as error:
+            with contextlib.suppress(CheckpointError):
+                self._latest = directory.latest()
+            raise CheckpointError(
+                f"{final}: step {ticket.step} is saved, and load() finds it, but not everything about it may be on the "
+                f"disk yet: {error}",
+                path=final,
+                hint="see what is wrong with the disk, and save the next step",
+            ) from error
+        self._latest = ticket.step, ticket.save_id
         if self.keep is not None:
-            directory.retire(self.keep, ticket.step, self._numbers, moment)
-            self._numbers = {step: self._numbers[step] for step in directory.steps() if step in self._numbers}
+            self._retire(self.keep, ticket.step)
         return final
+
+    def _retire(self, keep: int, step: int) -> None:
+        """Delete the checkpoints before that of `step`, all but `keep`; what cannot be deleted is warned about."""
+        directory = self.directory
+        try:
+            directory.retire(keep, step, self._numbers, self.on_moment)
+            self._numbers = {each: self._numbers[each] for each in directory.steps() if each in self._numbers}
+        except (CheckpointError, OSError) as error:
+            warnings.warn(
+                f"the checkpoint of step {step} in {directory.root} is saved, but older ones could not be deleted, "
+                f"which the next save tries again: {error}",
+                stacklevel=10,
+            )
 
     def abandon(self, ticket: Ticket) -> None:
         """Remove what there is of a save that has failed."""

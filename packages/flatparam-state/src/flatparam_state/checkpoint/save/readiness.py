@@ -1,4 +1,4 @@
-"""Whether a save can begin: the ranks save one step, their optimizers agree, and there is room on the disk."""
+"""Whether a save can begin: the ranks' optimizers agree, and there is room on the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in
 
-__all__ = ["check_optimizers", "check_space", "check_steps"]
+__all__ = ["check_optimizers", "check_space"]
 
 
 def check_optimizers(subject: Subject, contribution: Contribution, told: Sequence[Inventories]) -> None:
@@ -37,24 +37,6 @@ def check_optimizers(subject: Subject, contribution: Contribution, told: Sequenc
             )
         if known and subject.rank == 0:
             complete_groups(contribution.tree(*at, "param_groups"), group_numbers(ranks.values(), own))
-
-
-def check_steps(root: Path, steps: Sequence[int]) -> None:
-    """Refuse to save if the ranks save different steps.
-
-    Args:
-        root: the directory of the checkpoints, as the program named it.
-        steps: the step that each rank saves.
-    """
-    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-    if other is not None:
-        raise CheckpointError(
-            f"rank {other}: {root}: the ranks save different steps: rank 0 saves step {steps[0]}, and rank {other} "
-            f"saves step {steps[other]}",
-            rank=other,
-            path=root,
-            hint="have every rank call save() with one step; nothing was written",
-        )
 
 
 def check_space(root: Path, step: int, needs: Sequence[int], frees: Sequence[int]) -> None:

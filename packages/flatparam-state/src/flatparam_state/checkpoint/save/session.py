@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from flatparam_runtime import ExchangesValues
-from flatparam_state.checkpoint.protocol import OnMoment, agree, attempt, check_one_directory
+from flatparam_state.checkpoint.protocol import OnMoment, agree, agree_on_call, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
 from flatparam_state.checkpoint.save.commit import Committer, write_part
 from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
-from flatparam_state.checkpoint.save.readiness import check_optimizers, check_space, check_steps
+from flatparam_state.checkpoint.save.readiness import check_optimizers, check_space
 from flatparam_state.checkpoint.save.subject import Subject
-from flatparam_state.files import CheckpointError, Staging, free_nbytes
+from flatparam_state.files import Staging, free_nbytes
 
 __all__ = ["Saver"]
 
@@ -48,16 +49,25 @@ class Saver:
         self._on_moment = on_moment
         self._background: BackgroundSave | None = None
 
+    def begin(self, call: str, arguments: Mapping[str, object], check: Callable[[], object]) -> None:
+        """Have all ranks make the call with the same `arguments`, of the same things; see `agree_on_call`.
+
+        No save is under way any more: see `settle`.
+        """
+        alike = {
+            **arguments,
+            **self._subject.described,
+            "keep": self._committer.keep,
+            "asynchronous": self._asynchronous,
+        }
+        agree_on_call(self._ranks, self._committer.directory.names, call, alike, check)
+
     def save(self, step: int, extra: Any, rank_extra: Any) -> Path:
-        """Save everything as the checkpoint of `step`; returns where it is, or will be.
+        """Save everything as the checkpoint of `step`, after `begin`; returns where it is, or will be.
 
         Raises:
             CheckpointError: on every rank, if one has failed; see `settle` if the save goes on in the background.
         """
-        self.settle()
-        told = self._ranks.exchange((self._committer.directory.names, step), label="compare the steps")
-        check_one_directory([names for names, _ in told])
-        check_steps(self._committer.directory.root, [step for _, step in told])
         contribution, ticket = self._begin(step, extra, rank_extra)
         if self._asynchronous:
             # A rank without the memory for it says so at the next call, as do the others.
@@ -89,7 +99,7 @@ class Saver:
             shared: Ticket = tickets[0]
             check_optimizers(self._subject, contribution, told)
             check_space(self._committer.directory.root, shared.step, needs, frees)
-        except CheckpointError:
+        except BaseException:
             if ticket is not None:
                 self._committer.abandon(ticket)
             raise
@@ -115,7 +125,7 @@ class Saver:
             attempted = attempt(action, self._ranks.rank, directory=self._root, need=contribution.disk_nbytes)
             try:
                 agree(self._ranks, attempted, label=f"{label} a checkpoint")
-            except CheckpointError:
+            except BaseException:
                 if self._ranks.rank == 0:
                     self._committer.abandon(ticket)
                 raise
@@ -132,7 +142,7 @@ class Saver:
         ticket, self._background = self._background.ticket, None
         try:
             agree(self._ranks, attempted, label="finish a checkpoint")
-        except CheckpointError:
+        except BaseException:
             if self._ranks.rank == 0:
                 self._committer.abandon(ticket)
             raise

@@ -33,6 +33,15 @@ class Subject:
     rank: int
     averages: Mapping[tuple[str, ...], ShardedEMA] = attrs.field(factory=dict)
 
+    @property
+    def described(self) -> dict[str, object]:
+        """What every rank has to hand over alike, as the arguments of `Checkpointer` are called."""
+        return {
+            "model": None if self.model is None else type(self.model).__name__,
+            "optimizer": sorted("/".join(at) for at in self.optimizers),
+            "averages": sorted("/".join(at) for at in self.averages),
+        }
+
     def contribute(self, contribution: Contribution, extra: Any, rank_extra: Any) -> Inventories:
         """Add all that this rank saves; returns what each of its optimizers holds."""
         inventories: dict[tuple[str, ...], Inventory] = {}

@@ -82,6 +82,6 @@ class BackgroundSave:
         root = self._committer.directory.root.absolute()
         return Attempt(failure=Failure.of(cause, self._ranks.rank, directory=root), cause=cause)
 
-    def cancel(self) -> Exception | None:
+    def cancel(self) -> BaseException | None:
         """Have it soon give up waiting for other ranks, and wait until it has ended; returns how it failed."""
         return self._background.cancel()

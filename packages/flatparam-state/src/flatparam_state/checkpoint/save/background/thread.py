@@ -38,7 +38,7 @@ class Background:
             last_check: is called when the program ends and nobody has asked; raises a CheckpointError if what other
                 ranks had to do is not done.
         """
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._cancelled, self._own_part = threading.Event(), threading.Event()
         # Only the thread holds `work`, so that what `work` holds is freed when the thread ends.
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
@@ -50,18 +50,18 @@ class Background:
     def _run(self, work: Callable[[threading.Event, threading.Event], None]) -> None:
         try:
             work(self._own_part, self._cancelled)
-        except Exception as error:
+        except BaseException as error:
             self._error = error
         finally:
             self._own_part.set()
 
-    def join(self) -> Exception | None:
+    def join(self) -> BaseException | None:
         """Wait until it has ended; returns how it failed, if it did."""
         self._thread.join()
         atexit.unregister(self._end)
         return self._error
 
-    def cancel(self) -> Exception | None:
+    def cancel(self) -> BaseException | None:
         """Have it soon give up waiting for others, and wait for it: the program is failing; returns how it failed."""
         self.hurry()
         return self.join()
@@ -87,7 +87,7 @@ class Background:
         self._own_part.wait()
 
 
-_FORGOTTEN: Final[list[Exception]] = []
+_FORGOTTEN: Final[list[BaseException]] = []
 """The failures of saves that nobody had asked for when the program ended."""
 
 
