@@ -21,6 +21,7 @@ from flatparam_state.checkpoint.manifest import (
     rank_file,
     reference,
 )
+from flatparam_state.checkpoint.model_tensors import EXTRA_STATE
 from flatparam_state.checkpoint.protocol import CheckpointDirectory
 from flatparam_state.checkpoint.save import (
     Committer,
@@ -187,14 +188,15 @@ class CheckpointWriter:
 
 
 def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """The encoded tree, with a reference wherever the user's own tree has a tensor."""
+    """The encoded tree, with a reference wherever the user's own tree, or a module's extra state, has a tensor."""
     found: dict[str, Tensor] = {}
     tree = {key: encode(value, (key,), found) for key, value in values.items()}
     if found:
         raise ValueError(f"expected values without tensors, found {next(iter(found))!r}")
     for path in tensors:
         parts = split_path(path)
-        if parts[0] in ("extra", "rank_extra"):
+        is_extra_state = parts[0] == "model" and parts[1].rpartition(".")[2] == EXTRA_STATE
+        if parts[0] in ("extra", "rank_extra") or is_extra_state:
             with contextlib.suppress(TypeError, ValueError, IndexError, AttributeError):
                 graft(tree, parts, reference(path))
     return tree

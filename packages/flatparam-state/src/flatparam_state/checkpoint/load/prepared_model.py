@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
@@ -73,6 +73,7 @@ def prepare_model(
         convert_dtype=convert_dtype,
         missing=[name for name in modules if name not in extra],
         unexpected=[name for name in extra if name not in modules],
+        apart=extra,
     )
     extra_states = [(module, reader.decode(state)) for module, state in states]
     return attrs.evolve(prepared, extra_states=extra_states)
@@ -114,12 +115,14 @@ def prepare_tensors(
     convert_dtype: bool,
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
+    apart: Collection[str] = (),
 ) -> PreparedModel:
     """Read what this rank has of the tensors of `model`, which were saved under the keys `at`.
 
     Args:
         missing: names that the checkpoint lacks, as is known already.
         unexpected: names that the model lacks, as is known already.
+        apart: names of extra states, which may be tensors.
 
     Raises:
         CheckpointError: if names, shapes or dtypes do not fit, naming them; if bytes are not what was written.
@@ -139,7 +142,8 @@ def prepare_tensors(
         saved = reader.record(found[0]).info.dtype
         if saved != tensor.info.dtype:
             converted.update(dict.fromkeys(tensor.names, saved))
-    unexpected += [split_path(path)[-1] for path in reader.tensors if _is_at(path, at) and path not in used]
+    there = [split_path(path)[-1] for path in reader.tensors if _is_at(path, at) and path not in used]
+    unexpected += [name for name in there if name not in apart]
     if strict and missing:
         problems.append(f"the checkpoint lacks {_some(missing)}")
     if strict and unexpected:

@@ -163,16 +163,22 @@ def _refused(at: tuple[str, ...], what: str) -> CheckpointError:
 
 
 def graft(tree: Any, parts: Sequence[str], value: Any) -> None:
-    """Put `value` under the keys `parts` of an encoded tree, if dicts and lists on the way allow it."""
-    for part in parts[:-1]:
-        if isinstance(tree, list):
-            tree = tree[int(part)]
+    """Put `value` under the keys `parts` of an encoded tree, if what is on the way allows it."""
+    for part, following in zip(parts, (*parts[1:], None), strict=True):
+        tag = next(iter(tree), "") if isinstance(tree, dict) else ""
+        key: Any
+        items = tree[tag] if tag in _MAKE_MAPPING or tag in _MAKE_SEQUENCE else tree
+        if tag in _MAKE_MAPPING:
+            pair = next((each for each in items if str(each[0]) == part), None)
+            if pair is None:
+                items.append(pair := [part, {}])
+            items, key = pair, 1
         else:
-            tree = tree.setdefault(part, {})
-    if isinstance(tree, list):
-        tree[int(parts[-1])] = value
-    else:
-        tree[parts[-1]] = value
+            key = int(part) if isinstance(items, list) else part
+        if following is None:
+            items[key] = value
+        else:
+            tree = items[key] if isinstance(items, list) else items.setdefault(key, {})
 
 
 def decode(tree: Any, resolve: Callable[[str], Any]) -> Any:
