@@ -11,7 +11,15 @@ from torch import nn
 
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
-from flatparam_state import FirstState, FormKind, StateForm, load_optimizer_state, optimizer_state_dict
+from flatparam_state import (
+    FirstState,
+    FormKind,
+    StateForm,
+    load_model_state,
+    load_optimizer_state,
+    model_state_dict,
+    optimizer_state_dict,
+)
 
 from .optimizers import OPTIMIZERS, Keeper, adam
 from .worlds import same_on_all, shard
@@ -180,8 +188,8 @@ def test_settings_of_groups() -> None:
     same_on_all(2, rank)
 
 
-def test_only_if_no_rank_has_stepped() -> None:
-    """If any rank has a state, or a state is passed, what there is remains as it is."""
+def test_only_what_no_rank_has_stepped() -> None:
+    """If a rank has a state of a parameter, or a state is passed, what there is remains as it is; the others get theirs."""
 
     def rank(ranks: Collectives) -> None:
         model = sharded(ranks, True)
@@ -194,9 +202,50 @@ def test_only_if_no_rank_has_stepped() -> None:
             parameter.grad = None
         stepped = [parameter.numel() for parameter in model[0].parameters()]
         optimizer.step()
+        plain = optimizer_state_dict(model, optimizer)["state"]
+        assert set(plain) == {"0.weight", "0.bias"}, stepped
         state = optimizer_state_dict(model, optimizer, first_state=True)["state"]
-        assert set(state) == {"0.weight", "0.bias"}, stepped
-        assert all(type(entry) is dict for entry in state.values())
+        assert set(state) == {"0.weight", "0.bias", "3.weight", "3.bias"}, stepped
+        for fqn, entry in state.items():
+            assert type(entry) is (dict if fqn in plain else FirstState)
+            assert entry["step"] == (1 if fqn in plain else 0)
+
+    same_on_all(2, rank)
+
+
+@pytest.mark.parametrize("kind", [*MORE, "Lookback"])
+def test_a_trained_parameter_without_gradients(kind: str, use_orig_params: bool) -> None:
+    """A parameter that no step gave a gradient has the state of its first step beside those of others, which are theirs.
+
+    Who loads it goes on as who has saved it, also if the parameter gets gradients then. What is frozen has none.
+    """
+    make: Any = Lookback if kind == "Lookback" else MORE[kind]
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, all_of_it: bool) -> None:
+        for step in range(number):
+            model(torch.full((2, 3), step + 1.0)).square().mean().backward()
+            if not all_of_it:
+                for parameter in model[3].parameters():
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank(ranks: Collectives) -> None:
+        model, again = sharded(ranks, use_orig_params), sharded(ranks, use_orig_params)
+        optimizer, other = make(model.parameters()), make(again.parameters())
+        steps(model, optimizer, 2, all_of_it=False)
+        before = optimizer_state_dict(model, optimizer)["state"]
+        state = optimizer_state_dict(model, optimizer, first_state=True)
+        unstepped = set(state["state"]) - set(before)
+        assert unstepped <= {"3.weight", "3.bias"}
+        # Adagrad has states from its beginning.
+        assert set(state["state"]) == set(optimizer_state_dict(again, other, first_state=True)["state"])
+        assert all(type(state["state"][fqn]) is FirstState for fqn in unstepped)
+        load_model_state(again, model_state_dict(model))
+        other.load_state_dict(load_optimizer_state(again, other, state))
+        for each, stepping in ((model, optimizer), (again, other)):
+            steps(each, stepping, 2, all_of_it=True)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
     same_on_all(2, rank)
 

@@ -222,6 +222,8 @@ def told(ranks: Collectives, folder: Path) -> None:
         with run.sharded():
             state = run.fsdp.FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer)
         del state["state"]["last.weight"]["exp_avg"]
+        # As a checkpoint of torch, or of an earlier version, has none of a parameter that no step has given a gradient.
+        assert state["state"].pop("unused.weight")["step"] == 0
         dist_cp.save({"optimizer": state}, checkpoint_id=folder / "partial")
         again = Run("AdamW", True)
         with again.sharded():

@@ -18,9 +18,9 @@ from flatparam_state.optimizer.holdings import (
     Held,
     Holding,
     agree_on_holdings,
-    all_agree,
     complete_groups,
     named_group,
+    with_states,
 )
 from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.places import places_in
@@ -51,9 +51,9 @@ def optimizer_state_dict(
         form: instead of the two; see `StateForm`.
         state_dict: what `optimizer.state_dict()` gave, by number or by name; by default it is asked. If it has no
             groups, the result has none.
-        first_state: if the optimizers of all ranks are without any state, the result has what their first step will
-            start from, each parameter's as a `FirstState`, so that programs can load into it. The optimizer is not
-            changed. If it cannot make a state, there is none, with a warning.
+        first_state: for each trained parameter that no rank's optimizer has a state of yet, the result has what its
+            first step will start from, as a `FirstState`, so that programs can load into it, and find it. The
+            optimizer is not changed. If it cannot make a state, there is none, with a warning if it has none at all.
 
     Raises:
         FlatParamError: on every rank, if an optimizer holds a parameter that is not the model's, the state one that the
@@ -69,21 +69,24 @@ def optimizer_state_dict(
         agree_on_holdings(places, (), error=error)
         raise
     held = agree_on_holdings(places, holding.by_group, states)
-    kind: type[dict[str, Any]] = dict
+    new: dict[Held, Mapping[str, Any]] = {}
+    stepped: frozenset[str] | None = None
     if first_state and state_dict is None:
-        made = {} if raw["state"] else _first_states(optimizer, holding)
-        if all_agree(places, not raw["state"] and made is not None):
-            states, kind = made or {}, FirstState
+        made = _first_states(optimizer, holding, states)
+        stepped = with_states(places, states, made is not None)
+        if stepped is not None:
+            # Of some states, only one rank has those of a whole parameter.
+            new = {item: values for item, values in (made or {}).items() if stepped.isdisjoint(item.fqns)}
     found: dict[str, dict[str, Any]] = {}
     with_owners = any(item.part_states is not None for item in holding.items)
-    for place, fqn, name, value in sharded_states(places, states, form, with_owners=with_owners):
+    for place, fqn, name, value in sharded_states(places, states | new, form, with_owners=with_owners):
         if form.keeps(place):
-            found.setdefault(fqn, kind())[name] = value
-    for item, values in states.items():
+            is_stepped = stepped is None or fqn in stepped
+            found.setdefault(fqn, {} if is_stepped else FirstState())[name] = value
+    for item, values in (states | new).items():
         if item.place is None:
-            found[item.fqns[0]] = kind(
-                (name, copy_value(value, form.device)) for name, value in values.items()
-            )
+            copies = {name: copy_value(value, form.device) for name, value in values.items()}
+            found[item.fqns[0]] = FirstState(copies) if item in new else copies
     if form.rank0_only and not _is_first(model):
         return {}
     names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
@@ -114,16 +117,19 @@ def _by_parameter(
     return {item: spread_out(state[key]) for key, item in meant.items()}, others
 
 
-def _first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Held, Mapping[str, Any]] | None:
-    """The states that the first step will start from; `None` if the optimizer cannot say."""
+def _first_states(
+    optimizer: torch.optim.Optimizer, holding: Holding, states: Mapping[Held, Mapping[str, Any]]
+) -> dict[Held, Mapping[str, Any]] | None:
+    """The states that the first step of those without any will start from; `None` if the optimizer cannot say."""
     try:
-        return {item: spread_out(values) for item, values in first_states(optimizer, holding).items()}
+        return {item: spread_out(values) for item, values in first_states(optimizer, holding, states).items()}
     except Exception as error:
-        warnings.warn(
-            f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): its "
-            "saved state cannot be loaded, and the optimizer would start from zero; load a full state instead",
-            stacklevel=4,
-        )
+        if not states:
+            warnings.warn(
+                f"{type(optimizer).__name__} has no state yet, and cannot make one before its first step ({error}): "
+                "its saved state cannot be loaded, and the optimizer would start from zero; load a full state instead",
+                stacklevel=4,
+            )
         return None
 
 

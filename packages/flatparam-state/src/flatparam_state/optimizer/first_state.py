@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -23,20 +23,25 @@ _FIRST_STATE_OF: Final = "first_state_of"
 
 @final
 class FirstState(dict[str, Any]):
-    """A parameter's entry in a state dict if its optimizer has no state yet: the state that its first step starts from.
+    """A parameter's entry in a state dict if it was never stepped: the state that its first step starts from.
 
     Programs load a checkpoint into the tensors of such a state dict. A parameter without a state in the checkpoint was
     never stepped: its entry may be cleared, and the parameter then starts without any state again.
     """
 
 
-def first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Held, dict[str, Any]]:
-    """The state that `optimizer` will make for each parameter that requires a gradient, before its first step.
+def first_states(
+    optimizer: torch.optim.Optimizer, holding: Holding, known: Collection[Held] = ()
+) -> dict[Held, dict[str, Any]]:
+    """The state that `optimizer` will make for each parameter that requires a gradient, before its first step of it.
 
     The optimizer makes it itself, on a twin that shares nothing which changes: the optimizer's state and settings, the
     parameters and their gradients remain as they are, and nothing counts a step. An optimizer of torch is asked for its
     initial state. Any other steps copies of the parameters, one at a time, with zeros for the gradient, the learning
     rate and the weight decay; its count of steps is set back.
+
+    Args:
+        known: parameters that have a state already, and are left out.
 
     Raises:
         Exception: whatever the optimizer raises.
@@ -45,7 +50,7 @@ def first_states(optimizer: torch.optim.Optimizer, holding: Holding) -> dict[Hel
     found: dict[Held, dict[str, Any]] = {}
     for settings, items in holding.groups:
         for item in items:
-            if item.parameter.requires_grad and not item.is_elsewhere:
+            if item.parameter.requires_grad and not item.is_elsewhere and item not in known:
                 values = _told(inner, settings, item.parameter) or _initial(inner, settings, item.parameter)
                 values = values or _after_zeros(inner, settings, item.parameter)
                 if values:

@@ -13,9 +13,9 @@ from flatparam_state.optimizer.holdings.inventory import (
     Hole,
     Inventory,
     agree_on_holdings,
-    all_agree,
     first_hole,
     group_numbers,
+    with_states,
 )
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Hole",
     "Inventory",
     "agree_on_holdings",
-    "all_agree",
     "complete_groups",
     "first_hole",
     "group_numbers",
@@ -35,4 +34,5 @@ __all__ = [
     "numbered",
     "settings_of",
     "with_settings",
+    "with_states",
 ]

@@ -15,7 +15,7 @@ from flatparam_runtime import FlatParamError, Topology
 from flatparam_state.optimizer.holdings.held import Held
 from flatparam_state.places import Place
 
-__all__ = ["Hole", "Inventory", "agree_on_holdings", "all_agree", "first_hole", "group_numbers"]
+__all__ = ["Hole", "Inventory", "agree_on_holdings", "with_states", "first_hole", "group_numbers"]
 
 _LABEL: Final = "what optimizers hold"
 _OTHER, _SHAPED = 1, 2
@@ -201,10 +201,31 @@ def agree_on_holdings(
     return held
 
 
-def all_agree(places: Sequence[Place], mine: bool) -> bool:
-    """Whether every rank that shards some of `places` says so; every rank calls it."""
-    told = [each for topology, _ in _by_topology(places) for each in topology.exchange(mine, label=_LABEL)]
-    return mine and all(told)
+def with_states(places: Sequence[Place], states: Iterable[Held], is_able: bool) -> frozenset[str] | None:
+    """The parameters of `places` of which the optimizer of some rank has a state; every rank calls it.
+
+    Args:
+        states: those of which this rank's has one.
+        is_able: whether this rank can go on.
+
+    Returns:
+        Their names, the same on every rank; None if some rank is not able to go on.
+    """
+    found: set[str] = set()
+    everywhere = is_able
+    for topology, batch in _by_topology(places):
+        fqns = [fqn for place in batch for fqn in place.fqns]
+        here = {id(place.handle) for place in batch}
+        mine = {
+            fqn
+            for item in states
+            if item.place is not None and id(item.place.handle) in here
+            for fqn in item.fqns
+        }
+        told = topology.exchange((is_able, bytes(fqn in mine for fqn in fqns)), label=_LABEL)
+        everywhere = everywhere and all(able for able, _ in told)
+        found |= {fqn for fqn, *flags in zip(fqns, *(row for _, row in told), strict=True) if any(flags)}
+    return frozenset(found) if everywhere else None
 
 
 def _by_topology(places: Sequence[Place]) -> Iterator[tuple[Topology, list[Place]]]:
