@@ -312,12 +312,29 @@ def test_copies_of_what_is_missing(strategy: ShardingStrategy, tmp_path: Path, u
 @pytest.mark.parametrize(
     "different",
     [
-        lambda rank: (mlp, {"use_orig_params": bool(rank)}),
-        lambda rank: (mlp, {"dtype": torch.float64 if rank else None}),
-        lambda rank: (mlp, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP if rank else None}),
-        lambda rank: ((lambda: nn.Sequential(*mlp(), nn.Linear(1, 2))) if rank else mlp, {}),
+        lambda rank: (
+            mlp,
+            {"use_orig_params": bool(rank)},
+            "use_orig_params is True here, and False on rank 0",
+        ),
+        lambda rank: (
+            mlp,
+            {"dtype": torch.float64 if rank else None},
+            "dtype is torch.float64 here, and None on rank 0",
+        ),
+        lambda rank: (mlp, {"strict": not rank}, "strict is False here, and True on rank 0"),
+        lambda rank: (
+            mlp,
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP if rank else None},
+            "sharding_strategy is .*SHARD_GRAD_OP.* here, and None on rank 0",
+        ),
+        lambda rank: (
+            (lambda: nn.Sequential(*mlp(), nn.Linear(1, 2))) if rank else mlp,
+            {},
+            "its model has other parameters than on rank 0",
+        ),
     ],
-    ids=["exposures", "dtypes", "strategies", "models"],
+    ids=["exposures", "dtypes", "strict", "strategies", "models"],
 )
 def test_ranks_that_load_differently(different: Any, tmp_path: Path) -> None:
     """Every rank raises before anything is made: what ranks would gather of such models is a mixture."""
@@ -325,8 +342,8 @@ def test_ranks_that_load_differently(different: Any, tmp_path: Path) -> None:
     torch.save(mlp().state_dict(), path)
 
     def rank(world: Collectives) -> None:
-        make, arguments = different(world.rank)
-        with pytest.raises(CheckpointError, match="rank 1: its model has other parameters, or the arguments"):
+        make, arguments, _ = different(world.rank)
+        with pytest.raises(CheckpointError, match=f"rank 1: .*{different(1)[2]}"):
             load_pretrained(make, path, **arguments)
 
     on_ranks(2, rank)
@@ -425,6 +442,33 @@ def test_files_of_one_rank(tmp_path: Path) -> None:
             CheckpointError, match="rank 1: .*has other names, shapes or dtypes .* than on rank 0"
         ):
             load_pretrained(mlp, other / "model.safetensors" if second else path)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("form", ["one file", "torch", "ours"])
+def test_values_of_one_rank(form: str, tmp_path: Path) -> None:
+    """Ranks that read equal copies load them; if one's copy has other values, of one tensor only, every rank is told."""
+    folders = [tmp_path / name for name in ("first", "copy", "other")]
+    for folder in folders:
+        folder.mkdir()
+        model = disturbed(mlp)
+        if folder.name == "other":
+            with torch.no_grad():
+                [*model.parameters()][-1].add_(1)
+        if form == "one file":
+            written(model, "one file", folder)
+        elif form == "torch":
+            torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        else:
+            with Checkpointer(folder, model, ranks=SingleCollectives()) as checkpointer:
+                checkpointer.save(1)
+
+    def rank(world: Collectives) -> None:
+        expected = load_pretrained(mlp, folders[0]).state_dict()
+        same_values(load_pretrained(mlp, folders[1 if world.rank else 0]).state_dict(), expected)
+        with pytest.raises(CheckpointError, match="^rank 1: .*has other values than on rank 0"):
+            load_pretrained(mlp, folders[2 if world.rank else 0])
 
     on_ranks(2, rank)
 

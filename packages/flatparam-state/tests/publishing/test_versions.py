@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -568,3 +569,80 @@ def test_in_memory() -> None:
     assert not box.folder.exists()
     with pytest.raises(ValueError, match="without '/'"):
         Mailbox.in_memory("../else")
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        (lambda rank: {"every_rank": rank == 1}, "every_rank is False on rank 0, True on rank 1"),
+        (lambda rank: {"bucket": 2**20 + rank}, "bucket is 1048576 on rank 0, 1048577 on rank 1"),
+        (lambda rank: {"only": lambda name: rank == 0 or "bias" in name}, "publishes other names, shapes"),
+        (lambda rank: {"dtype": HALF if rank else None}, "publishes other names, shapes"),
+    ],
+    ids=["every_rank", "bucket", "only", "dtype"],
+)
+def test_ranks_that_gather_different_tensors(different: Any, words: str) -> None:
+    """Every rank raises before anything is gathered, and says what is different."""
+
+    def program(ranks: Collectives) -> None:
+        model = shard(mlp(), ranks, use_orig_params=True)
+        given: dict[str, Tensor] = {}
+        with pytest.raises(PublishError, match=f"rank 1.*{words}"):
+            publish(model, given.__setitem__, **different(ranks.rank))
+        assert not given
+
+    run_threads(2, program)
+
+
+def test_ranks_that_publish_to_different_places(tmp_path: Path) -> None:
+    """Folders and slicings that differ are named on every rank; nothing is there for receivers."""
+
+    def program(ranks: Collectives) -> None:
+        model = shard(mlp(), ranks, use_orig_params=True)
+        with pytest.raises(PublishError, match="rank 1: expected the folder of rank 0, .*0, found .*1; give"):
+            Publisher(model, Mailbox(tmp_path / str(ranks.rank))).publish()
+        slicing = Slicing(2) if ranks.rank else Slicing()
+        with pytest.raises(
+            PublishError, match=r"rank 1: .*slicing is .*size=1.* on rank 0, .*size=2.* on rank 1"
+        ):
+            Publisher(model, Mailbox(tmp_path, slicing=slicing)).publish()
+        assert not Receiver({}, Mailbox(tmp_path)).receive()
+
+    run_threads(2, program)
+
+
+@pytest.mark.parametrize("through", ["mailbox", "function"])
+def test_an_interrupt_while_publishing(through: str, tmp_path: Path) -> None:
+    """The interrupted rank raises what has interrupted it, the others are told at once; publishing again works."""
+    armed = [True]
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            armed.pop()
+            raise KeyboardInterrupt("stop")
+
+    def program(ranks: Collectives) -> None:
+        model = shard(mlp(), ranks, use_orig_params=True)
+
+        def once() -> None:
+            if through == "mailbox":
+                mailbox = Mailbox(tmp_path / "box")
+                if ranks.rank == 0:
+                    mailbox._commit = _before(interrupt, mailbox._commit)  # type: ignore[method-assign]
+                publish(model, mailbox)
+            else:
+                publish(model, interrupt)
+
+        with pytest.raises(PublishError if ranks.rank else KeyboardInterrupt, match="stop"):
+            once()
+        once()
+
+    run_threads(2, program)
+
+
+def _before(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*arguments: Any) -> Any:
+        first()
+        return then(*arguments)
+
+    return both

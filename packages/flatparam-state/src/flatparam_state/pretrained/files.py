@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import attrs
 from typing_extensions import Self
 
-from flatparam_state.files import CheckpointError, TensorInfo, join_path, renamed, split_path
+from flatparam_runtime import Span
+from flatparam_state.files import CheckpointError, TensorInfo, bytes_view, join_path, renamed, split_path
 from flatparam_state.formats import open_source, select
 from flatparam_state.formats.stored import Stored, StoredSource, StridedTensor
 from flatparam_state.pretrained.unread import UnreadTensor
@@ -19,6 +22,11 @@ __all__ = ["Names", "PretrainedFiles"]
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """From a tensor's name in the files to its name in the model; None, or an absent key of a mapping, keeps the name."""
+
+_SAMPLED: Final = 32
+"""The elements at each of three places of a tensor that tell whether it is the same on two ranks."""
+_MOST_FILES: Final = 10_000
+"""In a folder, that are looked at to tell whether ranks have the same."""
 
 
 @final
@@ -58,6 +66,40 @@ class PretrainedFiles:
                 )
             paths[name] = each
         return cls(Path(path), source, paths)
+
+    @property
+    def stamp(self) -> object:
+        """Equal on two ranks only if they have the same files; None if nobody can tell without reading them.
+
+        They may be the same files nevertheless: copies on the disks of hosts.
+        """
+        save_id = self.source.facts.get("save_id")
+        if save_id is not None:
+            return save_id
+        root = self.path.resolve()
+        # An index names files beside it.
+        inside = (
+            root.parent.iterdir() if root.suffix == ".json" else [root] if root.is_file() else root.rglob("*")
+        )
+        files = sorted(itertools.islice(inside, _MOST_FILES + 1))
+        if len(files) > _MOST_FILES:
+            return None
+        found = [(str(each.relative_to(root.parent)), each.stat()) for each in files]
+        return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+    def samples(self) -> str:
+        """A digest of some elements of each tensor: its first, middle and last ones.
+
+        Raises:
+            CheckpointError: if they cannot be read.
+        """
+        digest = hashlib.sha256()
+        for path, info in sorted(self.source.tensors.items(), key=lambda entry: entry[0]):
+            numel = info.numel
+            for start in dict.fromkeys((0, max(0, numel // 2 - _SAMPLED), max(0, numel - _SAMPLED))):
+                for chunk in self.source.read(path, Span(start, min(numel, start + _SAMPLED))):
+                    digest.update(bytes_view(chunk.contiguous()).numpy().data)
+        return digest.hexdigest()
 
     @property
     def nbytes(self) -> int:

@@ -65,7 +65,7 @@ class _RankReading:
     topology: Topology
     observe: Callable[[int], object]
     nbytes: int = 0
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def fill(self, tensor: ModelTensor, names: Sequence[str]) -> None:
         """Read `tensor`, which the files have under each of `names`."""
@@ -114,7 +114,7 @@ class _RankReading:
                         "configuration), or give one of them a different name with mapping=, so that it is left out",
                         fqn=name,
                     )
-        except (CheckpointError, OSError, RuntimeError) as error:
+        except BaseException as error:
             self.error = error
 
     def _fill(self, name: str, tensor: ModelTensor, span: Span, target: Tensor) -> None:
@@ -153,10 +153,12 @@ class _RankReading:
         """Raise the error of the first rank that has one, on every rank.
 
         Raises:
-            CheckpointError: naming the rank.
+            CheckpointError: naming the rank; a rank that was interrupted raises that again.
         """
         said = "" if self.error is None else CheckpointError.told(self.error)
         told = self.topology.exchange(said, label="load pretrained")
+        if self.error is not None and not isinstance(self.error, Exception):
+            raise self.error
         for rank, text in enumerate(told):
             if text:
                 raise CheckpointError(

@@ -17,6 +17,7 @@ from flatparam_state.publishing.versions import (
     Catalogue,
     Channel,
     ReceiverNames,
+    agree_to_publish,
     all_or_error,
     published_tensors,
 )
@@ -82,9 +83,12 @@ def publish(
             "publish: every_rank takes a function as the sink; a path is written by the first rank"
         )
     calls = every_rank or topology.is_first
+    nbytes = PUBLISH_NBYTES.value if bucket is None else bucket
+    asked = {"every_rank": every_rank, "bucket": nbytes}
+    agree_to_publish(topology, "publish", catalogue.digest, asked)
     giving = Giving(sink if calls else None, catalogue)
     with giving:
         if every_rank or topology.replicate is None or topology.replicate.rank == 0:
-            giving.all_of(pairs, topology, PUBLISH_NBYTES.value if bucket is None else bucket)
+            giving.all_of(pairs, topology, nbytes)
     all_or_error(lambda said: topology.exchange(said, label="publish"), None, giving.error)
     return catalogue

@@ -31,7 +31,7 @@ class Giving:
 
     sink: Sink | str | os.PathLike[str] | None
     catalogue: Catalogue
-    error: Exception | None = None
+    error: BaseException | None = None
     _stack: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
     _give: Sink | None = None
 
@@ -53,7 +53,7 @@ class Giving:
     def _noting(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.error = self.error or error
 
     def all_of(self, pairs: list[Pair], topology: Topology, nbytes: int) -> None:

@@ -24,6 +24,7 @@ from flatparam_state.publishing.versions import (
     VersionId,
     all_or_error,
 )
+from flatparam_state.ranks import differing
 
 __all__ = ["GroupChannel"]
 
@@ -59,7 +60,7 @@ class GroupChannel:
                 (`state.publish_nbytes`).
 
         Raises:
-            ValueError: if there is no receiver, no trainer, or not every part has a receiver.
+            ValueError: if there is no receiver, no trainer, or not every part has a receiver; if members differ.
         """
         self._group: Collectives = group if isinstance(group, Collectives) else resolve_topology(group).shard
         self._slicing = slicing or Slicing()
@@ -76,6 +77,10 @@ class GroupChannel:
                 f"GroupChannel: expected a multiple of {self._slicing.size} receivers, one for each part, found "
                 f"{len(receivers)}"
             )
+        asked = {"receivers": [*receivers], "parts": self._slicing.size}
+        found = differing(self._group.exchange(asked, label="make a GroupChannel"))
+        if found is not None:
+            raise ValueError(f"GroupChannel: rank {found.rank}: {found.words}; pass the same on every rank")
         self._receivers = tuple(receivers)
         self._senders = tuple(sorted(ranks - set(receivers)))
         self._routes = {
@@ -128,12 +133,12 @@ class GroupChannel:
         self._exchange(held)
         receiving = _Receiving()
         packets = self._rounds(lambda: _Round(), receiving.take)
-        error: Exception | None = None
+        error: BaseException | None = None
         updates: list[Update] = []
         try:
             updates = [receiving.update(packets, self._slicing, part, held)]
             check(updates[0].catalogue)
-        except Exception as caught:
+        except BaseException as caught:
             error = caught
         self._exchange(None, error)
         return updates
@@ -151,10 +156,11 @@ class GroupChannel:
         packets: dict[int, list[Packet]] = {}
         pending: list[Any] = []
         while True:
-            bucket, error = _Round(), None
+            bucket = _Round()
+            error: BaseException | None = None
             try:
                 bucket = next_bucket()
-            except Exception as caught:
+            except BaseException as caught:
                 error = caught
             for each in pending:
                 each.wait()

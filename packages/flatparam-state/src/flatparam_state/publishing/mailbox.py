@@ -96,7 +96,15 @@ class Mailbox:
 
     def held(self, topology: Topology) -> VersionId | None:
         """The version that the manifest names, as the first rank reads it."""
-        told = _on_all(topology, lambda: self._latest() if topology.is_first else None)[0]
+        names = str(self.folder.absolute()), os.path.realpath(self.folder)
+        answers = _on_all(topology, lambda: (names, self._latest() if topology.is_first else None))
+        for rank, ((named, real), _) in enumerate(answers):
+            first, first_real = answers[0][0]
+            if named != first and real != first_real:
+                raise PublishError(
+                    f"rank {rank}: expected the folder of rank 0, {first}, found {named}; give every rank one folder"
+                )
+        told = answers[0][1]
         self._room = told[1] if told else 0
         return told[0] if told else None
 
@@ -297,10 +305,11 @@ def _on_all(topology: Topology, action: Callable[[], Any]) -> list[Any]:
     Raises:
         PublishError: on every rank, if it raises on one.
     """
-    fact, error = None, None
+    fact: Any = None
+    error: BaseException | None = None
     try:
         fact = action()
-    except Exception as caught:
+    except BaseException as caught:
         error = caught
     return all_or_error(lambda said: topology.exchange(said, label="publish"), fact, error)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_runtime import Threshold, Topology, telling
+from flatparam_runtime import Threshold, telling
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
 from flatparam_state.publishing.versions import (
@@ -20,10 +20,10 @@ from flatparam_state.publishing.versions import (
     Frames,
     NewVersion,
     Part,
-    PublishError,
     ReceiverNames,
     Slicing,
     VersionId,
+    agree_to_publish,
     bits_of,
     changes,
     published_tensors,
@@ -132,7 +132,10 @@ class Publisher:
         with telling("Publisher.publish()"):
             self._look()
         topology = topology_of(self._model)
-        stream = self._last.stream if self._last else self._agreed(topology)
+        asked = {"version": self._last, "slicing": repr(self._channel.slicing)}
+        new_stream = secrets.token_hex(8)
+        stream = agree_to_publish(topology, "Publisher.publish", self._catalogue.digest, asked, new_stream)
+        stream = self._last.stream if self._last else stream
         held = self._channel.held(topology)
         knows = held is not None and held == self._last
         new = NewVersion(
@@ -151,21 +154,6 @@ class Publisher:
         return Published(
             new.number, not knows, delivered.nbytes, self._channel.slicing.nbytes(self._catalogue)
         )
-
-    def _agreed(self, topology: Topology) -> str:
-        """The name of a new stream, the same on every rank.
-
-        Raises:
-            PublishError: on every rank, if the ranks would publish different tensors, dtypes or names.
-        """
-        said = topology.exchange((secrets.token_hex(8), self._catalogue.digest), label="publish")
-        for rank, (_, digest) in enumerate(said):
-            if digest != said[0][1]:
-                raise PublishError(
-                    f"rank {rank} publishes other names, shapes or dtypes of tensors than rank 0; pass the same "
-                    "names=, dtype= and only= on every rank"
-                )
-        return said[0][0]
 
     def _look(self) -> None:
         """Find the tensors where they are now."""

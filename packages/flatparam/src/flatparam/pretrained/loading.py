@@ -130,8 +130,8 @@ def load_pretrained(
     made = _made_by_all(lambda: _made(model, path, dtype, arguments), topology)
     # A function may have sharded what it returns.
     topology = _topology(made, arguments)
-    settings = dtype, _settings_alike(arguments)
-    files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"), settings)
+    asked = {"dtype": dtype, "strict": strict, **dict(_settings_alike(arguments))}
+    files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"), asked)
     with telling("load_pretrained"):
         if not units_in(made):
             if dtype is not None:
@@ -244,7 +244,7 @@ def _compared(
     strict: bool,
     topology: Topology,
     initialise: Callable[[nn.Module], object] | None,
-    settings: object,
+    asked: dict[str, Any],
 ) -> tuple[PretrainedFiles, Fit]:
     """The files, and how they fit; if that fails on a rank, no rank has changed anything.
 
@@ -253,7 +253,7 @@ def _compared(
     """
     said, cause, result = "", None, None
     shapes = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
-    facts, own = 0, zlib.crc32(repr((settings, shapes if not units_in(model) else None)).encode())
+    facts, own, stamp = 0, zlib.crc32(repr(shapes if not units_in(model) else None).encode()), None
     try:
         files = PretrainedFiles.open(path, mapping)
         found = fit(model, files)
@@ -263,20 +263,55 @@ def _compared(
             found = fit(model, files)
         said = _refusal(model, files, found, strict, initialise)
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
+        stamp = files.stamp
         result = files, found
     # `mapping` is somebody else's function.
     except Exception as error:
         said, cause = CheckpointError.told(error), error
-    told = topology.exchange((said, facts, own), label="compare files")
-    for rank, (text, theirs, asked) in enumerate(told):
+    told = topology.exchange((said, facts, own, asked, stamp), label="compare files")
+    for rank, (text, theirs, shape, wants, _) in enumerate(told):
+        if not text and wants != told[0][3]:
+            text = f"the ranks ask for different things: {_differing(wants, told[0][3])}"
         if not text and theirs != told[0][1]:
             text = f"{os.fspath(path)} has other names, shapes or dtypes of tensors than on rank 0"
-        if not text and asked != told[0][2]:
-            text = "its model has other parameters, or the arguments are different, than on rank 0"
+        if not text and shape != told[0][2]:
+            text = "its model has other parameters than on rank 0"
         if text:
             raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=str(path)) from cause
     assert result is not None, "nobody has failed"
+    if any(each is None or each != told[0][4] for *_, each in told):
+        _compare_samples(result[0], topology)
     return result
+
+
+def _differing(wants: dict[str, Any], first: dict[str, Any]) -> str:
+    names = [name for name in {**first, **wants} if wants.get(name) != first.get(name)]
+    return "; ".join(
+        f"{name} is {wants.get(name)!r} here, and {first.get(name)!r} on rank 0" for name in names
+    )
+
+
+def _compare_samples(files: PretrainedFiles, topology: Topology) -> None:
+    """Compare some elements of each tensor, as ranks may have copies of the files, or files of a different step.
+
+    Raises:
+        CheckpointError: on every rank, naming the first that has others, or could not read.
+    """
+    found, cause = "", None
+    try:
+        found = files.samples()
+    except Exception as error:
+        cause = error
+    said = "" if cause is None else CheckpointError.told(cause)
+    told = topology.exchange((said, found), label="compare values in files")
+    for rank, (text, theirs) in enumerate(told):
+        if not text and theirs != told[0][1]:
+            text = (
+                f"{files.path} has other values than on rank 0, and the model would be a mixture; give all ranks the "
+                "same files"
+            )
+        if text:
+            raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=str(files.path)) from cause
 
 
 def _refusal(

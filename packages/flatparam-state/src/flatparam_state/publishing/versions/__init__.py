@@ -25,7 +25,7 @@ from flatparam_state.publishing.versions.encoding import (
     read_records,
     values,
 )
-from flatparam_state.publishing.versions.errors import PublishError, all_or_error
+from flatparam_state.publishing.versions.errors import PublishError, agree_to_publish, all_or_error
 from flatparam_state.publishing.versions.slicing import Part, Slicing
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Update",
     "UpdateSource",
     "VersionId",
+    "agree_to_publish",
     "all_or_error",
     "bits_of",
     "changes",
