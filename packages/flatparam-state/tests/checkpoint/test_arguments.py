@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from flatparam_comm import SingleCollectives
 from flatparam_state import Checkpointer, CheckpointError
+from flatparam_state.checkpoint import Moment
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -80,3 +83,49 @@ def test_a_relative_directory_stays_where_it_is(tmp_path: Path, monkeypatch: pyt
         "step-00000002",
     ]
     assert not any((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_private_directory(asynchronous: bool, tmp_path: Path) -> None:
+    """With `private`, nobody but its owner can enter the directory, a checkpoint in it, or read a file, while saving too."""
+    seen: set[int] = set()
+    root = tmp_path / "run"
+    root.mkdir(mode=0o755)
+
+    def look(moment: Moment) -> None:
+        seen.update(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (root, *root.rglob("*")))
+
+    with Checkpointer(
+        root,
+        MODEL,
+        OPTIMIZER,
+        ranks=SingleCollectives(),
+        asynchronous=asynchronous,
+        private=True,
+        keep=1,
+        on_moment=look,
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, extra={"a": 1})
+    assert seen == {0}
+    assert {path.name for path in root.rglob("*")} >= {
+        "latest",
+        "lock",
+        "manifest.json",
+        "rank-00000.safetensors",
+    }
+    assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (root, *root.rglob("*")))
+
+
+def test_the_umask_decides(tmp_path: Path) -> None:
+    """Without it, files are as the umask lets them be, as before; in a directory that is private already they are, too."""
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "own").mkdir(mode=0o700)
+        for name, mode in (("run", 0o644), ("own", 0o600)):
+            with Checkpointer(tmp_path / name, MODEL, ranks=SingleCollectives()) as checkpointer:
+                checkpointer.save(1)
+            files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+            assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {mode}
+    finally:
+        os.umask(before)

@@ -59,6 +59,7 @@ class Checkpointer:
         keep: int | None = None,
         asynchronous: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
+        private: bool = False,
         on_moment: OnMoment = nothing,
     ) -> None:
         """Nothing is touched yet; the first `save` makes the directory and locks it.
@@ -73,6 +74,7 @@ class Checkpointer:
             keep: after each save delete all but this many checkpoints; None keeps all.
             asynchronous: copy to host memory, and write beside training.
             on_save_error: "warn" has training go on without the checkpoint.
+            private: let nobody but this user enter the directory, and read its files; otherwise the umask decides.
             on_moment: for tests, see `Moment`.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -83,7 +85,7 @@ class Checkpointer:
             raise ValueError(f"expected on_save_error to be 'raise' or 'warn', found {on_save_error!r}")
         self._ranks = ranks_of(model) if ranks is None else ranks
         # The program may change its folder later on.
-        self._directory = CheckpointDirectory(Path(directory).absolute())
+        self._directory = CheckpointDirectory(Path(directory).absolute(), private)
         optimizers = optimizers_by_name(optimizer)
         each: object
         for each in optimizers.values():

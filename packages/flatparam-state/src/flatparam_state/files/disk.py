@@ -15,6 +15,8 @@ __all__ = [
     "OPEN_FILES",
     "ReopenedFile",
     "free_nbytes",
+    "make_directory",
+    "new_file",
     "open_regular",
     "replace_durably",
     "sync_directory",
@@ -30,7 +32,10 @@ OPEN_FILES: Final = Threshold(
 
 
 def open_regular(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follows_links: bool = True
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    *,
+    follows_links: bool = True,
 ) -> int:
     """Open a regular file, and return its descriptor.
 
@@ -38,7 +43,7 @@ def open_regular(
     ends, or a link to a file of the user, which would be overwritten.
 
     Args:
-        flags: those of `os.open`; a new file can be read by all, and written by its owner.
+        flags: those of `os.open`; a new file can be read by whoever can enter its directory, and written by its owner.
         follows_links: whether `path` may be a symbolic link to a regular file, or the same file may have a second name.
 
     Raises:
@@ -50,7 +55,7 @@ def open_regular(
     if not follows_links:
         flags |= getattr(os, "O_NOFOLLOW", 0)
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = os.open(path, flags, 0o644 & _mode_in(Path(path).parent) if flags & os.O_CREAT else 0)
     except OSError as error:
         # A FIFO that nobody reads cannot be opened to write, nor can a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) and os.path.lexists(path):
@@ -91,13 +96,49 @@ def _not_regular(path: str | os.PathLike[str], mode: int) -> CheckpointError:
     )
 
 
+def make_directory(path: Path, *, is_private: bool = False) -> None:
+    """Make a directory if it is not there, and those above.
+
+    One in a private directory is private, too.
+
+    Args:
+        is_private: let nobody but the owner enter it, also if it is there already.
+    """
+    alone = is_private or (path.parent.exists() and _is_private(path.parent))
+    path.mkdir(_PRIVATE if alone else 0o777, parents=True, exist_ok=True)
+    if is_private and not _is_private(path):
+        path.chmod(_PRIVATE)
+
+
+_PRIVATE: Final = 0o700
+
+
+def _is_private(directory: Path) -> bool:
+    return not directory.stat().st_mode & 0o077
+
+
+def _mode_in(directory: Path) -> int:
+    """The permissions that a new file in `directory` may have: none but the owner's, if only the owner can enter it."""
+    return 0o600 if _is_private(directory) else 0o666
+
+
+def new_file(path: Path, *, buffering: int = 0) -> IO[bytes]:
+    """Make and open the file `path`, which has to be gone; in a private directory, only its owner can read it.
+
+    Raises:
+        FileExistsError: if something has this name, be it a link to nothing.
+    """
+    mode = _mode_in(path.parent)
+    return open(path, "xb", buffering=buffering, opener=lambda name, flags: os.open(name, flags, mode))
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file `path`; what has this name is not touched, and has to be gone.
 
     Raises:
         FileExistsError: if something has this name, be it a link to nothing.
     """
-    with path.open("xb", buffering=0) as file:
+    with new_file(path) as file:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
@@ -110,7 +151,7 @@ class ReopenedFile:
 
     def __init__(self, path: Path) -> None:
         """Make the file, which must not exist."""
-        with path.open("xb"):
+        with new_file(path):
             self.path = path
 
     def write(self, data: memoryview) -> int:

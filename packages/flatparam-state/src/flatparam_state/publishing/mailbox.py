@@ -16,7 +16,15 @@ from typing_extensions import Self
 
 from flatparam_runtime import Topology
 from flatparam_state.checkpoint.manifest.sealed import seal, unseal
-from flatparam_state.files import bytes_view
+from flatparam_state.files import (
+    MAX_PUBLISHED_NBYTES,
+    ByteFile,
+    CheckpointError,
+    bytes_view,
+    make_directory,
+    new_file,
+    open_regular,
+)
 from flatparam_state.publishing.versions import (
     Catalogue,
     Delivery,
@@ -48,13 +56,18 @@ class Mailbox:
     Only one publisher at a time uses a folder. Each rank makes a `Mailbox` of the same folder and slicing.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, slicing: Slicing | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, slicing: Slicing | None = None, private: bool = False
+    ) -> None:
         """Use `folder`, which is made if it is not there.
 
         Args:
             slicing: the parts of tensors that receivers have; by default all of them.
+            private: when something is published, let nobody but this user enter the folder, and read its files;
+                otherwise the umask decides.
         """
         self.folder = Path(folder)
+        self._is_private = private
         self._slicing = slicing or Slicing()
         self._seen: tuple[tuple[int, ...], VersionId | None] = ((), None)
         self._room = 0
@@ -109,14 +122,14 @@ class Mailbox:
         return told[0] if told else None
 
     def _latest(self) -> tuple[VersionId, int] | None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_directory(self.folder, is_private=self._is_private)
         found = self._readable()
         return (found.version, found.room) if found else None
 
     def _readable(self) -> _Manifest | None:
-        """The manifest; a damaged one counts as none, and is replaced."""
+        """The manifest; a damaged one counts as none, and is replaced, and so is one that leaves no room for more."""
         try:
-            found = self._read()
+            found = self._read(MAX_PUBLISHED_NBYTES // 2)
         except PublishError:
             return None
         return found if found is not None and found.parts == self._slicing.size else None
@@ -171,8 +184,16 @@ class Mailbox:
                 path.unlink(missing_ok=True)
 
     def _replace(self, path: Path, data: bytes) -> None:
+        if len(data) > MAX_PUBLISHED_NBYTES:
+            raise PublishError(
+                f"{path} would have {len(data):,} bytes, and receivers read {MAX_PUBLISHED_NBYTES:,} at most; publish "
+                "fewer tensors, or by fewer ranks"
+            )
         temporary = path.with_name(f"{path.name}.new{_SUFFIX}")
-        temporary.write_bytes(data)
+        # A writer has died, or somebody has put something there that is not to be written to.
+        temporary.unlink(missing_ok=True)
+        with new_file(temporary, buffering=1 << 16) as file:
+            file.write(data)
         temporary.replace(path)
 
     # The receiver's side
@@ -194,7 +215,7 @@ class Mailbox:
                 return []
             try:
                 updates = self._updates(manifest, held, part, check)
-            except (FileNotFoundError, PublishError):
+            except PublishError:
                 # The publisher has replaced the manifest, and deleted what the one before named.
                 if self._look() != seen:
                     continue
@@ -208,17 +229,20 @@ class Mailbox:
             found = os.stat(self.folder / _MANIFEST)
         except FileNotFoundError:
             return ()
+        except OSError as error:
+            raise PublishError(
+                f"{self.folder / _MANIFEST} cannot be read: {error.strerror or error}"
+            ) from error
         return found.st_ino, found.st_mtime_ns, found.st_size
 
-    def _read(self) -> _Manifest | None:
+    def _read(self, most: int = MAX_PUBLISHED_NBYTES) -> _Manifest | None:
         path = self.folder / _MANIFEST
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return None
+        data = _bytes_of(path, most)
         try:
             return _Manifest.decode(data)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise PublishError(f"{path} is damaged: {error}; publish all values again") from error
 
     def _updates(
@@ -242,16 +266,28 @@ class Mailbox:
         if not steps:
             return []
         catalogue = self._catalogue(manifest, part)
+        for step in steps:
+            nbytes = sum(of_rank[part].nbytes for of_rank in step.packets)
+            if step.before is None and nbytes < catalogue.nbytes:
+                raise PublishError(
+                    f"{self.folder}: version {step.version.number} has {nbytes:,} bytes for tensors of "
+                    f"{catalogue.nbytes:,}; publish all values again"
+                )
         check(catalogue)
         return [
             Update(step.version, step.before, catalogue, tuple(self._packets(step, part))) for step in steps
         ]
 
     def _catalogue(self, manifest: _Manifest, part: int) -> Catalogue:
-        data = (self.folder / manifest.catalogue).read_bytes()
+        data = _bytes_of(self.folder / manifest.catalogue, MAX_PUBLISHED_NBYTES)
         if hashlib.sha256(data).hexdigest() != manifest.catalogue_sha256:
             raise PublishError(f"{self.folder / manifest.catalogue} is damaged; publish all values again")
         whole = Catalogue.decode(data)
+        if len(whole.tensors) != len(manifest.cuts):
+            raise PublishError(
+                f"{self.folder / _MANIFEST} is about {len(manifest.cuts)} tensors, and {manifest.catalogue} about "
+                f"{len(whole.tensors)}; publish all values again"
+            )
         self._slicing.check_cuts(whole, manifest.cuts)
         return self._slicing.catalogue(whole, part)
 
@@ -262,11 +298,16 @@ class Mailbox:
                 yield self._mapped(packet)
 
     def _mapped(self, packet: Packet) -> Tensor:
-        with (self.folder / packet.file).open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if found == packet.nbytes else b""
-        if hashlib.sha256(data).hexdigest() != packet.sha256:
-            raise PublishError(f"{self.folder / packet.file} is damaged; publish all values again")
+        path = self.folder / packet.file
+        try:
+            with open(open_regular(path), "rb", buffering=0) as file:
+                found = os.fstat(file.fileno()).st_size
+                is_whole = found == packet.nbytes
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if is_whole else b""
+        except (CheckpointError, OSError) as error:
+            raise PublishError(f"{path} cannot be read: {error}") from error
+        if not is_whole or hashlib.sha256(data).hexdigest() != packet.sha256:
+            raise PublishError(f"{path} is damaged; publish all values again")
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -283,7 +324,9 @@ class _PacketWriter:
     def write(self, piece: Tensor) -> None:
         """Add bytes."""
         if self._file is None:
-            self._file = self._path.open("wb", buffering=1 << 20)
+            # Of a version that was not delivered.
+            self._path.unlink(missing_ok=True)
+            self._file = new_file(self._path, buffering=1 << 20)
         data = bytes_view(piece).cpu().numpy().data
         self._digest.update(data)
         self._nbytes += self._file.write(data)
@@ -297,6 +340,21 @@ class _PacketWriter:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _bytes_of(path: Path, most: int) -> bytes:
+    """The contents of a regular file of at most so many bytes.
+
+    Raises:
+        PublishError: if it is anything else, is larger, or cannot be read.
+    """
+    try:
+        with ByteFile(path) as file:
+            if file.nbytes > most:
+                raise PublishError(f"{path}: {file.nbytes:,} bytes are too many; expected at most {most:,}")
+            return bytes(file.read(0, file.nbytes))
+    except CheckpointError as error:
+        raise PublishError(str(error)) from error
 
 
 def _on_all(topology: Topology, action: Callable[[], Any]) -> list[Any]:
@@ -340,12 +398,21 @@ class _Step:
         """The object of which `tree` made the tree."""
         packets = tuple(tuple(_packet(each) for each in of_rank) for of_rank in tree["packets"])
         before = tree["before"]
-        return cls(VersionId(*tree["version"]), VersionId(*before) if before else None, packets)
+        return cls(_version(tree["version"]), _version(before) if before else None, packets)
+
+
+def _version(tree: Any) -> VersionId:
+    stream, number, identity = tree
+    if not (isinstance(stream, str) and type(number) is int and isinstance(identity, str)):
+        raise ValueError(f"{tree!r} is no version")
+    return VersionId(stream, number, identity)
 
 
 def _packet(tree: Any) -> Packet:
     nbytes, sha256, file = tree
-    if file and Path(file).name != file:
+    if type(nbytes) is not int or nbytes < 0 or not isinstance(sha256, str):
+        raise ValueError(f"{tree!r} describes no packet")
+    if Path(file).name != file or bool(file) != bool(nbytes):
         raise ValueError(f"{file!r} is no name of a file in the folder")
     return Packet(nbytes, sha256, file)
 
@@ -410,5 +477,10 @@ class _Manifest:
         catalogue, sha256 = tree["catalogue"]
         if Path(catalogue).name != catalogue:
             raise ValueError(f"{catalogue!r} is no name of a file in the folder")
-        deltas = tuple(_Step.of_tree(each) for each in tree["deltas"])
-        return cls(tree["parts"], tuple(tree["cuts"]), catalogue, sha256, _Step.of_tree(tree["base"]), deltas)
+        parts, base = tree["parts"], _Step.of_tree(tree["base"])
+        steps = (base, *(_Step.of_tree(each) for each in tree["deltas"]))
+        if type(parts) is not int or any(len(of_rank) != parts for step in steps for of_rank in step.packets):
+            raise ValueError(f"its packets are not for {parts!r} parts")
+        if base.before is not None or any(step.before is None for step in steps[1:]):
+            raise ValueError("it does not begin with all values, or goes on with them")
+        return cls(parts, tuple(tree["cuts"]), catalogue, sha256, base, steps[1:])

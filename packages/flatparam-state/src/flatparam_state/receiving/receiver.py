@@ -86,6 +86,7 @@ class Receiver:
                     f"version {update.version.number} has the changes since {update.before}, but this receiver has "
                     f"{self._held}"
                 )
+            _check_complete(update)
             self._begun = _Application.of(update, self._target.values(update.catalogue))
             self._finish()
         return bool(updates)
@@ -95,6 +96,24 @@ class Receiver:
         assert self._begun is not None, "there is something to write"
         self._begun.write()
         self._held, self._begun = self._begun.version, None
+
+
+def _check_complete(update: Update) -> None:
+    """Make sure that a version with all values has as many of each tensor as it is to have.
+
+    Raises:
+        PublishError: naming the tensor, if it has not.
+    """
+    tensors = update.catalogue.tensors
+    left = [each.info.numel for each in tensors]
+    for packet in update.packets if update.before is None else ():
+        for record in read_records(packet, [each.info.dtype.itemsize for each in tensors]):
+            left[record.index] -= record.numel
+    if update.before is None and any(left):
+        name = next(each.name for each, numel in zip(tensors, left, strict=True) if numel)
+        raise PublishError(
+            f"version {update.version.number} does not have all values of {name!r}; publish all values again"
+        )
 
 
 @final

@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from flatparam_state.files import AnyPath, ByteFile, CheckpointError, check_cost, parse_json, write_durably
+from flatparam_state.files import (
+    MAX_MANIFEST_NBYTES,
+    AnyPath,
+    ByteFile,
+    CheckpointError,
+    check_cost,
+    parse_json,
+    write_durably,
+)
 
 __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
-
-_MAX_NBYTES: Final = 2**30
 
 
 def seal(content: Any) -> bytes:
@@ -69,7 +75,7 @@ def read_sealed(path: AnyPath, *, follows_links: bool = True) -> Any:
         CheckpointError: if it is not there, is no regular file, or is not as it was written.
     """
     with ByteFile(path, follows_links=follows_links) as file:
-        if file.nbytes > _MAX_NBYTES:
+        if file.nbytes > MAX_MANIFEST_NBYTES:
             raise CheckpointError(f"{path}: {file.nbytes:,} bytes are too many", path=path)
         data = bytes(file.read(0, file.nbytes))
     try:

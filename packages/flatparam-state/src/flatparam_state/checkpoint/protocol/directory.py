@@ -19,6 +19,7 @@ from flatparam_state.files import (
     ByteFile,
     CheckpointError,
     UnreadableError,
+    make_directory,
     replace_durably,
     sync_directory,
     unreadable,
@@ -70,6 +71,8 @@ class CheckpointDirectory:
     """`<root>/step-00000010/`, ..., and `<root>/latest`. Committed directories are never written to."""
 
     root: Path
+    is_private: bool = False
+    """Whether nobody but the owner can enter it, once it is made."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -91,7 +94,7 @@ class CheckpointDirectory:
             CheckpointError: if something else is there.
         """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_directory(self.root, is_private=self.is_private)
         except (FileExistsError, NotADirectoryError) as error:
             raise self._is_something_else() from error
 

@@ -18,7 +18,7 @@ from flatparam_state.checkpoint.save.merge import merge
 from flatparam_state.checkpoint.save.rank_file import header_metadata, write_rank_file
 from flatparam_state.checkpoint.save.report import RankReport, report_path
 from flatparam_state.checkpoint.verify import damage_of
-from flatparam_state.files import CheckpointError, Staging, UnreadableError, sync_directory
+from flatparam_state.files import CheckpointError, Staging, UnreadableError, make_directory, sync_directory
 from flatparam_state.version import __version__
 
 __all__ = ["Committer", "write_part"]
@@ -34,7 +34,7 @@ def write_part(
     on_moment: OnMoment = nothing,
 ) -> None:
     """Write what `rank` contributes to its file in the temporary directory, and then its report."""
-    ticket.temporary.mkdir(parents=True, exist_ok=True)
+    make_directory(ticket.temporary)
     file, tensors = write_rank_file(
         ticket.temporary / rank_file(rank),
         rank,
@@ -93,7 +93,7 @@ class Committer:
         save_id = uuid.uuid4().hex
         follows = None if self._latest is None else self._latest[1]
         ticket = Ticket(step, save_id, follows, directory.temporary_path(step, save_id), number)
-        ticket.temporary.mkdir()
+        make_directory(ticket.temporary)
         self.on_moment(Moment.PREPARED)
         return ticket
 

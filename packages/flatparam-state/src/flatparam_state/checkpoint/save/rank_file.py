@@ -14,7 +14,15 @@ from flatparam_runtime import Span
 from flatparam_state.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord, file_dtype
 from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing
 from flatparam_state.checkpoint.save.contribution import OwnedPiece
-from flatparam_state.files import ReopenedFile, Staging, TensorFileWriter, TensorInfo, bytes_view, sync_file
+from flatparam_state.files import (
+    ReopenedFile,
+    Staging,
+    TensorFileWriter,
+    TensorInfo,
+    bytes_view,
+    new_file,
+    sync_file,
+)
 
 __all__ = ["RankFileWriter", "header_metadata", "write_rank_file"]
 
@@ -80,7 +88,7 @@ class RankFileWriter:
         self._pieces = [piece for piece in pieces if piece[2]][::-1]
         infos = {_name(at, span): _file_info(record, span) for at, record, span in self._pieces[::-1]}
         self.records = {at: attrs.evolve(record, pieces=()) for at, record, _ in pieces}
-        self._file = ReopenedFile(path) if is_reopened else path.open("xb", buffering=0)
+        self._file = ReopenedFile(path) if is_reopened else new_file(path)
         on_moment(Moment.FILE_OPENED)
         try:
             self._writer = TensorFileWriter(self._file, infos, metadata, staging=staging)

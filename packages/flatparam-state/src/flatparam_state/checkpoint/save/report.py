@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from flatparam_state.checkpoint.manifest import FileRecord, RankValue, TensorRecord, read_sealed, seal
 from flatparam_state.checkpoint.protocol import Moment, OnMoment, nothing
-from flatparam_state.files import CheckpointError
+from flatparam_state.files import CheckpointError, new_file
 
 __all__ = ["RankReport", "report_path"]
 
@@ -37,7 +37,8 @@ class RankReport:
         """Put it into `directory`, whole or not at all."""
         path = report_path(directory, self.rank)
         new = path.with_suffix(".new")
-        new.write_bytes(seal(self._to_json()))
+        with new_file(new, buffering=1 << 16) as file:
+            file.write(seal(self._to_json()))
         new.replace(path)
         on_moment(Moment.REPORTED)
 

@@ -59,6 +59,7 @@ class Saver:
             **self._subject.described,
             "keep": self._committer.keep,
             "asynchronous": self._asynchronous,
+            "private": self._committer.directory.is_private,
         }
         agree_on_call(self._ranks, self._committer.directory.names, call, alike, check)
 

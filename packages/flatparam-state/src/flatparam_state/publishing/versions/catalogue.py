@@ -92,12 +92,14 @@ class Catalogue:
         """
         try:
             return cls(tuple(_tensor(row) for row in parse_json(data)))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise PublishError(f"the list of published tensors is damaged: {error}") from error
 
 
 def _tensor(row: Any) -> PublishedTensor:
     names, shape, dtype, order = row
+    if not (isinstance(names, list) and names and all(type(size) is int and size >= 0 for size in shape)):
+        raise ValueError(f"{row!r} describes no tensor")
     if order and sorted(order) != list(range(len(shape))):
         raise ValueError(f"{names}: {order} is no order of {len(shape)} dimensions")
     return PublishedTensor(tuple(map(str, names)), TensorInfo(shape, _DTYPES[dtype]), tuple(order))
