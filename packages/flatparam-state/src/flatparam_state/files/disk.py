@@ -96,16 +96,14 @@ def _not_regular(path: str | os.PathLike[str], mode: int) -> CheckpointError:
     )
 
 
-def make_directory(path: Path, *, is_private: bool = False) -> None:
+def make_directory(path: Path, *, is_private: bool | None = None) -> None:
     """Make a directory if it is not there, and those above.
 
-    One in a private directory is private, too.
-
     Args:
-        is_private: let nobody but the owner enter it, also if it is there already.
+        is_private: let nobody but the owner enter it, also if it is there already; None is as the one above has it.
     """
-    alone = is_private or (path.parent.exists() and _is_private(path.parent))
-    path.mkdir(_PRIVATE if alone else 0o777, parents=True, exist_ok=True)
+    is_below = is_private is None and path.parent.exists() and _is_private(path.parent)
+    path.mkdir(_PRIVATE if is_private or is_below else 0o777, parents=True, exist_ok=True)
     if is_private and not _is_private(path):
         path.chmod(_PRIVATE)
 
