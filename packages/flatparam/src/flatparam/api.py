@@ -111,12 +111,13 @@ class LocalStateDictConfig(StateDictConfig):
 class ShardedStateDictConfig(StateDictConfig):
     """Save sharded tensors: `DTensor`s if `_use_dtensor`, otherwise `ShardedTensor`s.
 
-    A `ShardedTensor` has the parts that each rank owns anyway, so that nothing is moved. With `dim_0_chunks` (not in
-    FSDP1) it has FSDP1's chunks, `tensor.chunk(world_size, dim=0)[rank]`, for which each unit is gathered.
+    With `dim_0_chunks` (not in FSDP1) a `ShardedTensor` has FSDP1's chunks, `tensor.chunk(world_size, dim=0)[rank]`,
+    for which each unit is gathered; with False the parts that each rank owns anyway, so that nothing is moved. None is
+    False, and True after `flatparam.install()`, since a program that is run unchanged may take the tensors apart.
     """
 
     _use_dtensor: bool = False
-    dim_0_chunks: bool = False
+    dim_0_chunks: bool | None = None
 
 
 @dataclass
@@ -145,7 +146,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Save sharded tensors: `DTensor`s if `_use_dtensor`; see `ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
-    dim_0_chunks: bool = False
+    dim_0_chunks: bool | None = None
 
 
 @dataclass

@@ -15,16 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatparam.api import FullStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictType
+from flatparam.api import (
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
 from flatparam.checkpoint.flattening import flattened, unflattened
 from flatparam.in_place import state as in_place
-from flatparam.state.settings import settings_shown
+from flatparam.state.settings import form_of, settings_shown
 from flatparam.state.streaming import streamed
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import clean_fqn
 from flatparam_runtime import units_in
 from flatparam_state import (
-    FormKind,
     StateForm,
     held_parameters,
     load_optimizer_state,
@@ -225,7 +230,8 @@ def _form(model: nn.Module, options: StateDictOptions) -> StateForm:
     if not options.full_state_dict and not wrappers_in(model):
         return in_place.sharded_form(model, offload_to_cpu=options.cpu_offload)
     if not options.full_state_dict:
-        return StateForm(FormKind.SHARDED, offload_to_cpu=options.cpu_offload)
+        config = ShardedOptimStateDictConfig(options.cpu_offload)
+        return form_of(StateDictType.SHARDED_STATE_DICT, config)
     return StateForm(offload_to_cpu=options.cpu_offload, rank0_only=options.cpu_offload)
 
 

@@ -7,9 +7,9 @@ patched, in this order:
 2. the attributes of other modules that are one of the objects that these names stood for: early imports;
 3. torch's class itself, for whoever holds it elsewhere: a call makes a wrapper of ours, its static methods are ours;
 4. the start of processes by `multiprocessing`, which install it, too;
-5. the planner of `torch.distributed.checkpoint`, for optimizers that have no state yet;
-6. when a model is wrapped and they are there: PEFT's functions for the state of an adapter, and the configurations of
-   sharded states in fairseq2.
+5. the form of sharded states, which is FSDP1's then;
+6. the planner of `torch.distributed.checkpoint`, for optimizers that have no state yet;
+7. when a model is wrapped and it is there: PEFT's functions for the state of an adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing_extensions import Self
 from flatparam.compat.adapters import patches_of_adapters
 from flatparam.compat.children import patch_of_children
 from flatparam.compat.holders import patches_of_holders
-from flatparam.compat.local_states import patches_of_local_states
 from flatparam.compat.names import FSDP, fsdp1_names
 from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.compat.patching import Patch, apply, restore
@@ -101,10 +100,10 @@ def uninstall() -> None:
 
 
 def _notice_programs() -> None:
-    """Patch PEFT and fairseq2 if they were imported since `install`; it may be their model that is being wrapped."""
+    """Patch PEFT if it was imported since `install`; it may be its model that is being wrapped."""
     with _LOCK:
         if _in_place:
-            _in_place.extend(apply([*patches_of_adapters(), *patches_of_local_states()]))
+            _in_place.extend(apply(patches_of_adapters()))
 
 
 def torchs_own(module: str, name: str) -> Any:
@@ -180,6 +179,7 @@ def _patches() -> Iterator[Patch]:
     yield from patches_of_holders(ours_for)
     yield from _patches_of_class(kind)
     yield patch_of_children(install)
+    yield Patch(importlib.import_module("flatparam.state.settings"), "chunks_by_default", True)
     yield patch_of_planner()
 
 

@@ -34,6 +34,7 @@ FACADES: Final[Mapping[str, str]] = {
     f"{FSDP}._runtime_utils": "flatparam.private._runtime_utils",
     f"{FSDP}._traversal_utils": "flatparam.private._traversal_utils",
     STATE_FUNCTIONS: "flatparam.checkpoint.state_dict",
+    "torch.distributed.checkpoint.state_dict_saver": "flatparam.checkpoint",
 }
 """Torch's modules without an `__all__` that is FSDP1's, and our modules, whose `__all__` says what programs take."""
 

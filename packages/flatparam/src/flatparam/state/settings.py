@@ -40,6 +40,9 @@ _KINDS: Final = {
     StateDictType.SHARDED_STATE_DICT: FormKind.SHARDED,
 }
 
+chunks_by_default = False
+"""Whether a `ShardedTensor` has FSDP1's chunks if a configuration does not say; `install` sets it."""
+
 
 def default_settings() -> StateDictSettings:
     """The settings of a new wrapper: full tensors on every rank, on the device that they are on."""
@@ -88,11 +91,12 @@ def resolve_settings(
 def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> StateForm:
     """The form of model or optimizer state that the settings ask for; extensions cut sharded tensors as FSDP1's do."""
     cutting = chunker()
+    chunks = True if cutting is not OWN_CHUNKER else getattr(config, "dim_0_chunks", None)
     return StateForm(
         _KINDS[kind],
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=bool(getattr(config, "rank0_only", False)),
-        dim_0_chunks=bool(getattr(config, "dim_0_chunks", False)) or cutting is not OWN_CHUNKER,
+        dim_0_chunks=chunks_by_default if chunks is None else chunks,
         use_dtensor=bool(getattr(config, "_use_dtensor", False)),
         chunker=cutting,
     )
