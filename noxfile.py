@@ -141,13 +141,13 @@ def long(session: nox.Session) -> None:
     pytest(session, "-m", "long and not gpu", *others, "docs", *where, *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="venv")
 def plan(session: nox.Session) -> None:
-    """Plan ten transformers and run them: writes docs/plans.md, and fails if a number of a plan is wrong.
+    """Plan eleven transformers and run them: writes docs/plans.md, and fails if a number of a plan is wrong.
 
     `-- times` measures steps on this machine beside their prediction instead, `-- choice` what the planner chooses.
     """
-    install_all_layers(session)
+    fill(session, "transformers")
     python(session, "tools/plans", *session.posargs)
 
 

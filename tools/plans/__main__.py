@@ -1,4 +1,4 @@
-"""Plan ten transformers, run them, and write what both say to docs/plans.md: `python tools/plans`.
+"""Plan eleven transformers, run them, and write what both say to docs/plans.md: `python tools/plans`.
 
 `python tools/plans times` measures the time of steps beside the prediction instead, and `python tools/plans choice` the
 steps of what the planner chooses beside those with each block as a unit.
@@ -29,12 +29,12 @@ def main() -> int:
     """Write the page and its picture; returns how many numbers were wrong."""
     import torch
 
-    from plans.configurations import CONFIGURATIONS
+    from plans.configurations import CONFIGURATIONS, OF_TRANSFORMERS
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows, wrong = [], 0
-    for name, configuration in CONFIGURATIONS.items():
+    for name, configuration in (CONFIGURATIONS | OF_TRANSFORMERS).items():
         row, errors = compared(name, configuration)
         rows.append(row)
         wrong += errors
@@ -83,7 +83,8 @@ def page(rows: Sequence[Sequence[str]], text: str) -> str:
         "wrong",
     ]
     table = markdown(head, rows)
-    versions = f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
+    named = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    versions = f"{named}, Python {platform.python_version()}"
     body = f"{BEGIN}\n\n{table}\n\nBytes of one rank, on the CPU; {versions}.\n\n{END}"
     return between(BEGIN, END, body, text)
 
@@ -144,7 +145,8 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "tools")]
+    # In the place of this folder, whose modules are not to be found by their own names.
+    sys.path[0] = str(ROOT / "tools")
     parser = argparse.ArgumentParser(
         prog="python tools/plans", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,8 @@
-"""The configurations that are planned and run: ten transformers, each under its own setup."""
+"""The configurations that are planned and run: transformers, each under its own setup."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -113,3 +114,29 @@ CONFIGURATIONS: Final = {
         {"world_size": 8, "strategy": "hybrid_grad_op:4", "transport": "shared_memory"},
     ),
 }
+
+
+def llama_of_transformers() -> nn.Module:
+    """The Llama of the library transformers, as its configuration makes it: with a cache, which a plan leaves out."""
+    library = importlib.import_module("transformers")
+    config = library.LlamaConfig(
+        hidden_size=SIZES.width,
+        intermediate_size=SIZES.hidden,
+        num_hidden_layers=SIZES.layers,
+        num_attention_heads=SIZES.heads,
+        num_key_value_heads=SIZES.kv_heads,
+        vocab_size=SIZES.vocabulary,
+    )
+    made: nn.Module = library.AutoModelForCausalLM.from_config(config)
+    return made
+
+
+OF_TRANSFORMERS: Final = {
+    "LlamaForCausalLM": Configuration(
+        "of the library transformers",
+        llama_of_transformers,
+        ("LlamaDecoderLayer",),
+        {"world_size": 8, "checkpointing": ("LlamaDecoderLayer",), **_MIXED},
+    ),
+}
+"""The configurations that need that library."""

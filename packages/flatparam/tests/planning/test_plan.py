@@ -343,7 +343,8 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, A
     class AutoModelForCausalLM:
         @staticmethod
         def from_config(config: dict[str, Any]) -> nn.Module:
-            return Model(config["hidden_size"], config["num_hidden_layers"])
+            made = Model(config["hidden_size"], config["num_hidden_layers"])
+            return made.to(getattr(torch, config.get("dtype", "float32")))
 
     made = types.ModuleType("transformers")
     made.__spec__ = importlib.machinery.ModuleSpec("transformers", None)
@@ -364,6 +365,78 @@ def test_a_config_json_is_planned(
     path.write_text(json.dumps({"model_type": "lama"}))
     assert main(["plan", str(path)]) == 2
     assert "expected a model_type that transformers has, found 'lama'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_masters_are_in_float32(
+    transformers: list[tuple[str, dict[str, Any]]],
+    key: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The dtype of the files that a configuration came with is not that of what is trained, unless one asks for it."""
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2}
+    inside = {"text_config": {key: "bfloat16"}}
+    for config in ({key: "bfloat16", **inside}, inside):
+        path.write_text(json.dumps({"model_type": "llama", **sizes, **config}))
+        command = ["plan", str(path), "--world", "2", "--dtype", "bf16", "--reduce-dtype", "fp32"]
+        assert main(command) == 0
+        assert transformers[-1] == ("llama", {**sizes, "text_config": {}})
+        said = capsys.readouterr().out
+        assert "parameters, float32" in said
+        assert "states, bfloat16" not in said
+        assert f"in float32, which one trains, and not in bfloat16 as in {path}" in said
+    assert main([*command, "--compare", "full,grad_op"]) == 0
+    assert "in float32, which one trains" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert "in float32, which one trains" in json.loads(capsys.readouterr().out)["notes"][0]
+    assert main([*command, "--arg", "dtype=bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert "states, bfloat16" in said
+    assert "which one trains" not in said
+
+
+class Caches(Model):
+    """As a causal model of transformers: keeps keys and values while it trains, if its configuration says so."""
+
+    def __init__(self, config: types.SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks[0].config = config
+
+    def forward(self, input_ids: Tensor, use_cache: bool | None = None) -> tuple[Tensor, list[Tensor]]:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        x, cache = self.embedding(input_ids), []
+        for block in self.blocks:
+            x = block(x)
+            if use_cache:
+                cache.append(x + 1)
+        return self.head(x), cache
+
+
+def test_no_cache_is_planned() -> None:
+    """The cache of keys and values is not trained with, unless the inputs ask for it; the configuration stays."""
+
+    def found(use_cache: bool, inputs: Any = None, **settings: Any) -> Plan:
+        config = types.SimpleNamespace(use_cache=use_cache)
+        planned = plan(lambda: Caches(config), inputs, batch=2, sequence=8, wrap=("Block",), **settings)
+        assert config.use_cache is use_cache
+        return planned
+
+    without, ignored = found(False), found(True)
+    assert ignored.peak == without.peak
+    assert without.notes == ()
+    assert "without the cache of keys and values" in str(ignored)
+    module = Caches(types.SimpleNamespace(use_cache=True))
+    assert plan(module, batch=2, sequence=8, wrap=("Block",)).peak == without.peak
+    assert module.config.use_cache
+    assert module.blocks[0].config is module.config
+    tokens = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+    assert found(True, tokens).peak == found(False, tokens).peak
+    kept = found(True, {**tokens, "use_cache": True})
+    assert kept.costs.steps[-1].peaks["forward"] > without.costs.steps[-1].peaks["forward"]
+    assert kept.notes == ()
 
 
 @pytest.mark.parametrize(

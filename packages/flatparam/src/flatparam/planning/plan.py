@@ -77,6 +77,11 @@ class Plan:
         """The number of parameters."""
         return sum(unit.facts.numel for unit in self.units)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the program is trained, other than the model says."""
+        return self.rehearsal.notes
+
     def __str__(self) -> str:
         return self.table()
 
@@ -85,6 +90,8 @@ class Plan:
         lines = [self._title(), ""]
         lines += _resting(self.costs)
         lines += ["", *_units(self.units), "", *self._peak(), "", *self._sent()]
+        if self.notes:
+            lines += ["", *self.notes]
         if self.unmeasured:
             lines += ["", f"not counted: what {', '.join(self.unmeasured)} take inside, if anything"]
         if self.prediction is not None:
@@ -110,6 +117,7 @@ class Plan:
             "flops": self.flops,
             "activation_nbytes": self.activation_nbytes,
             "unmeasured": list(self.unmeasured),
+            "notes": list(self.notes),
         }
         if self.prediction is not None:
             found["prediction"] = self.prediction.facts()

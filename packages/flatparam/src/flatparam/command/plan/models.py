@@ -7,27 +7,35 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+import attrs
 import torch
 from torch import nn
 
 from flatparam.command.opening import ArgumentsError
 from flatparam.command.plan.functions import function_named, function_with
-from flatparam.command.plan.transformers import model_of_class, model_of_config
+from flatparam.command.plan.transformers import model_of_class, model_of_config, stored_dtype
 from flatparam.planning.training import TrainingProgram
 
 __all__ = ["program_of"]
+
+_NOT_AS_STORED: Final = (
+    "planned with parameters and optimizer's states in float32, which one trains, and not in {dtype} as in {path}; "
+    "--arg dtype={dtype} plans that"
+)
 
 
 def program_of(chosen: argparse.Namespace) -> TrainingProgram:
     """The program that the arguments name."""
     sys.path.insert(0, os.getcwd())
-    build = functools.partial(
-        _on(chosen.on_cpu), _telling(chosen.model, _maker(chosen.model, dict(chosen.arg)))
-    )
+    arguments = dict(chosen.arg)
+    build = functools.partial(_on(chosen.on_cpu), _telling(chosen.model, _maker(chosen.model, arguments)))
     inputs = None if chosen.inputs is None else function_named(chosen.inputs)
-    return TrainingProgram.of(build, inputs, batch=chosen.batch, sequence=chosen.sequence)
+    program = TrainingProgram.of(build, inputs, batch=chosen.batch, sequence=chosen.sequence)
+    dtype = stored_dtype(chosen.model, arguments) if chosen.model.endswith(".json") else None
+    notes = () if dtype is None else (_NOT_AS_STORED.format(dtype=dtype, path=chosen.model),)
+    return attrs.evolve(program, keeps_cache=bool(arguments.get("use_cache")), notes=notes)
 
 
 def _on(cpu: bool) -> Callable[[Callable[[], nn.Module]], nn.Module]:

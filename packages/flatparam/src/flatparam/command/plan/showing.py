@@ -45,7 +45,7 @@ def side_by_side(plans: list[Plan]) -> list[str]:
     if plans[0].prediction is not None:
         row("predicted step", lambda plan: shown_seconds(plan.prediction.seconds) if plan.prediction else "")
         row("bound by", lambda plan: plan.prediction.bound_by if plan.prediction else "")
-    return columns(rows)
+    return [*columns(rows), *plans[0].notes]
 
 
 def draw(chosen: Namespace, plan: Plan) -> None:

@@ -7,17 +7,23 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from flatparam.command.opening import ArgumentsError
 
-__all__ = ["model_of_class", "model_of_config"]
+__all__ = ["model_of_class", "model_of_config", "stored_dtype"]
+
+_DTYPES: Final = ("dtype", "torch_dtype")
+"""The keys of a configuration under which the dtype of its parameters is, in files of later and earlier versions."""
 
 
 def model_of_config(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     """The function that makes a model of a `config.json`, with `arguments` in place of what it says.
+
+    Parameters are float32, whatever the dtype of the files that the configuration came with, unless `arguments` have a
+    `dtype`: training keeps a master copy in float32, and computes in the dtype of mixed precision.
 
     Raises:
         ArgumentsError: if the file is none, or transformers does not know the model.
@@ -36,7 +42,29 @@ def model_of_config(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Mod
             "MODULE:FUNCTION, a function that makes the model"
         )
     kind = read.pop("model_type")
-    return _of_transformers(kind, {**read, **arguments}, is_class=False)
+    return _of_transformers(kind, {**_without_dtypes(read), **arguments}, is_class=False)
+
+
+def stored_dtype(path: str, arguments: dict[str, Any]) -> str | None:
+    """The dtype that a `config.json` gives parameters, if that is not float32 and `arguments` do not ask for any."""
+    if any(name in arguments for name in _DTYPES):
+        return None
+    found = _dtypes_in(json.loads(Path(path).read_text(encoding="utf-8"))) - {"float32"}
+    return min(found, default=None)
+
+
+def _dtypes_in(read: Any) -> set[str]:
+    if not isinstance(read, dict):
+        return set()
+    own = {str(read[name]) for name in _DTYPES if read.get(name)}
+    return own.union(*map(_dtypes_in, read.values()))
+
+
+def _without_dtypes(read: Any) -> Any:
+    """The configuration, and those in it, without the dtype of the files that it came with."""
+    if not isinstance(read, dict):
+        return read
+    return {name: _without_dtypes(value) for name, value in read.items() if name not in _DTYPES}
 
 
 def model_of_class(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:

@@ -58,6 +58,8 @@ class Fitted:
             ]
         if self.best.prediction is not None:
             lines += [self.best.prediction.certainty]
+        if self.best.notes:
+            lines += ["", *self.best.notes]
         return "\n".join([*lines, "", *self.choices])
 
     def facts(self) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class Rehearsal:
     """The place in the log of memory at which the last step has ended."""
     is_laid_out: bool = False
     """Whether some of the blocks were not run, and do what those before them did."""
+    notes: tuple[str, ...] = ()
+    """How the program is trained, other than the model says."""
 
     def last_step(self) -> list[Entry]:
         """The entries of the last step."""

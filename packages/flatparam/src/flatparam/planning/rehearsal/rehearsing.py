@@ -59,7 +59,7 @@ def _rehearsed(
         warnings.simplefilter("ignore")
         trained = train(program, setup, topology, observer, steps=steps)
         costs = observer.costs(memory.log.peak, memory.log.in_use)
-        stop = len(memory.log)
+        stop, notes = len(memory.log), trained.notes
         units = tuple(_facts_of(unit) for unit in units_in(trained.model))
         observer.trained = None
         observer._modules.clear()
@@ -74,6 +74,7 @@ def _rehearsed(
         steps,
         tuple(sorted(memory.temporaries.unmeasured)),
         stop,
+        notes=notes,
     )
 
 

@@ -102,6 +102,7 @@ class _Extension:
             tuple(sorted(unmeasured)),
             len(written.log),
             True,
+            found.notes,
         )
 
     def _more(self, run: int) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from flatparam.planning.errors import PlanError
 
-__all__ = ["classes_named", "modules_named", "recompute"]
+__all__ = ["classes_named", "modules_named", "recompute", "without_cache"]
 
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Module], ...]:
@@ -66,3 +68,23 @@ def recompute(model: nn.Module, names: Iterable[str]) -> None:
         for name, child in [*parent.named_children()]:
             if child in wrapped:
                 setattr(parent, name, wrapped[child])
+
+
+def without_cache(model: nn.Module) -> bool:
+    """Have a model of transformers keep no keys and values for later tokens, as one trains it.
+
+    The configurations are copied, since a caller may share them with other models.
+
+    Returns:
+        Whether it would have kept them.
+    """
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if getattr(config, "use_cache", False) is True:
+            if id(config) not in copies:
+                copies[id(config)] = copy.copy(config)
+                copies[id(config)].use_cache = False
+            # Not by the module's own `__setattr__`, which may check what it is given.
+            vars(module)["config"] = copies[id(config)]
+    return bool(copies)

@@ -27,6 +27,10 @@ class TrainingProgram:
     """The module that `build` copies, if it does."""
     copies: Callable[[nn.Module, dict[int, Any]], nn.Module] = copy.deepcopy
     """Copies the template, as `copy.deepcopy` does with a memo."""
+    keeps_cache: bool = False
+    """Whether a model of transformers keeps keys and values for later tokens, if its configuration says so."""
+    notes: tuple[str, ...] = ()
+    """What the model does not say itself of how it is trained, for the reader of a plan."""
 
     @classmethod
     def of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Final, Protocol, final
 
 import attrs
@@ -13,7 +14,7 @@ from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam.planning.hollow import Blank
 from flatparam.planning.training.failing import runs
 from flatparam.planning.training.inputs import Inputs
-from flatparam.planning.training.modules import recompute
+from flatparam.planning.training.modules import recompute, without_cache
 from flatparam.planning.training.program import TrainingProgram
 from flatparam.planning.training.setup import Setup
 from flatparam_comm import Topology
@@ -21,6 +22,10 @@ from flatparam_comm import Topology
 __all__ = ["Trained", "Watcher", "train", "train_step"]
 
 _FIT: Final = "plan it with inputs that fit the model (--inputs, or inputs=)"
+_NO_CACHE: Final = (
+    "planned without the cache of keys and values that the configuration asks for: set config.use_cache = False when "
+    "you train, as transformers' Trainer does; inputs with use_cache=True, or --arg use_cache=True, plan it"
+)
 
 
 class Watcher(Protocol):
@@ -43,6 +48,8 @@ class Trained:
     model: FullyShardedDataParallel
     optimizer: torch.optim.Optimizer | None
     inputs: Inputs
+    notes: tuple[str, ...] = ()
+    """How the program is trained, other than the model says."""
 
 
 def train(
@@ -55,6 +62,10 @@ def train(
         model.train()
         with runs("making its inputs"):
             inputs = program.inputs(model)
+        notes = program.notes
+        is_asked = program.keeps_cache or (isinstance(inputs, Mapping) and "use_cache" in inputs)
+        if not is_asked and without_cache(model):
+            notes += (_NO_CACHE,)
         if setup.checkpointing:
             recompute(model, setup.checkpointing)
     with watcher.stage("wrapping", 0), runs("wrapping it"):
@@ -64,7 +75,7 @@ def train(
         wrapped = FullyShardedDataParallel(model, **arguments)
         del model, arguments
     with runs("making its optimizer"):
-        trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs)
+        trained = Trained(wrapped, setup.make_optimizer(wrapped), inputs, notes)
     watcher.made(trained)
     for step in range(steps):
         train_step(program, setup, trained, watcher, step)
