@@ -146,9 +146,10 @@ def plan(session: nox.Session) -> None:
     """Plan eleven transformers and run them: writes docs/plans.md, and fails if a number of a plan is wrong.
 
     `-- times` measures steps on this machine beside their prediction instead, `-- choice` what the planner chooses.
+    It needs transformers, and so Python 3.11 or newer, and has an environment of its own.
     """
     fill(session, "transformers")
-    python(session, "tools/plans", *session.posargs)
+    session.run("python", "tools/plans", *session.posargs, env=ISOLATED)
 
 
 @nox.session

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from flatparam import FullyShardedDataParallel
-from flatparam_comm import SingleCollectives
+from flatparam import FullyShardedDataParallel, fully_shard
+from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_core import FlatParamError
 
 
@@ -42,6 +44,30 @@ def test_join_is_refused() -> None:
     assert hasattr(model, "join_hook")
     with pytest.raises(FlatParamError, match="rank 0: Join was given a sharded model.*equally many batches"):
         Join([model])  # type: ignore[list-item]  # it is none
+
+
+def test_torchs_own_sharding_of_optimizers_is_refused() -> None:
+    """ZeroRedundancyOptimizer, which would send parts as the whole, is refused before it does; unsharded it is torch's."""
+
+    def refused(ranks: Collectives, wrap: Callable[[nn.Module, Any], nn.Module]) -> str:
+        model = wrap(nn.Linear(2, 3), ranks)
+        with pytest.raises(FlatParamError) as caught:
+            ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        return str(caught.value)
+
+    def by_originals(module: nn.Module, ranks: Any) -> nn.Module:
+        return FullyShardedDataParallel(module, ranks, use_orig_params=True)
+
+    def in_place(module: nn.Module, ranks: Any) -> nn.Module:
+        return fully_shard(module, mesh=ranks)
+
+    for wrap in (FullyShardedDataParallel, by_originals, in_place):
+        messages = run_threads(2, refused, wrap)
+        assert [message[:58] for message in messages] == [
+            f"rank {rank}: ZeroRedundancyOptimizer was given parameters of un" for rank in range(2)
+        ]
+    with pytest.raises(ValueError, match="process group"):
+        ZeroRedundancyOptimizer(nn.Linear(2, 3).parameters(), torch.optim.Adam, lr=0.1)
 
 
 def test_two_threads_at_a_time() -> None:

@@ -14,6 +14,7 @@ import torch.distributed.algorithms._comm_hooks.default_hooks as theirs
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision
 from flatparam import ShardingStrategy as Strategy
@@ -376,3 +377,34 @@ def test_beside_torch(name: str) -> None:
     for expected, *states in run_processes(2, beside_torch, name):
         for state in states:
             assert {k: v.tolist() for k, v in state.items()} == {k: v.tolist() for k, v in expected.items()}
+
+
+def by_torchs_names(ranks: Collectives) -> dict[str, Any]:
+    """The states after training with the hooks that a program takes from torch, after `install()`."""
+    with flatparam.install():
+        from torch.distributed.algorithms._comm_hooks import default_hooks
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        found = {}
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+            for name in ("fp16_compress_hook", "bf16_compress_hook"):
+                model = FullyShardedDataParallel(seeded(mlp), sharding_strategy=strategy)
+                state = default_hooks.LowPrecisionState(process_group=model.process_group)
+                model.register_comm_hook(state, getattr(default_hooks, name))
+                train(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(ranks.rank))
+                found[f"{strategy.name} {name}"] = model.state_dict()
+        return found
+
+
+@pytest.mark.processes
+def test_torchs_names_are_ours_after_install() -> None:
+    """Torch's own compressing hooks work on a CPU after `install()`, where torch's would fail in the backward pass."""
+    before = theirs.bf16_compress_hook
+    for found in run_processes(2, by_torchs_names):
+        for name, state in found.items():
+            dtype = torch.float16 if "fp16" in name else torch.bfloat16
+            assert_same_state(state, reference(2, mean_in(dtype)))
+    with flatparam.install():
+        assert theirs.bf16_compress_hook is ours.bf16_compress_hook
+        assert theirs.DefaultState is ours.DefaultState
+    assert theirs.bf16_compress_hook is before

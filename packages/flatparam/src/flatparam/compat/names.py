@@ -35,6 +35,8 @@ FACADES: Final[Mapping[str, str]] = {
     f"{FSDP}._traversal_utils": "flatparam.private._traversal_utils",
     STATE_FUNCTIONS: "flatparam.checkpoint.state_dict",
     "torch.distributed.checkpoint.state_dict_saver": "flatparam.checkpoint",
+    "torch.distributed.algorithms._comm_hooks": "flatparam.algorithms._comm_hooks",
+    "torch.distributed.algorithms._comm_hooks.default_hooks": "flatparam.algorithms._comm_hooks.default_hooks",
 }
 """Torch's modules without an `__all__` that is FSDP1's, and our modules, whose `__all__` says what programs take."""
 
