@@ -241,3 +241,47 @@ def choices(ranks: Collectives) -> None:
 def test_the_choice() -> None:
     """`dim_0_chunks=False` keeps what each rank owns; so does every state without `install()`; both forms load."""
     run_processes(2, choices)
+
+
+def plain(module: nn.Module) -> nn.Module:
+    return module
+
+
+def ddp(module: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def fsdp2(module: nn.Module) -> nn.Module:
+    return package.fully_shard(module)
+
+
+def fsdp1(module: nn.Module) -> nn.Module:
+    return package.FullyShardedDataParallel(module)
+
+
+def optimizer_alone(ranks: Collectives) -> None:
+    functions = state_functions
+    with flatparam.install():
+        for wrap in (plain, ddp, fsdp2, fsdp1):
+            models = [wrap(nn.Linear(3, 4)) for _ in range(2)]
+            optimizers = [
+                torch.optim.Adam(model.parameters(), lr=rate)
+                for model, rate in zip(models, (0.1, 0.2), strict=True)
+            ]
+            models[0](torch.ones(2, 3)).sum().backward()
+            optimizers[0].step()
+            _, state = functions.get_state_dict(models[0], optimizers[0])
+            before = [parameter.detach().clone() for parameter in models[1].parameters()]
+            found = functions.set_state_dict(
+                models[1], optimizers[1], model_state_dict={}, optim_state_dict=state
+            )
+            assert not any(found), wrap.__name__
+            assert optimizers[1].param_groups[0]["lr"] == 0.1, wrap.__name__
+            assert len(optimizers[1].state) == len(optimizers[0].state) > 0, wrap.__name__
+            for parameter, value in zip(models[1].parameters(), before, strict=True):
+                assert torch.equal(parameter, value), wrap.__name__
+
+
+def test_an_optimizer_alone() -> None:
+    """`set_state_dict` with an empty model state loads the optimizer alone, of models that others shard or nobody does too."""
+    run_processes(2, optimizer_alone)

@@ -132,6 +132,9 @@ def get_state_dict(
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the model's state and the optimizers' state; see `get_model_state_dict`, `get_optimizer_state_dict`."""
+    if not units_in(model):
+        ask = _torchs("get_state_dict")
+        return ask(model, optimizers, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -200,7 +203,18 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """Load the model's state and the optimizers' state, and return the missing and unexpected keys of the model."""
+    """Load the model's state and the optimizers' state, and return the missing and unexpected keys of the model.
+
+    An empty model state is none, so that the optimizers' state is loaded alone.
+    """
+    if not units_in(model):
+        return _torchs("set_state_dict")(
+            model,
+            optimizers,
+            model_state_dict=model_state_dict,
+            optim_state_dict=optim_state_dict,
+            options=_for_torch(options),
+        )
     incompatible = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return incompatible
