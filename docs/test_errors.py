@@ -177,6 +177,13 @@ def stepped_by_shape(ranks: Collectives) -> None:
     torch.optim.Adafactor(model.parameters()).step()
 
 
+def given_to_torchs_zero(ranks: Collectives) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = FSDP(nn.Linear(2, 2))
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+
+
 def left_out_of_an_optimizer(ranks: Collectives) -> None:
     model = FSDP(nn.Linear(2, 2), use_orig_params=True)
     FSDP.optim_state_dict(model, torch.optim.Adam(list(model.parameters())[: 2 - ranks.rank]))
@@ -552,6 +559,8 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "called one of torch's own functions for distributed state": lambda: torchs.get_model_state_dict(
             wrapped()
         ),
+        "took the state of the module in a wrapper": lambda: wrapped().module.state_dict(),
+        "gave a sharded model to ZeroRedundancyOptimizer": partial(on_ranks, given_to_torchs_zero),
         "loaded optimizer state of a different shape": optimizer_state_of_another_shape,
         "loaded optimizer state of different parameter groups": optimizer_group_of_another_model,
     },

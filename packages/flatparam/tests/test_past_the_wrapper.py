@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import threading
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam import ShardingStrategy, fully_shard
 from flatparam.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_comm.testing import run_processes
@@ -285,3 +286,99 @@ def test_a_thread_that_is_refused(use_orig_params: bool) -> None:
     assert len(refused) == 2
     assert all("is in the forward pass of another thread" in each for each in refused)
     assert [call.module for unit in (model._unit,) for call in unit.calls] == []
+
+
+class Saves(Outer):
+    """As a model of transformers or diffusers: saves its own state, unless it is given one."""
+
+    def save_pretrained(self, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self.state_dict() if state_dict is None else state_dict
+
+
+def by_wrapper(ranks: Collectives, **arguments: Any) -> tuple[nn.Module, Any]:
+    model = FSDP(Saves(), ranks, **arguments)
+    return model, model.module
+
+
+def in_place(ranks: Collectives) -> tuple[nn.Module, Any]:
+    """A module inside of what is sharded."""
+    model = fully_shard(nn.Sequential(Saves()), mesh=ranks)
+    return model, model[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"use_orig_params": True},
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        None,
+    ],
+    ids=str,
+)
+def test_a_state_past_the_wrapper(arguments: dict[str, Any] | None) -> None:
+    """It is refused as this rank's part, by one rank alone too; with full parameters in place, or with a state, it is whole.
+
+    A copy of the model refuses and saves for itself.
+    """
+
+    def saved(ranks: Collectives) -> None:
+        model, inside = in_place(ranks) if arguments is None else by_wrapper(ranks, **arguments)
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            inside = each[0] if arguments is None else each.module
+            if ranks.rank == 0:
+                for save in (inside.save_pretrained, inside.state_dict):
+                    with pytest.raises(
+                        FlatParamError, match="rank 0.*save_pretrained.folder, state_dict=model.state"
+                    ):
+                        save()
+            whole = each.state_dict()
+            assert inside.save_pretrained(state_dict=whole) is whole
+            with FSDP.summon_full_params(each, writeback=False):
+                assert inside.save_pretrained()["gain.g"].tolist() == [2.0, 3.0]
+            assert each(X).sum().backward() is None
+
+    on_ranks(2, saved)
+
+
+def test_a_state_past_the_wrapper_that_is_whole() -> None:
+    """If each rank has whole parameters in modules, or every part is in units below, the state is as it was."""
+
+    def saved(ranks: Collectives) -> None:
+        whole = FSDP(Saves(), ranks, ShardingStrategy.NO_SHARD, use_orig_params=True)
+        below = FSDP(Saves(), ranks, auto_wrap_policy=ModuleWrapPolicy({Gain}))
+        for model in (whole, below):
+            assert model.module.save_pretrained()["gain.g"].tolist() == [2.0, 3.0]
+
+    on_ranks(2, saved)
+
+
+def test_names_of_a_state_past_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT may ask a module that an adapter has beside its own weights for its state, for the names in it."""
+
+    class Keeper:
+        """As PEFT's `ModulesToSaveWrapper`."""
+
+        def adapter_state_dict(self, module: nn.Module) -> list[str]:
+            return list(module.state_dict())
+
+        adapter_state_dict_load_map = adapter_state_dict
+
+    for name, members in (
+        ("peft.tuners.tuners_utils", {"BaseTuner": type("BaseTuner", (), {})}),
+        ("peft.utils.other", {"ModulesToSaveWrapper": Keeper}),
+    ):
+        made = ModuleType(name)
+        vars(made).update(members)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    def names(ranks: Collectives) -> None:
+        model = FSDP(Saves(), ranks, use_orig_params=True)
+        for ask in (Keeper().adapter_state_dict, Keeper().adapter_state_dict_load_map):
+            assert ask(model.module) == ["gain.g"]
+        with pytest.raises(FlatParamError, match="was called by itself"):
+            model.module.gain.state_dict()
+
+    on_ranks(2, names)

@@ -397,6 +397,7 @@ def by_torchs_names(ranks: Collectives) -> dict[str, Any]:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("leftovers_do_not_count")
 def test_torchs_names_are_ours_after_install() -> None:
     """Torch's own compressing hooks work on a CPU after `install()`, where torch's would fail in the backward pass."""
     before = theirs.bf16_compress_hook

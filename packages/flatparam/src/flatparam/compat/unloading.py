@@ -2,6 +2,8 @@
 
 `merge_and_unload()` and `unload()` take out modules that units gather parameters for. `merge_adapter()` outside
 `summon_full_params` multiplies what is left of a weight on this rank, with an error about shapes, if any.
+
+What asks modules for their state because of its names may ask (`asking_names`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+from flatparam.wrapper.refusing import asking_names
 from flatparam_core import FlatParamError
 from flatparam_runtime import Unit, units_in
 
@@ -19,6 +22,8 @@ __all__ = ["guard_adapters"]
 _HOME: Final = "peft.tuners.tuners_utils"
 _UNLOADS: Final = ("merge_and_unload", "unload")
 _MERGES: Final = ("merge_adapter", "unmerge_adapter")
+_KEEPER: Final = "peft.utils.other"
+_NAMES: Final = ("adapter_state_dict", "adapter_state_dict_load_map")
 _MARK: Final = "_knows_shards"
 
 
@@ -27,12 +32,26 @@ def guard_adapters() -> None:
     tuner = getattr(sys.modules.get(_HOME), "BaseTuner", None)
     if tuner is None or hasattr(tuner, _MARK):
         return
+    keeper = getattr(sys.modules.get(_KEEPER), "ModulesToSaveWrapper", None)
+    for name in _NAMES if keeper is not None else ():
+        setattr(keeper, name, _asking_names(getattr(keeper, name)))
     for names, refuse in ((_UNLOADS, _refuse_to_unload), (_MERGES, _refuse_to_merge)):
         for name in names:
             theirs = getattr(tuner, name, None)
             if theirs is not None:
                 setattr(tuner, name, _guarded(theirs, refuse))
     setattr(tuner, _MARK, True)
+
+
+def _asking_names(theirs: Callable[..., Any]) -> Any:
+    """The method, which asks the module that it keeps for its state, for the names in it."""
+
+    @functools.wraps(theirs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with asking_names():
+            return theirs(*args, **kwargs)
+
+    return called
 
 
 def _guarded(theirs: Callable[..., Any], refuse: Callable[[str, Any, tuple[Unit, ...]], None]) -> Any:

@@ -14,6 +14,7 @@ from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving import Resolved, ResolvedTree
 from flatparam.sharding import compiling, deferred_init, extensions, placement, repacking
 from flatparam.spread import route_torchs_functions
+from flatparam.wrapper.refusing import refuse_parts_in_states
 from flatparam_core import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
 
@@ -86,6 +87,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
         by_hooks=by_hooks,
     )
     route_torchs_functions(unit)
+    refuse_parts_in_states(unit)
     repacking.keep_packing(modules, resolved.ignored)
     guard_adapters()
     _warn_of_padding(unit)

@@ -1,17 +1,29 @@
-"""Refusals: torch's own ways to spread a model over ranks do not take a wrapper, and the error names ours."""
+"""Refusals: what knows no wrapper would take a rank's parts for the whole, and the error names what to call."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn, final
 
 import attrs
+from torch import nn
 
 from flatparam.wrapper.ranks import ranks_of
 from flatparam_core import FlatParamError
-from flatparam_runtime import Unit
+from flatparam_runtime import Phase, Unit, holder_of_parameter, unit_of
 
-__all__ = ["DDP_ASKS", "FSDP_MARKS", "refuse_join", "refuse_torchs_functions"]
+__all__ = [
+    "DDP_ASKS",
+    "FSDP_MARKS",
+    "asking_names",
+    "refuse_join",
+    "refuse_parts_in_states",
+    "refuse_torchs_functions",
+]
+
+_asks_names: contextvars.ContextVar[bool] = contextvars.ContextVar("_asks_names", default=False)
 
 _BEFORE = (
     "give it the module that is not wrapped, or call flatparam.install() before anything else, so that the class which "
@@ -88,6 +100,49 @@ def _asked_by_ddp(module: Any) -> _NoDDP:
 def _is_managed(module: Any) -> bool:
     """Tell the compiler that the parameters are sharded."""
     return True
+
+
+def refuse_parts_in_states(unit: Unit) -> None:
+    """Have the modules of `unit` refuse `state_dict()` past the model's own, while this rank shows parts.
+
+    Programs save by it what the wrapper is around: `model.module.save_pretrained(...)`.
+    """
+    # The unit's module is asked first, so that it refuses before units inside gather with ranks that may not call.
+    holders = {unit.module} if unit.handles else set()
+    if unit.plan.use_orig_params:
+        holders.update(
+            info.module for handle in unit.handles for infos in handle.param_infos for info in infos
+        )
+    for module in holders:
+        module.register_state_dict_pre_hook(_refuse_parts)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def asking_names() -> Iterator[None]:
+    """Inside, `state_dict()` of any module may be asked for, because of the names in it."""
+    token = _asks_names.set(True)
+    try:
+        yield
+    finally:
+        _asks_names.reset(token)
+
+
+# It finds the unit anew, so that a copy of a module finds its own.
+def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    unit = unit_of(module) or next(filter(None, map(holder_of_parameter, module._parameters.values())), None)
+    if unit is None or unit.phase is Phase.INSPECTING or _asks_names.get():
+        return
+    has_all = unit.plan.use_orig_params and all(handle.is_whole for handle in unit.handles)
+    if has_all or all(handle.is_unsharded for handle in unit.handles):
+        return
+    first = unit.handles[0].layout.fqns[0]
+    raise FlatParamError(
+        f"rank {unit.topology.rank}: state_dict() of {type(module).__name__}, which is inside of what was sharded as "
+        f"unit {unit.name!r}, was called by itself, and would give this rank's part of {first!r}, ... as if it were "
+        "the whole: call state_dict() of the sharded model on every rank and pass it on, as in "
+        "model.module.save_pretrained(folder, state_dict=model.state_dict()), or enter "
+        "summon_full_params(model, writeback=False) on every rank around the call"
+    )
 
 
 # For the classes of sharded modules, whose `_unit` is their unit.
