@@ -95,7 +95,7 @@ def test_an_endless_chain_of_causes() -> None:
         FailureReport.of(0, ValueError("x"), "the loss"),
         FailureReport.death(1, "killed"),
         FailureReport.departure(2, "its last line"),
-        FailureReport.divergence(3, "default", "ranks diverge"),
+        FailureReport.divergence(3, ("default",), "ranks diverge"),
         FailureReport.of(0, ValueError("x"), "").passed_on_by(4),
     ],
     ids=lambda report: report.kind,

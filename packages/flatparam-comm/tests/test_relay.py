@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -110,6 +111,94 @@ def test_every_rank_that_waits_is_told(tmp_path: Path, size: int, how: str) -> N
         assert again.startswith(
             f"rank {rank}: all_reduce 'one more': the process group is broken, since {cause}"
         )
+
+
+def _fails_at_once(comm: ProcessGroupCollectives, directory: str, which: int, how: str, through: str) -> None:
+    os.environ["FLATPARAM_RELAY_IDLE"] = "0.3"
+    if comm.rank == which:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            os._exit(3)
+        try:
+            raise Bug("the model cannot be built")
+        except Bug:
+            if how == "raises":
+                raise
+            # It asks for the environment again at the first collective, which never comes.
+            assert _NOW.relay is not None
+            _NOW.relay.set(RelaySettings.read())
+            while not Path(directory, "told").exists():
+                time.sleep(0.05)
+        return
+    with pytest.raises(PeerError) as raised:
+        (shared_memory(comm) if through == "shared memory" else comm).barrier()
+    Path(directory, "told").write_text(f"{raised.value.rank}|{raised.value}")
+
+
+@pytest.mark.parametrize("through", ["gloo", "shared memory"])
+@pytest.mark.parametrize("how", ["killed", "raises", "exits", "lives"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_fails_before_its_first_collective(
+    tmp_path: Path, which: int, how: str, through: str
+) -> None:
+    """A rank that fails after `init_process_group`, before it has used anything of flatparam's, is named by the other."""
+    try:
+        run_processes(2, _fails_at_once, str(tmp_path), which, how, through, grace=PATIENCE)
+    except RankError:
+        assert how != "lives"
+    culprit, told = (tmp_path / "told").read_text().split("|")
+    assert culprit == str(which)
+    cause = (
+        "with Bug: the model cannot be built" if how in ("raises", "lives") else "with the end of its process"
+    )
+    assert cause in told
+
+
+def _handles(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
+    os.environ["FLATPARAM_RELAY_IDLE"] = "0.3"
+    _steps(comm)
+    told = Path(directory, "told")
+    if comm.rank == 0:
+        if how in ("handles it", "has printed it"):
+            with pytest.raises(PeerError) as raised:
+                _steps(comm)
+            told.write_text(str(raised.value))
+        else:
+            _steps(comm)
+        return
+    if how == "has none":
+        time.sleep(1.5)
+    elif how == "computes":
+        try:
+            raise Bug("no cache")
+        except Bug:
+            until = time.process_time() + 1.5
+            while time.process_time() < until:
+                pass
+    elif how == "handles it":
+        try:
+            raise Bug("between two passes")
+        except Bug:
+            while not told.exists():
+                time.sleep(0.05)
+    else:
+        # As a prompt does.
+        sys.last_value = Bug("between two passes")
+        while not told.exists():
+            time.sleep(0.05)
+    if how not in ("handles it", "has printed it"):
+        _steps(comm)
+
+
+@pytest.mark.parametrize("how", ["handles it", "has printed it", "has none", "computes"])
+def test_an_exception_between_two_passes_of_a_process_that_lives(tmp_path: Path, how: str) -> None:
+    """Whoever waits for a rank that handles an exception of its own, and does nothing, is told; a slow one is not."""
+    run_processes(2, _handles, str(tmp_path), how)
+    if how in ("handles it", "has printed it"):
+        told = (tmp_path / "told").read_text()
+        assert "rank 1 failed first in the program's own code, and is at test_relay.py:" in told
+        assert told.endswith("with Bug: between two passes")
 
 
 def _loses_its_relay(comm: ProcessGroupCollectives, which: int, directory: str) -> None:

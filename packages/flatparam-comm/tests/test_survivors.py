@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from flatparam_comm import (
     RecordingCollectives,
     Survivors,
     run_threads,
+    set_relay,
     shared_memory,
 )
 from flatparam_comm.testing import run_processes
@@ -59,6 +64,47 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         "rank 0: exchange 'the place': rank 1 has not come within 0.3 s: its process has ended"
     )
     assert told.endswith("make every rank catch its exception and call the same")
+
+
+class Trap:
+    """What a stranger would like to be unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path(tempfile.gettempdir(), f"trap-{os.getppid()}"),)
+
+
+def _is_deceived(comm: ProcessGroupCollectives) -> str:
+    survivors = Survivors.of(comm, None, 60.0)
+    if comm.rank == 1:
+        # A stranger cannot sign.
+        forged = pickle.dumps(Trap())
+        survivors._store.set("1/1", bytes(32) + forged)
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        survivors.exchange(1)
+    assert not Path(tempfile.gettempdir(), f"trap-{os.getppid()}").exists()
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_what_a_stranger_writes_is_not_unpickled() -> None:
+    """Whoever reaches the store can write to it; what no rank has signed is refused unread."""
+    told = run_processes(2, _is_deceived)[0]
+    assert told.startswith("rank 0: exchange: what the store holds of rank 1 was not written by a rank")
+
+
+def _has_no_relay(comm: ProcessGroupCollectives) -> str:
+    set_relay(False)
+    with pytest.raises(CollectiveError) as caught:
+        Survivors.of(comm, None, 60.0)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_without_a_relay_nobody_can_sign() -> None:
+    """Ranks whose relay is switched off are refused at once, with the remedy."""
+    for told in run_processes(2, _has_no_relay):
+        assert "expected a relay, by which ranks know a secret, found none" in told
 
 
 def _as_threads(comm: Collectives) -> str:

@@ -16,7 +16,7 @@ when it is called, so that importing this package works on a torch that was buil
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -152,6 +152,39 @@ def time_limit_of(backend: Any) -> timedelta | None:
 def connections_of(backend: Any) -> int:
     """The number of connections that a backend of gloo has to each peer; the tag of a message chooses one."""
     return len(getattr(getattr(backend, "options", None), "_devices", [None]))
+
+
+def source_file() -> str:
+    """The file of torch's collectives."""
+    return str(dist.distributed_c10d.__file__)
+
+
+def count_of(group: ProcessGroup) -> int:
+    """The collectives that this process has issued on a group, as torch counts them; 0 if it does not."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # torch does not declare it
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def known_groups() -> list[tuple[ProcessGroup, str]]:
+    """The groups that this process is in, with their names."""
+    names: dict[Any, str] = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", {})
+    return [(group, str(name)) for group, name in [*names.items()] if isinstance(group, dist.ProcessGroup)]
+
+
+def call_with_default_group(call: Callable[[], None]) -> None:
+    """Have `call` called whenever torch has made its default group, or has left it; torch has no event for this."""
+    module: Any = getattr(dist, "distributed_c10d", None)
+    of_torch = getattr(module, "_update_default_pg", None)
+    if of_torch is None:
+        return
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        of_torch(*args, **kwargs)
+        call()
+
+    module._update_default_pg = ours
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class ProcessGroupCollectives:
                 _guarded(site, lambda: halves[site.rank].copy_(given), calls)
         else:
             work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group), calls)
-        return _WorkPending(site, work, (output, shard), calls)
+        return _WorkPending(site, work, (output, shard), calls, calls.issued)
 
     def reduce_scatter(
         self,
@@ -173,7 +173,7 @@ class ProcessGroupCollectives:
         work = _guarded(
             site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor), calls
         )
-        return _WorkPending(site, work, (output, full), calls)
+        return _WorkPending(site, work, (output, full), calls, calls.issued)
 
     def _exchange_and_add(
         self, site: checks.Site, calls: GroupCalls, output: Tensor, full: Tensor
@@ -186,11 +186,11 @@ class ProcessGroupCollectives:
         if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
             work = self._swap(site, calls, output, parts[1 - site.rank])
             add = functools.partial(_add, output, (output, parts[site.rank]))
-            return _WorkPending(site, work, (output, full), calls, add)
+            return _WorkPending(site, work, (output, full), calls, calls.issued, add)
         received = torch.empty_like(full)
         work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group), calls)
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
-        return _WorkPending(site, work, (received, full), calls, add)
+        return _WorkPending(site, work, (received, full), calls, calls.issued, add)
 
     def _swap(self, site: checks.Site, calls: GroupCalls, theirs: Tensor, ours: Tensor) -> Any:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
@@ -208,7 +208,7 @@ class ProcessGroupCollectives:
         calls = self._begin(site, tensor, _REDUCTIONS[op])
         carried = c10d.plain(tensor)
         work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor), calls)
-        return _WorkPending(site, work, (tensor,), calls)
+        return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """See `Collectives.broadcast`; `root` is a rank of this group."""
@@ -217,7 +217,7 @@ class ProcessGroupCollectives:
         calls = self._begin(site, tensor, root)
         carried = c10d.as_carried(tensor)
         work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group), calls)
-        return _WorkPending(site, work, (tensor,), calls)
+        return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def all_to_all(
         self,
@@ -238,24 +238,26 @@ class ProcessGroupCollectives:
         sizes = ([factor * n for n in output_numels], [factor * n for n in given_numels])
         carried, carried_given = c10d.as_carried(output), c10d.as_carried(given)
         work = _guarded(site, lambda: c10d.all_to_all(carried, carried_given, self.group, sizes=sizes), calls)
-        return _WorkPending(site, work, (output, given), calls)
+        return _WorkPending(site, work, (output, given), calls, calls.issued)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
         site = self._site("exchange", label)
-        return _guarded(site, lambda: groups.exchange(value, self.group), self._begin(site), waits=True)
+        calls = self._begin(site)
+        return _guarded(site, lambda: groups.exchange(value, self.group), calls, waits_for=calls.issued)
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
         site = self._site("barrier", label)
-        _guarded(site, lambda: groups.barrier(self.group), self._begin(site), waits=True)
+        calls = self._begin(site)
+        _guarded(site, lambda: groups.barrier(self.group), calls, waits_for=calls.issued)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
         """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
         calls = self._begin(site)
-        group = _guarded(site, lambda: groups.new_subgroup(self.group, chosen), calls, waits=True)
+        group = _guarded(site, lambda: groups.new_subgroup(self.group, chosen), calls, waits_for=calls.issued)
         return None if group is None else ProcessGroupCollectives(group)
 
     def _begin(self, site: checks.Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
@@ -284,6 +286,8 @@ class _WorkPending:
     work: Any
     tensors: tuple[Tensor, ...]
     calls: GroupCalls
+    number: int
+    """The number of the collective in its group."""
     then: Callable[[], None] | None = None
     """The last step of the collective, on this rank alone: it runs once, when all bytes are there."""
     error: CommError | None = None
@@ -295,7 +299,7 @@ class _WorkPending:
         if self.work is None:
             return
         try:
-            _guarded(self.site, self.work.wait, self.calls, waits=True)
+            _guarded(self.site, self.work.wait, self.calls, waits_for=self.number)
         except CommError as error:
             self.error = error
             raise
@@ -323,18 +327,23 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def _guarded(site: checks.Site, call: Callable[[], T], calls: GroupCalls, *, waits: bool = False) -> T:
+def _guarded(site: checks.Site, call: Callable[[], T], calls: GroupCalls, *, waits_for: int = 0) -> T:
     """The result of `call`; an exception becomes one that names the rank and the collective, and who failed first.
 
     Args:
-        waits: the call returns when the collective is complete.
+        waits_for: the number of the collective, if the call returns when it is complete; else 0.
     """
+    before = calls.enter_wait(site, waits_for) if waits_for else None
     try:
-        return call()
+        try:
+            return call()
+        finally:
+            if waits_for:
+                calls.end_wait(before)
     except CollectiveError:
         raise
     except Exception as error:
-        raise calls.error_of(site, error, waited=waits) from error
+        raise calls.error_of(site, error, waited=bool(waits_for)) from error
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

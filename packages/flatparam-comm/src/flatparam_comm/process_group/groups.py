@@ -22,6 +22,7 @@ from flatparam_comm.process_group.c10d import (
     backend_of,
     connections_of,
     first_of,
+    known_groups,
     naming_the_next_group,
     time_limit_of,
 )
@@ -36,6 +37,8 @@ __all__ = [
     "current_device",
     "default_group",
     "exchange",
+    "group_named",
+    "group_or_default",
     "has_cpu_backend",
     "is_between_processes",
     "members_of",
@@ -55,6 +58,16 @@ def default_group() -> ProcessGroup | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD
+
+
+def group_or_default(found: object) -> ProcessGroup | None:
+    """The group that a call of torch is about which was given this one, or none."""
+    return found if isinstance(found, dist.ProcessGroup) else default_group()
+
+
+def group_named(name: str) -> ProcessGroup | None:
+    """The group of this process with this name; None if there is none."""
+    return next((group for group, each in known_groups() if each == name), None)
 
 
 def name_of(group: ProcessGroup) -> str:

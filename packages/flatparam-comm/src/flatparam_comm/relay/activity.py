@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from types import FrameType
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 
@@ -27,6 +27,9 @@ class Activity:
     """The call that is watched: one at a time, the last to begin."""
     steps: int = 0
     """The watched calls that have ended: the steps of optimizers that have sharded parameters."""
+    waits: dict[int, tuple[Any, int, str, str] | None] = attrs.field(factory=dict)
+    """For each thread that has waited for other ranks, the collective that it waits in now, if any: the calls of its
+    group, its number there, and its operation and label."""
     is_in_step: bool = False
     """Whether the last watched call has not ended: it is under way, or has raised."""
 

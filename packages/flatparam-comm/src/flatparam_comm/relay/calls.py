@@ -13,7 +13,7 @@ import attrs
 
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
-from flatparam_comm.process_group import groups
+from flatparam_comm.process_group import c10d, groups
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.positions.board import Board, Offer
 from flatparam_comm.relay.positions.page import CollectiveCount
@@ -142,7 +142,11 @@ class GroupCalls(CollectiveCount):
         assert group is not None, "a collective is about to be issued on it"
         self._is_meeting = True
         try:
-            self.meet(lambda offer: groups.exchange(offer, group))
+            before = self.enter_wait(site, self.begun)
+            try:
+                self.meet(lambda offer: groups.exchange(offer, group))
+            finally:
+                self.end_wait(before)
         except Exception as error:
             raise self.error_of(site, error, waited=True) from error
         finally:
@@ -171,6 +175,21 @@ class GroupCalls(CollectiveCount):
         )
         self.tell_divergence(text)
         return MismatchError(site.rank, site.op, site.label, text)
+
+    @property
+    def begun(self) -> int:
+        """The collectives that are issued, with the meeting, which comes before the first one is counted."""
+        return self.issued + self._is_meeting
+
+    def place_of(self, number: int) -> int:
+        """The number of collective `number` among all of the process group, torch's own too, or a later one.
+
+        It is 0 if it does not go through the process group.
+        """
+        group = self._group()
+        if group is None or self.name != groups.name_of(group):
+            return 0
+        return c10d.count_of(group) - (self.begun - number)
 
     @property
     def failures(self) -> int:
@@ -216,11 +235,10 @@ class GroupCalls(CollectiveCount):
         Ranks that fail alike, after the same collective, and all go on, do not wait for each other in vain.
         """
         if failure.is_death:
-            return self.issued > 0
+            return self.begun > 0
         count = failure.issued.get(self.name, 0)
         is_alike = self.failed_at.count(count) >= max(1, failure.failures.get(self.name, 1))
-        # The meeting comes before the first collective is counted.
-        return self.issued + self._is_meeting > count and (failure.is_final or not is_alike)
+        return self.begun > count and (failure.is_final or not is_alike)
 
     def break_by(self, failure: FailureReport) -> None:
         """Make every wait and every later call on the group raise."""
@@ -279,7 +297,7 @@ class GroupCalls(CollectiveCount):
         """Let the other ranks know that ranks issue different collectives, and break the group."""
         relay = self._relay
         if relay is not None:
-            self.broken_by = FailureReport.divergence(relay.rank, self.name, text)
+            self.broken_by = FailureReport.divergence(relay.rank, (self.name,), text)
             self._takes_care = True
             relay.tell(self.broken_by)
 
@@ -291,7 +309,7 @@ class GroupCalls(CollectiveCount):
             told = f"; its last collective was {last or 'none'}" if last is not None else ""
             failure = attrs.evolve(failure, message=failure.message + told)
         cause = failure.as_cause()
-        if failure.diverged:
+        if failure.diverged and not failure.is_consequence:
             return MismatchError(site.rank, site.op, site.label, prefix + failure.message)
         if failure.culprit == relay.rank:
             return CollectiveError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -20,6 +20,10 @@ _ENDED: Final = "the end of its process"
 _LEFT: Final = "the end of its program"
 _UNKNOWN: Final = "an exception"
 _DIVERGED: Final = "MismatchError"
+
+
+def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(names)
 
 
 @final
@@ -46,8 +50,8 @@ class FailureReport:
     """The number of failures of `rank` after that many collectives, by the group's name."""
     is_final: bool = False
     """Whether the process of `rank` ends, so that it will issue no collective any more."""
-    diverged: str = ""
-    """The name of the group on which `rank` found that ranks diverge; empty if it has failed otherwise."""
+    diverged: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    """The names of the groups on which ranks diverge, or wait in vain; empty if `rank` has failed otherwise."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException | None, where: str) -> FailureReport:
@@ -77,9 +81,9 @@ class FailureReport:
         return cls(rank, rank, _LEFT, message, is_final=True)
 
     @classmethod
-    def divergence(cls, rank: int, group: str, message: str) -> FailureReport:
-        """Ranks issue different collectives on the same group, as `rank` has noticed."""
-        return cls(rank, rank, _DIVERGED, message, diverged=group)
+    def divergence(cls, rank: int, groups: tuple[str, ...], message: str) -> FailureReport:
+        """Ranks issue different collectives, so that those of these groups cannot be completed."""
+        return cls(rank, rank, _DIVERGED, message, diverged=groups)
 
     @classmethod
     def from_words(cls, words: dict[str, Any]) -> FailureReport:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
 
-from flatparam_comm.process_group import groups
+from flatparam_comm.process_group import c10d, groups
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.relay import Relay
@@ -24,7 +24,7 @@ from flatparam_comm.relay.settings import RelaySettings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["calls_of", "end_of_process", "set_relay", "tell_failure", "telling"]
+__all__ = ["calls_of", "end_of_process", "secret_of_ranks", "set_relay", "tell_failure", "telling"]
 
 
 @final
@@ -106,21 +106,27 @@ def calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
 
 def _relay_for(group: ProcessGroup) -> Relay | None:
     """The relay that a group takes part in, or None if it cannot, or shall not."""
-    if not _SETTING.is_on or group.size() < 2 or not groups.is_between_processes(group):
+    if not _SETTING.is_on:
+        _end()
+        return None
+    if group.size() < 2 or not groups.is_between_processes(group):
         return None
     world = groups.default_group()
     if world is None:
         return None
+    settings = RelaySettings.read()
     if _NOW.relay is not None and _NOW.relay.is_running:
         if _NOW.world is not None and _NOW.world() is world:
+            if not _NOW.relay.calls:
+                # It began with the default group; the program may have set the environment since.
+                _NOW.relay.set(settings)
             return _NOW.relay
         # Something, such as a traceback, keeps a default group alive that was destroyed.
         _end()
-    settings = RelaySettings.read()
     store = groups.store_of(world, "flatparam relay", timedelta(seconds=settings.store))
     if store is None:
         return None
-    relay = Relay(world.rank(), store, settings)
+    relay = Relay(world.rank(), world.size(), store, settings)
     relay.start()
     _NOW.served_store = groups.served_store_of(world)
     _NOW.relay, _NOW.world = relay, weakref.ref(world)
@@ -128,6 +134,15 @@ def _relay_for(group: ProcessGroup) -> Relay | None:
     _NOW.finalizer.atexit = False
     _watch_exits()
     return relay
+
+
+def _begin_with_the_world() -> None:
+    """Begin the relay when torch has made its default group: a rank may fail before its first collective."""
+    # Whatever is missing, the program works without a relay.
+    with contextlib.suppress(Exception), _NOW.beginning:
+        world = groups.default_group()
+        if world is not None:
+            _relay_for(world)
 
 
 def _end() -> None:
@@ -140,6 +155,11 @@ def _end() -> None:
         relay.end()
     _NOW.served_store = None
     _unhook()
+
+
+def secret_of_ranks() -> str:
+    """What the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
+    return "" if _NOW.relay is None else _NOW.relay.secret
 
 
 def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool = False) -> None:
@@ -201,7 +221,7 @@ def telling(where: str) -> Iterator[None]:
 
 def _watch_exits() -> None:
     """Tell of an exception that nobody catches, and of a program that ends while others may wait for it."""
-    if not isinstance(sys.excepthook, _Hook):
+    if _NOW.hook is None:
         _NOW.hook = _Hook(sys.excepthook)
         sys.excepthook = _NOW.hook
     # In a process that multiprocessing has started, only its own finalizers run; elsewhere it calls them at exit.
@@ -209,11 +229,11 @@ def _watch_exits() -> None:
 
 
 def _unhook() -> None:
-    # Somebody may have put a hook of their own over this one, which then stays and does nothing.
+    # Somebody may have put a hook of their own over this one, as torch does with each default group: then it stays.
     hook = _NOW.hook
     if hook is not None and id(sys.excepthook) == id(hook):
         sys.excepthook = hook.before
-    _NOW.hook = None
+        _NOW.hook = None
     if _NOW.at_exit is not None:
         _NOW.at_exit.cancel()
     _NOW.at_exit = None
@@ -267,5 +287,6 @@ def _after_fork() -> None:
     _NOW.beginning = threading.Lock()
 
 
+c10d.call_with_default_group(_begin_with_the_world)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

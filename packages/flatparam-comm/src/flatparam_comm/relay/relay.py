@@ -17,13 +17,17 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.errors import CommError
+from flatparam_comm.process_group import groups
 from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.calls import GroupCalls
+from flatparam_comm.relay.deadlocks import Deadlocks, Knot
 from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.idle import IdleWatch
 from flatparam_comm.relay.positions.board import Board
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.stalls import StallWatch
-from flatparam_comm.relay.star import CLOSED, Ended, Said, Star
+from flatparam_comm.relay.star import CLOSED, GARBLED, Ended, Said, Star
+from flatparam_comm.relay.waits import Stand, WaitWatch
 
 __all__ = ["Relay"]
 
@@ -47,8 +51,8 @@ class _Told:
 class Relay:
     """The relay of this process; `run` is its thread. `calls` are those of the groups that take part, by name."""
 
-    def __init__(self, rank: int, store: Any, settings: RelaySettings) -> None:
-        """Prepare rank `rank` of the world; `store` is for the relay alone."""
+    def __init__(self, rank: int, size: int, store: Any, settings: RelaySettings) -> None:
+        """Prepare rank `rank` of a world of `size`; `store` is for the relay alone."""
         self.rank = rank
         self.settings = settings
         self.calls: dict[str, GroupCalls] = {}
@@ -57,7 +61,7 @@ class Relay:
         # Not every system has memory for it; without it, divergence is not noticed here.
         with contextlib.suppress(OSError, AttributeError):
             self.board = Board()
-        self._star = Star(rank, store, settings)
+        self._star = Star(rank, size, store, settings)
         self._pids: dict[int, int | None] = {}
         self._deaf: set[int] = set()
         self._known: dict[int, FailureReport] = {}
@@ -69,6 +73,10 @@ class Relay:
         self._may_forgive = False
         self._said: FailureReport | None = None
         self._stalls = StallWatch(rank, settings.stall)
+        self._waits = WaitWatch(settings.stand)
+        self._idle = IdleWatch(rank, settings.idle)
+        self._stand: Stand | None = None
+        self._deadlocks = Deadlocks()
         self._next_look = 0.0
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
@@ -85,13 +93,25 @@ class Relay:
         self._thread.start()
         deadline = time.monotonic() + self.settings.connect
         with self._changed:
-            while self.rank != 0 and not self._star.is_connected and time.monotonic() < deadline:
+            while not (self._star.is_connected or self._star.is_hub) and time.monotonic() < deadline:
                 self._changed.wait(0.05)
 
     @property
     def is_running(self) -> bool:
         """Whether the thread listens."""
         return self._thread.is_alive()
+
+    @property
+    def secret(self) -> str:
+        """What the ranks of the world know, and nobody else; empty before this one has heard of the hub."""
+        return self._star.secret
+
+    def set(self, settings: RelaySettings) -> None:
+        """Go on with these settings, before the first group takes part."""
+        self.settings = settings
+        self._stalls = StallWatch(self.rank, settings.stall)
+        self._waits = WaitWatch(settings.stand)
+        self._idle = IdleWatch(self.rank, settings.idle)
 
     # What the other threads call
 
@@ -217,6 +237,7 @@ class Relay:
                 self._take_back()
                 self._say_own()
                 self._break_groups()
+                self._look_at_waits()
                 self._look_at_stalls()
                 with self._changed:
                     self._changed.notify_all()
@@ -252,6 +273,7 @@ class Relay:
         if ends:
             ends += [calls.joined + settings.mercy for calls in [*self.calls.values()]]
         moments += [end for end in ends if end > now]
+        moments += [] if self._waits.due <= now else [self._waits.due]
         return min([settings.sleep, *(max(0.0, moment - now) + 0.005 for moment in moments)])
 
     def _look_at_watched(self) -> None:
@@ -282,6 +304,7 @@ class Relay:
             with self._changed:
                 if self._own is own:
                     self._own = self._own_mark = None
+                    self._known.pop(self.rank, None)
 
     @property
     def _is_forgiven(self) -> bool:
@@ -305,6 +328,12 @@ class Relay:
 
     def _note(self, news: Said | Ended) -> None:
         rank = news.rank
+        if isinstance(news, Said) and "stand" in news.words:
+            self._note_stand(rank, news.words["stand"], news.words["answers"])
+            return
+        if isinstance(news, Said) and "question" in news.words:
+            self._look_at_waits(news.words["question"])
+            return
         if isinstance(news, Said):
             self._pids[rank] = news.words["pid"]
             self._deaf.discard(rank)
@@ -315,19 +344,46 @@ class Relay:
         else:
             known = self._known.get(rank)
             # The connection of a rank whose relay has failed says nothing about its process.
+            self._deadlocks.forget(rank)
             if (known is not None and known.is_final) or rank in self._deaf:
                 return
+            if news.reason == GARBLED:
+                _LOGGER.warning("the relay of rank %d has lost that of rank %d: %s", self.rank, rank, GARBLED)
+                return
             failure = self._death_of(rank, news.reason)
-            if self.rank == 0:
+            if self._star.is_hub:
                 self._star.say_for(rank, {"pid": self._pids.get(rank), "failure": failure.to_words()})
         if failure is None:
             self._known.pop(rank, None)
             self._since.pop(rank, None)
             return
+        if rank == self.rank and not (self._own is not None and self._own.is_final):
+            self._be_told(failure)
         self._known[rank] = failure
         self._since[rank] = time.monotonic()
         for calls in [*self.calls.values()]:
             calls.take_care()
+        if failure.diverged:
+            self._leave_calls_of_torch(failure)
+
+    def _be_told(self, failure: FailureReport) -> None:
+        """Learn from the hub that this rank has failed: it waits for others which wait for it."""
+        everything = [*self.calls.values()]
+        own = attrs.evolve(failure, issued={calls.name: calls.issued for calls in everything})
+        with self._changed:
+            self._own = self._said = own
+            self._own_mark = None
+
+    def _leave_calls_of_torch(self, failure: FailureReport) -> None:
+        """End a wait in a call of torch's own: its error says nothing of the cause, so the log does."""
+        stand, self._stand = self._stand, None
+        for wait in () if stand is None else stand.waits:
+            if wait.is_torchs and wait.group in failure.diverged:
+                text = "rank %d: %s cannot be completed, rank %d failed first %s"
+                _LOGGER.error(text, self.rank, wait.text, failure.culprit, failure.as_cause())
+                group = groups.group_named(wait.group)
+                if group is not None:
+                    groups.stop_waiting(group)
 
     def _death_of(self, rank: int, reason: str) -> FailureReport:
         known = self._known.get(rank)
@@ -361,8 +417,47 @@ class Relay:
                 elif failure.is_consequence:
                     mercy = 0.0
                 is_late = now >= since + mercy
-                if failure.diverged == calls.name or (is_late and calls.waits_in_vain_for(failure)):
+                if calls.name in failure.diverged or (is_late and calls.waits_in_vain_for(failure)):
                     calls.break_by(failure)
+
+    def _look_at_waits(self, question: int = 0) -> None:
+        """Tell the hub where this rank stands, if that is new, or if it asks."""
+        own, now = self._own, time.monotonic()
+        failure = self._idle.look(now) if own is None else own
+        stand = self._waits.look([*self.calls.values()], failure, now)
+        # One that has failed, and goes on to another call, ends the waits of the others by its failure.
+        if own is not None and (self._said is not own or own.is_departure or (stand and stand.waits)):
+            stand = None
+        before, self._stand = self._stand, stand
+        if question or (stand and stand.key) != (before and before.key):
+            told = None if stand is None else stand.to_words()
+            if self._star.is_hub:
+                self._note_stand(self.rank, told, question)
+            else:
+                self._star.tell(self._star.hub, self.rank, {"stand": told, "answers": question})
+        number, asked = self._deadlocks.next_question()
+        for rank in asked:
+            if rank == self.rank:
+                self._look_at_waits(number)
+            else:
+                self._star.tell(rank, self.rank, {"question": number})
+
+    def _note_stand(self, rank: int, told: dict[str, Any] | None, answers: int) -> None:
+        self._deadlocks.note(rank, None if told is None else Stand.from_words(told), answers)
+        knot = self._deadlocks.found()
+        if knot is not None:
+            self._cut(knot)
+
+    def _cut(self, knot: Knot) -> None:
+        """End the waits of ranks that wait for each other: each of them is told on behalf of one of its group."""
+        for rank in knot.speakers:
+            failure = FailureReport.divergence(rank, knot.groups, knot.description)
+            if knot.cause is not None:
+                failure = attrs.evolve(knot.cause.passed_on_by(rank), diverged=knot.groups)
+            failure = attrs.evolve(failure, issued=knot.stands[rank].counts)
+            words = {"pid": self._pids.get(rank), "failure": failure.to_words()}
+            self._star.say_for(rank, words, to_itself=True)
+            self._note(Said(rank, words))
 
     def _look_at_stalls(self) -> None:
         now = time.monotonic()
@@ -378,7 +473,7 @@ class Relay:
 
     def _is_lost_hub(self, rank: int, failure: FailureReport) -> bool:
         """Whether `rank` has passed on the news and has failed: no news of any other rank can come any more."""
-        is_hub = rank == 0 and self.rank != 0
+        is_hub = rank == self._star.hub and self.rank != rank
         return is_hub and failure.is_final and not failure.is_departure and not self._star.is_connected
 
     def _best(self, calls: GroupCalls) -> FailureReport | None:

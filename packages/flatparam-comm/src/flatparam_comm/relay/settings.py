@@ -39,6 +39,9 @@ class RelaySettings:
         "From an exception that the program has caught and dropped until it is told, unless the rank goes on.",
     )
     connect: float = _seconds(1.0, "The most that the first collective waits for rank 0 to be reached.")
+    hub: float = _seconds(
+        3.0, "The most that the other ranks wait for the relay of rank 0 until one of them takes its part."
+    )
     retry: float = _seconds(
         0.02, "Between the first two attempts to reach rank 0; each further pause is twice as long."
     )
@@ -50,6 +53,14 @@ class RelaySettings:
     flush: float = _seconds(2.0, "The most that a process which ends waits for its failure to be told.")
     sleep: float = _seconds(
         0.5, "The longest sleep of the thread; then it looks whether an optimizer's step has raised."
+    )
+    stand: float = _seconds(
+        0.5, "From the beginning of a wait until it is looked whether ranks wait for each other for ever."
+    )
+    idle: float = _seconds(
+        30.0,
+        "From the last collective until a rank that handles an exception of the program's own, and does nothing, has "
+        "failed for the others that wait for it.",
     )
     stall: float = _seconds(
         60.0,

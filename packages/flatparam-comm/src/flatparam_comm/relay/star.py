@@ -1,13 +1,16 @@
-"""The connections between the relays: rank 0 listens, the others connect to it, and it passes on what each one says.
+"""The connections between the relays: the others connect to one rank, the hub, which passes on what each one says.
 
-Nothing is sent while all is well. A connection ends with its process, so a rank that is killed is noticed at once; the
-system's keepalive packets notice a host that is gone. Rank 0 leaves its address, and a secret, in the store.
+The hub is rank 0 if its program has a relay, or else the first other rank that finds none. Nothing is sent while no
+rank waits for half a second. A connection ends with its process, so a rank that is killed is noticed at once; the
+system's keepalive packets notice a host that is gone. The hub leaves its address, and a secret, in the store until all
+ranks are connected: whoever reaches the store can read it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import select
@@ -21,15 +24,23 @@ import attrs
 from flatparam_comm.relay.host import host_identity, host_names, network_of_host
 from flatparam_comm.relay.settings import RelaySettings
 
-__all__ = ["CLOSED", "Ended", "Said", "Star"]
+__all__ = ["CLOSED", "GARBLED", "Ended", "Said", "Star"]
 
 #: The reason of an end that the other process, or its system, has told of.
 CLOSED: Final = "the connection was closed"
-_KEY: Final = "address"
+#: The reason of an end that says nothing about the process: its words were none.
+GARBLED: Final = "what it said cannot be read"
+#: The keys of the store: where the hub listens for the ranks of its host, and for all; that a rank is on another host;
+#: and how many ranks have offered to be the hub, of which the first is it.
+_KEY, _WIDE, _ELSEWHERE, _OFFERS = "address", "address for other hosts", "elsewhere", "offers"
 #: Keepalive packets without an answer until a host is gone.
 _UNANSWERED: Final = 3
 #: The bytes of the line by which a rank introduces itself, at most.
 _LONGEST_HELLO: Final = 4096
+#: The bytes of any other line, at most.
+_LONGEST_LINE: Final = 1 << 22
+#: Connections that have not said yet which rank they are, at most: the program needs its descriptors.
+_GUESTS: Final = 64
 
 
 @final
@@ -57,6 +68,8 @@ class _Line:
 
     socket: socket.socket
     rank: int = -1
+    is_heard: bool = False
+    """Whether it has said anything; the hub begins with its own words."""
     buffer: bytearray = attrs.field(factory=bytearray)
     lost: str = ""
     """Why a message could not be sent, which the system says only once."""
@@ -82,14 +95,20 @@ class _Line:
             data = b""
             if not isinstance(error, TimeoutError) or error.errno is not None:
                 reason = f"the connection was lost: {error.strerror}"
-        return self.take(data), reason
+        try:
+            return self.take(data), reason
+        except ValueError:
+            return [], GARBLED
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that end with `data`."""
+        """The messages that end with `data`; raises ValueError if they are none."""
         self.buffer += data
         *lines, rest = bytes(self.buffer).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            raise ValueError("the line does not end")
         self.buffer[:] = rest
-        return [json.loads(line) for line in lines]
+        self.is_heard = self.is_heard or bool(lines)
+        return [_decode(line) for line in lines]
 
 
 @final
@@ -127,19 +146,25 @@ class _Guest:
 class Star:
     """The connection of this rank to all others, for one thread (but `wake`, which any thread may call)."""
 
-    def __init__(self, rank: int, store: Any, settings: RelaySettings) -> None:
-        """Prepare; `store` is a connection of its own to the store of the group."""
+    def __init__(self, rank: int, size: int, store: Any, settings: RelaySettings) -> None:
+        """Prepare rank `rank` of `size`; `store` is a connection of its own to the store of the group."""
         self._rank = rank
+        self._size = size
         self._store = store
         self._settings = settings
+        self.hub = -1
+        """The rank that passes on what each one says; -1 if it is not known yet."""
         self._lines: dict[int, _Line] = {}
         self._guests: dict[int, _Guest] = {}
-        self._listener: socket.socket | None = None
-        self._secret = ""
+        self._listeners: dict[int, socket.socket] = {}
+        self.secret = ""
+        """What only the ranks know, once this one has heard of the hub."""
         self._last: dict[int, bytes] = {}
         self._mine: list[bytes] = []
         self._next_try = 0.0
         self._retry = settings.retry
+        self._offers_at = 0.0
+        self._refused_since = math.inf
         self._ears, self._bell = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ears, False)
@@ -149,14 +174,35 @@ class Star:
         """Whether this rank hears any other one."""
         return bool(self._lines)
 
+    @property
+    def is_hub(self) -> bool:
+        """Whether this rank passes on what each one says."""
+        return self.hub == self._rank
+
     def open(self) -> None:
-        """Begin: rank 0 listens, and says where."""
+        """Begin: rank 0 offers to be the hub."""
+        self._offers_at = time.monotonic() + (0.0 if self._rank == 0 else self._settings.hub)
         if self._rank == 0:
-            self._listener = _listen()
-            self._secret = secrets.token_hex(16)
-            port = self._listener.getsockname()[1]
-            told = {"host": host_identity(), "space": network_of_host(), "names": host_names(), "port": port}
-            self._store.set(_KEY, json.dumps({**told, "secret": self._secret}))
+            self._offer()
+
+    def _offer(self) -> None:
+        """Become the hub, unless another rank has offered before: listen, and say where."""
+        if self._store.add(_OFFERS, 1) != 1:
+            self._offers_at = math.inf
+            return
+        self._become_hub()
+
+    def _become_hub(self) -> None:
+        self.secret = secrets.token_hex(16)
+        self._listen(_KEY, socket.create_server(("127.0.0.1", 0), backlog=128), [])
+        # Last: this rank's program goes on now, and may end.
+        self.hub = self._rank
+
+    def _listen(self, key: str, listener: socket.socket, names: list[str]) -> None:
+        self._listeners[listener.fileno()] = listener
+        told = {"host": host_identity(), "space": network_of_host(), "names": names, "rank": self._rank}
+        told |= {"port": listener.getsockname()[1], "secret": self.secret}
+        self._store.set(key, json.dumps(told))
 
     def say(self, words: dict[str, Any]) -> None:
         """Send words to every other rank; those that connect later get the last ones of each rank."""
@@ -165,24 +211,33 @@ class Star:
         self._last[self._rank] = message
         self._send_mine()
 
-    def say_for(self, rank: int, words: dict[str, Any]) -> None:
-        """On rank 0: send words to every other rank in place of `rank`, whose connection has ended."""
+    def say_for(self, rank: int, words: dict[str, Any], *, to_itself: bool = False) -> None:
+        """On the hub: send words to every other rank in place of `rank`, and also to `rank` if `to_itself`."""
         self._pass_on(rank, words)
+        if to_itself:
+            self.tell(rank, rank, words)
+
+    def tell(self, rank: int, about: int, words: dict[str, Any]) -> None:
+        """Send words about a rank to `rank` alone, if there is a connection to it."""
+        if rank in self._lines:
+            self._lines[rank].send(_encode(about, words))
 
     def listen(self, timeout: float) -> Iterator[Said | Ended]:
         """Wait for what the others say, for a call of `wake` or for `timeout` seconds."""
-        if self._rank != 0 and not self._lines and self._store is not None:
-            self._try_to_connect()
-            timeout = min(timeout, self._retry)
+        if self._store is not None and time.monotonic() >= self._next_try:
+            self._next_try = time.monotonic() + self._retry
+            self._retry = min(2 * self._retry, self._settings.longest_retry)
+            yield from self._look_at_store()
+        if self._store is not None:
+            timeout = min(timeout, self._next_try - time.monotonic())
         poll = select.poll()
         poll.register(self._ears, select.POLLIN)
-        if self._listener is not None:
-            poll.register(self._listener, select.POLLIN)
         by_fd = {line.socket.fileno(): line for line in self._lines.values()}
-        for fd in (*by_fd, *self._guests):
+        for fd in (*self._listeners, *by_fd, *self._guests):
             poll.register(fd, select.POLLIN)
         timeout = min([timeout, *(guest.until - time.monotonic() for guest in self._guests.values())])
-        for fd, _ in poll.poll(max(0.0, timeout * 1e3)):
+        ready = [fd for fd, _ in poll.poll(max(0.0, timeout * 1e3))]
+        for fd in ready:
             if fd == self._ears:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._ears, 4096)
@@ -190,8 +245,10 @@ class Star:
                 yield from self._hear(by_fd[fd])
             elif fd in self._guests:
                 yield from self._welcome(fd)
-            else:
-                self._accept()
+        # Last: whoever has said which rank it is must not be sent away for somebody new.
+        for fd in ready:
+            if fd in self._listeners:
+                self._accept(self._listeners[fd])
         for fd, guest in [*self._guests.items()]:
             if time.monotonic() >= guest.until:
                 self._guests.pop(fd).socket.close()
@@ -206,11 +263,15 @@ class Star:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.socket.shutdown(socket.SHUT_WR)
-        if self._listener is not None:
-            # Whoever holds the store may be gone.
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(_KEY)
+        self._clear_store(_KEY, _WIDE, _ELSEWHERE, _OFFERS)
         self.drop()
+
+    def _clear_store(self, *keys: str) -> None:
+        """On the hub, delete keys of the store."""
+        # Whoever holds the store may be gone.
+        with contextlib.suppress(RuntimeError):
+            for key in keys if self.is_hub and self._store is not None else ():
+                self._store.delete_key(key)
 
     def drop(self) -> None:
         """Close every descriptor at once, as a forked process has to: the connections are its parent's."""
@@ -218,10 +279,10 @@ class Star:
             line.socket.close()
         for guest in self._guests.values():
             guest.socket.close()
-        self._lines, self._guests = {}, {}
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = self._store = None
+        for listener in self._listeners.values():
+            listener.close()
+        self._lines, self._guests, self._listeners = {}, {}, {}
+        self._store = None
         if self._ears >= 0:
             os.close(self._ears)
             os.close(self._bell)
@@ -229,17 +290,26 @@ class Star:
 
     def _hear(self, line: _Line) -> Iterator[Said | Ended]:
         messages, reason = line.receive()
-        yield from self._said(messages)
-        if reason is not None:
-            line.socket.close()
-            del self._lines[line.rank]
+        if line.is_heard and not self.is_hub:
+            # It is not needed any more, and may hold somebody up who ends it.
+            self._store = None
+        yield from self._said(line, messages)
+        if reason is None:
+            return
+        line.socket.close()
+        del self._lines[line.rank]
+        if self.is_hub or line.is_heard:
             yield Ended(line.rank, reason)
+        # Otherwise the hub had too many guests, and has sent this one away unheard.
 
-    def _said(self, messages: Iterable[dict[str, Any]]) -> Iterator[Said]:
+    def _said(self, line: _Line, messages: Iterable[dict[str, Any]]) -> Iterator[Said]:
         for message in messages:
-            rank = int(message["rank"])
-            if self._rank == 0:
-                self._pass_on(rank, message["words"])
+            rank = message["rank"]
+            if self.is_hub:
+                # Nobody speaks for others but the hub.
+                rank = line.rank
+                if "stand" not in message["words"]:
+                    self._pass_on(rank, message["words"])
             yield Said(rank, message["words"])
 
     def _pass_on(self, rank: int, words: dict[str, Any]) -> None:
@@ -248,20 +318,21 @@ class Star:
             if other != rank:
                 line.send(encoded)
 
-    def _accept(self) -> None:
-        assert self._listener is not None, "only rank 0 is connected to"
+    def _accept(self, listener: socket.socket) -> None:
+        if len(self._guests) >= _GUESTS:
+            self._guests.pop(next(iter(self._guests))).socket.close()
         with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
             self._guests[connection.fileno()] = _Guest(connection, time.monotonic() + self._settings.sending)
 
-    def _welcome(self, fd: int) -> Iterator[Said]:
+    def _welcome(self, fd: int) -> Iterator[Said | Ended]:
         """Hear a guest, who is one of the ranks once it has said so."""
         guest = self._guests[fd]
         if not guest.hear():
             return
         del self._guests[fd]
-        rank = guest.rank(self._secret)
-        if rank is None:
+        rank = guest.rank(self.secret)
+        if rank is None or not 0 <= rank < self._size or rank == self._rank or rank in self._lines:
             guest.socket.close()
             return
         with contextlib.suppress(OSError):
@@ -270,28 +341,68 @@ class Star:
         for other, message in self._last.items():
             if other != rank:
                 line.send(message)
-        yield from self._said(line.take(bytes(guest.said).partition(b"\n")[2]))
+        if len(self._lines) == self._size - 1:
+            # Nobody else will ask for it.
+            self._clear_store(_KEY, _WIDE)
+            self._next_try = math.inf
+        try:
+            yield from self._said(line, line.take(bytes(guest.said).partition(b"\n")[2]))
+        except ValueError:
+            line.socket.close()
+            del self._lines[rank]
+            yield Ended(rank, GARBLED)
 
-    def _try_to_connect(self) -> None:
-        now = time.monotonic()
-        if now < self._next_try:
+    def _look_at_store(self) -> Iterator[Ended]:
+        """Look for the hub, whose process may have ended; on the hub, for ranks of other hosts."""
+        if self.is_hub:
+            try:
+                if self._store.check([_ELSEWHERE]):
+                    self._next_try = math.inf
+                    self._listen(_WIDE, _listen_everywhere(), host_names())
+            except RuntimeError:
+                # Whoever holds the store is gone.
+                self._next_try = math.inf
             return
-        self._next_try = now + self._retry
-        self._retry = min(2 * self._retry, self._settings.longest_retry)
-        if not self._store.check([_KEY]):
+        if self._lines:
             return
-        told = json.loads(self._store.get(_KEY))
-        is_here = tuple(told["host"]) == host_identity() and told["space"] == network_of_host()
-        for name in ["127.0.0.1"] if is_here else told["names"]:
-            with contextlib.suppress(OSError):
+        if self._store.check([_KEY]):
+            told = json.loads(self._store.get(_KEY))
+            self._connect(told)
+            if time.monotonic() >= self._refused_since + self._settings.connect:
+                # It has deleted this key if it could.
+                self._next_try = math.inf
+                yield Ended(told["rank"], CLOSED)
+        elif time.monotonic() >= self._offers_at:
+            self._offer()
+
+    def _connect(self, told: dict[str, Any]) -> None:
+        """Connect to the hub, by what it has said in the store."""
+        names, is_here = ["127.0.0.1"], True
+        if tuple(told["host"]) != host_identity() or told["space"] != network_of_host():
+            if not self._store.check([_WIDE]):
+                self._store.set(_ELSEWHERE, "1")
+                return
+            told = json.loads(self._store.get(_WIDE))
+            names, is_here = told["names"], False
+        for name in names:
+            try:
                 connection = socket.create_connection((name, told["port"]), timeout=self._settings.sending)
                 _prepare(connection, self._settings)
                 hello = json.dumps({"secret": told["secret"], "rank": self._rank}).encode() + b"\n"
                 connection.sendall(hello)
-                self._lines[0] = _Line(connection, 0)
-                self._store = None
+                self.hub, self.secret = told["rank"], told["secret"]
+                self._lines[self.hub] = _Line(connection, self.hub)
+                self._refused_since = math.inf
                 self._send_mine()
                 return
+            except ConnectionRefusedError:
+                if is_here:
+                    self._refused_since = min(self._refused_since, time.monotonic())
+            except OSError:
+                continue
+        if self._rank == 0 and self._refused_since < math.inf:
+            # What is left of a run that was before this one.
+            self._become_hub()
 
     def _send_mine(self) -> None:
         if self._lines:
@@ -299,15 +410,27 @@ class Star:
                 for line in self._lines.values():
                     line.send(message)
             self._mine = []
-        elif self._rank == 0:
+        elif self.is_hub:
             self._mine = []
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    """The message in a line; raises ValueError if there is none."""
+    try:
+        told = json.loads(line)
+    # Brackets can be nested deeper than the parser goes.
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not (isinstance(told, dict) and type(told.get("rank")) is int and isinstance(told.get("words"), dict)):
+        raise ValueError("expected a rank and its words")
+    return told
 
 
 def _encode(rank: int, words: dict[str, Any]) -> bytes:
     return json.dumps({"rank": rank, "words": words}).encode() + b"\n"
 
 
-def _listen() -> socket.socket:
+def _listen_everywhere() -> socket.socket:
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
 

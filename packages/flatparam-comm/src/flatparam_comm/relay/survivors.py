@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hmac
 import pickle
 import time
 from datetime import timedelta
@@ -14,12 +15,14 @@ from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import CollectiveError
 from flatparam_comm.process_group import engine, groups
 from flatparam_comm.relay.activity import ACTIVITY
-from flatparam_comm.relay.process import end_of_process, tell_failure
+from flatparam_comm.relay.process import end_of_process, secret_of_ranks, tell_failure
 
 __all__ = ["Survivors"]
 
 #: The longest wait for a peer's last key, in seconds: the values were exchanged, only the end is waited for.
 _LEAVING_SECONDS: Final = 3.0
+#: The bytes of a signature.
+_SIGNATURE: Final = 32
 #: Seconds between two looks at the store.
 _LOOK_SECONDS: Final = 0.02
 
@@ -39,6 +42,8 @@ class Survivors:
     """The ranks' numbers in the world."""
     _store: Any
     _seconds: float
+    _meeting: str
+    _secret: bytes = attrs.field(repr=False)
     _exchanges: int = 0
 
     @classmethod
@@ -54,7 +59,7 @@ class Survivors:
             CollectiveError: if the ranks are no processes, or their group has no store.
         """
         group = engine.process_group_of(ranks)
-        store = None
+        store, prefix = None, ""
         if group is not None:
             name = groups.name_of(group)
             _MEETINGS[name] += 1
@@ -69,7 +74,16 @@ class Survivors:
                 "ranks have no way to each other",
             )
         tell_failure(error)
-        return cls(ranks.rank, ranks.size, groups.members_of(group), store, seconds)
+        secret = secret_of_ranks().encode()
+        if not secret:
+            raise CollectiveError(
+                ranks.rank,
+                "survivors",
+                "",
+                "expected a relay, by which ranks know a secret, found none: without it nobody knows who has written "
+                "to the store; leave the relay on (FLATPARAM_RELAY, set_relay)",
+            )
+        return cls(ranks.rank, ranks.size, groups.members_of(group), store, seconds, prefix, secret)
 
     @property
     def steps(self) -> int:
@@ -88,10 +102,22 @@ class Survivors:
             CollectiveError: if a rank has not come in time.
         """
         self._exchanges += 1
-        self._store.set(f"{self._exchanges}/{self.rank}", pickle.dumps(value))
-        return [
-            pickle.loads(self._get(f"{self._exchanges}/{peer}", peer, label)) for peer in range(self.size)
-        ]
+        key = f"{self._exchanges}/{self.rank}"
+        mine = pickle.dumps(value)
+        self._store.set(key, self._signature(key, mine) + mine)
+        return [self._value(f"{self._exchanges}/{peer}", peer, label) for peer in range(self.size)]
+
+    def _signature(self, key: str, text: bytes) -> bytes:
+        """Proof that a rank has written `text`: anybody who reaches the store can write to it."""
+        return hmac.digest(self._secret, f"{self._meeting} {key}".encode() + text, "sha256")
+
+    def _value(self, key: str, peer: int, label: str) -> Any:
+        found = self._get(key, peer, label)
+        signature, text = found[:_SIGNATURE], found[_SIGNATURE:]
+        if not hmac.compare_digest(signature, self._signature(key, text)):
+            said = f"what the store holds of rank {self._members[peer]} was not written by a rank: it is not read"
+            raise CollectiveError(self.rank, "exchange", label, said)
+        return pickle.loads(text)
 
     def barrier(self, *, label: str = "") -> None:
         """Return when every rank has called it.

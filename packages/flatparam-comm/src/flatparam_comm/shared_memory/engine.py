@@ -244,7 +244,8 @@ class SharedMemoryCollectives:
         if use.pending is not None:
             self.finish(use.pending)
         if use.slot.consumed.tobytes() != _WORD.pack(use.number) * self._size:
-            self._wait(site, use.slot.consumed, use.number)
+            # A peer may empty the slot only when it issues the same as this rank does now.
+            self._wait(site, use.slot.consumed, use.number, waits_for=self._sequence + 1)
         posted, at = use.slot.posted, 2 * self._rank
         try:
             move, code = use.move(site.op, source.dtype, source.numel(), detail)
@@ -278,7 +279,13 @@ class SharedMemoryCollectives:
             return pending.wait()
         try:
             if not use.all_posted(pending.code):
-                self._wait(pending.site, use.slot.stamps, use.number, lambda: self._compare(pending))
+                self._wait(
+                    pending.site,
+                    use.slot.stamps,
+                    use.number,
+                    lambda: self._compare(pending),
+                    waits_for=use.number,
+                )
                 if pending.move is None:
                     # The pending was finished during the wait for the peers.
                     return pending.wait()
@@ -300,7 +307,13 @@ class SharedMemoryCollectives:
         return None
 
     def _wait(
-        self, site: Site, stamps: memoryview, number: int, check: Callable[[], None] | None = None
+        self,
+        site: Site,
+        stamps: memoryview,
+        number: int,
+        check: Callable[[], None] | None = None,
+        *,
+        waits_for: int,
     ) -> None:
         def meanwhile() -> None:
             if check is not None:
@@ -308,7 +321,7 @@ class SharedMemoryCollectives:
             _progress()
 
         try:
-            self._watch.until(stamps, number, site.op, site.label, meanwhile)
+            self._watch.until(stamps, number, site, waits_for, meanwhile)
         except CommError as error:
             self._fail(error)
             raise

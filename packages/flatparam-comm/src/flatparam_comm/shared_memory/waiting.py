@@ -36,11 +36,19 @@ class Watch:
     timeout: timedelta
 
     def until(
-        self, stamps: memoryview, number: int, op: str, label: str, meanwhile: Callable[[], None]
+        self,
+        stamps: memoryview,
+        number: int,
+        site: Site,
+        waits_for: int,
+        meanwhile: Callable[[], None],
     ) -> None:
         """Return when all `stamps`, one of each rank, have reached `number`.
 
         Until then `meanwhile` is called now and then; it raises if waiting is in vain.
+
+        Args:
+            waits_for: the number of the collective that every rank has to issue, or has issued.
 
         Raises:
             PeerError: if a missing rank's process has ended, or if the relay knows that a rank has failed.
@@ -48,19 +56,34 @@ class Watch:
             CollectiveError: if a missing rank has failed and will never arrive, or if the timeout is over.
         """
         start = time.monotonic()
+        while time.monotonic() < start + _SPIN:
+            if min(stamps) >= number:
+                return
+            os.sched_yield()
+        before = self.calls.enter_wait(site, waits_for)
+        try:
+            self._sleep_until(stamps, number, site, meanwhile, start)
+        finally:
+            self.calls.end_wait(before)
+
+    def _sleep_until(
+        self,
+        stamps: memoryview,
+        number: int,
+        site: Site,
+        meanwhile: Callable[[], None],
+        start: float,
+    ) -> None:
         look_at = start + _LOOK_EVERY
         while min(stamps) < number:
             now = time.monotonic()
-            if now - start < _SPIN:
-                os.sched_yield()
-                continue
             meanwhile()
             if now >= look_at:
                 look_at = now + _LOOK_EVERY
-                self._look(stamps, number, op, label, now - start)
+                self._look(stamps, number, site, now - start)
             time.sleep(min(_LONGEST, (now - start) * _PART))
 
-    def _look(self, stamps: memoryview, number: int, op: str, label: str, waited: float) -> None:
+    def _look(self, stamps: memoryview, number: int, site: Site, waited: float) -> None:
         """Raise if a missing rank will never arrive, or if the timeout is over."""
         ended = self.link.peers.ended()
         failed = [rank for rank, word in enumerate(self.link.segment.failed) if word]
@@ -68,10 +91,12 @@ class Watch:
         missing = [rank for rank, stamp in enumerate(stamps) if stamp < number]
         if not missing:
             return
-        site = Site(self.rank, len(self.members), op, label)
+        op, label = site.op, site.label
         self.calls.check(site)
         gone = [rank for rank in missing if rank in ended or rank in failed]
         if gone:
+            # Nobody need look any more whether ranks wait for each other.
+            self.calls.end_wait(None)
             # It may have said why.
             self.calls.explain(site)
         for rank in gone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from typing import Final, final
+from typing import Any, Final, final
 from zlib import crc32
 
 import torch
@@ -160,6 +160,21 @@ class CollectiveCount(abc.ABC):
         ACTIVITY.issued += 1
         if self._page is not None:
             self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
+
+    def enter_wait(self, site: Site, number: int) -> tuple[Any, int, str, str] | None:
+        """From now on this thread waits until each rank of the group has issued collective `number`.
+
+        Returns:
+            What it has waited in before, for `end_wait`.
+        """
+        thread = threading.get_ident()
+        before = ACTIVITY.waits.get(thread)
+        ACTIVITY.waits[thread] = (self, number, site.op, site.label)
+        return before
+
+    def end_wait(self, before: tuple[Any, int, str, str] | None) -> None:
+        """This thread waits no longer, or in what it has waited in before."""
+        ACTIVITY.waits[threading.get_ident()] = before
 
     @abc.abstractmethod
     def _look_around(self, site: Site) -> None:

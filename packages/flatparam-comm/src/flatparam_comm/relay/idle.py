@@ -1,0 +1,70 @@
+"""A process that issues nothing: whether it has failed in the program's own code, and lives.
+
+Nobody tells of such an exception: it came out of no call of flatparam's. But if the main thread handles it for long, as
+in an `except` block, or a prompt has printed it, and the process does not compute, then it does not go on by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Final, final
+
+from flatparam_comm.relay.activity import ACTIVITY
+from flatparam_comm.relay.failure import FailureReport
+from flatparam_comm.relay.waits import place_of
+
+__all__ = ["IdleWatch"]
+
+#: The part of the time that a process may compute which does nothing: its threads wake now and then.
+_BUSY: Final = 0.1
+
+
+@final
+class IdleWatch:
+    """Remembers since when this process has issued nothing."""
+
+    def __init__(self, rank: int, patience: float) -> None:
+        """A process of `rank` that issues nothing for `patience` seconds is looked at."""
+        self._rank = rank
+        self._patience = patience
+        self._issued = -1
+        self._since = self._computed = 0.0
+        self._printed = id(_printed())
+        self._printed_after = -1
+
+    def look(self, now: float) -> FailureReport | None:
+        """The failure of the process, if it has one and does nothing about it."""
+        if ACTIVITY.issued != self._issued or any(ACTIVITY.waits.values()):
+            self._issued, self._since, self._computed = ACTIVITY.issued, now, time.process_time()
+        printed = _printed()
+        if id(printed) != self._printed:
+            self._printed, self._printed_after = id(printed), ACTIVITY.issued
+        idle = now - self._since
+        if idle < self._patience:
+            return None
+        error = _handled()
+        if error is None and self._printed_after == ACTIVITY.issued:
+            error = printed
+        if error is None or time.process_time() - self._computed > _BUSY * idle:
+            return None
+        main = threading.main_thread().ident or 0
+        place = place_of(sys._current_frames().get(main))
+        return FailureReport.of(
+            self._rank, error, f"the program's own code, and is at {place} for {idle:.0f} s,"
+        )
+
+
+def _handled() -> BaseException | None:
+    """The exception that the main thread is handling."""
+    found = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    # From Python 3.11 on the exception itself is there; before, a triple with it in the middle.
+    error = found[1] if isinstance(found, tuple) else found
+    return error if isinstance(error, BaseException) else None
+
+
+def _printed() -> BaseException | None:
+    """The exception that an interactive prompt has printed last."""
+    found = getattr(sys, "last_value", None)
+    return found if isinstance(found, BaseException) else None
