@@ -110,7 +110,7 @@ def test_the_log_is_bounded() -> None:
     for _ in range(40_000):
         fingerprint.note("gather", unit, 0, 4)
     assert not fingerprint.is_empty
-    assert len(fingerprint.deeds([unit])) < 2**15
+    assert len(fingerprint.deeds({0: unit})) < 2**15
     fingerprint.agreed(fingerprint.noted)
     assert fingerprint.is_empty
 
@@ -124,6 +124,6 @@ def test_what_was_noted_since_a_comparison_is_kept() -> None:
     compared = fingerprint.noted
     fingerprint.note("reduce", unit, 0, 8)
     fingerprint.agreed(compared)
-    assert [(deed.kind, deed.nbytes) for deed in fingerprint.deeds([unit])] == [("reduce", 8)]
+    assert [(deed.kind, deed.nbytes) for deed in fingerprint.deeds({0: unit})] == [("reduce", 8)]
     fingerprint.agreed(compared)
     assert not fingerprint.is_empty

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives, RankError, run_threads
-from flatparam_runtime import DivergenceError, notice_optimizers
+from flatparam_runtime import DivergenceError, clip_grad_norm_, notice_optimizers
 
 from .worlds import sharded
 
@@ -45,7 +45,7 @@ def _train(world: Collectives, how: str, optimizer_class: type[torch.optim.Optim
     [
         ("left out", r"rank 0 was at the step of \w+\(lr=0.1.*; rank 1 was at the gather of unit"),
         ("another rate", r"rank 0 was at the step of \w+\(lr=0.1.*; rank 1 was at the step of \w+\(lr=0.2"),
-        ("twice", r"rank 0 was at the gather of unit .*; rank 1 was at the step of \w+\(lr=0.1"),
+        ("twice", r"rank 0 was at the zero_grad\(\) of .*; rank 1 was at the step of \w+\(lr=0.1"),
     ],
 )
 def test_a_rank_that_steps_differently(
@@ -81,3 +81,79 @@ def test_ranks_that_step_alike() -> None:
     first, second = run_threads(2, rank)
     assert first == second
     assert first[-1] < first[0]
+
+
+def _two_parts(world: Collectives, use_orig_params: bool, told: str) -> int:
+    notice_optimizers()
+    torch.manual_seed(0)
+    # Each part is the root of a tree of its own.
+    parts = [sharded(_model, world, units=["0"], use_orig_params=use_orig_params) for _ in range(2)]
+    held = [list(part.parameters()) for part in parts]
+    order = held if world.rank == 0 else held[::-1]
+    optimizer = torch.optim.Adam([p for each in order for p in each], lr=0.01)
+    for step in range(3):
+        for part in parts:
+            part(torch.ones(2, 4)).square().mean().backward()
+        if step == 1 and told == "left out" and world.rank:
+            optimizer.param_groups[0]["params"] = order[1]
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+
+def test_the_order_of_parameters_does_not_matter(use_orig_params: bool) -> None:
+    """An optimizer of several trees, which lists them in another order on each rank, steps all alike."""
+    assert run_threads(2, _two_parts, use_orig_params, "") == [2, 2]
+
+
+def test_a_tree_that_one_rank_does_not_step_is_named(use_orig_params: bool) -> None:
+    """An optimizer that leaves out one of its trees on one rank is found, whatever it lists first."""
+    with pytest.raises(RankError) as raised:
+        run_threads(2, _two_parts, use_orig_params, "left out")
+    assert "the ranks have stepped differently" in str(raised.value.__cause__)
+
+
+def _between_passes(world: Collectives, what: str, use_orig_params: bool, ranks: tuple[int, ...]) -> int:
+    notice_optimizers()
+    model = sharded(_model, world, units=["0"], use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        odd = world.rank in ranks and step == 1
+        model(torch.ones(2, 4)).square().mean().backward()
+        clip_grad_norm_(
+            model,
+            2.0 if odd and what == "max_norm" else 1.0,
+            3.0 if odd and what == "norm_type" else 2.0,
+        )
+        optimizer.step()
+        if not (odd and what == "zero_grad"):
+            optimizer.zero_grad()
+        if odd and what == "zero_grad twice":
+            optimizer.zero_grad()
+    return step
+
+
+CHANGES = {
+    "max_norm": r"rank 0 was at the clip_grad_norm_\(max_norm=1.0, norm_type=2.0\); rank 1 was at the clip_grad_norm_\(max_norm=2.0",
+    "norm_type": r"rank 1 was at the clip_grad_norm_\(max_norm=1.0, norm_type=3.0\)",
+    "zero_grad": r"rank 0 was at the zero_grad\(\) of SGD; rank 1 was at the gather of unit",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_ranks_do_between_passes_is_compared(what: str, use_orig_params: bool) -> None:
+    """Clipping with another norm on one rank, or a zero_grad() that is left out, is an error at the end of the next pass."""
+    with pytest.raises(RankError) as raised:
+        run_threads(2, _between_passes, what, use_orig_params, (1,))
+    error = raised.value.__cause__
+    assert isinstance(error, DivergenceError)
+    assert "the ranks have not done the same between passes" in str(error)
+    assert re.search(CHANGES[what], str(error)), error
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "zero_grad twice"])
+def test_the_same_on_all_ranks_is_no_divergence(what: str, use_orig_params: bool) -> None:
+    """What all ranks do, and a zero_grad() that has nothing more to drop, is as it should be."""
+    assert run_threads(2, _between_passes, what, use_orig_params, (0, 1)) == [3, 3]
+    if what == "zero_grad twice":
+        assert run_threads(2, _between_passes, what, use_orig_params, (1,)) == [3, 3]

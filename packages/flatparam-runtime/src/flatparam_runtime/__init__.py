@@ -3,7 +3,11 @@
 It shards a module by hooks, without a wrapper.
 """
 
-from flatparam_runtime.agreement.divergence import DivergenceError
+from flatparam_runtime.agreement.divergence import (
+    DivergenceError,
+    check_same_between_passes,
+    note_between_passes,
+)
 from flatparam_runtime.agreement.nonfinite import Nonfinite, NonfiniteError
 from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
@@ -15,6 +19,7 @@ from flatparam_runtime.optimizers import (
     clip_grad_norm_,
     clip_gradients_,
     kind_of_optimizer,
+    note_step_of,
     notice_optimizers,
     part_states_of,
     set_flat_steps,
@@ -101,6 +106,8 @@ __all__ = [
     "ExchangesValues",
     "Survivors",
     "DivergenceError",
+    "check_same_between_passes",
+    "note_between_passes",
     "Event",
     "EventKind",
     "EventLog",
@@ -148,6 +155,7 @@ __all__ = [
     "newton_schulz_flops",
     "no_sync",
     "notice_failed_passes",
+    "note_step_of",
     "notice_optimizers",
     "observe",
     "originals_in",

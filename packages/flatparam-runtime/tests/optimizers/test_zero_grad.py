@@ -107,4 +107,4 @@ def test_ranks_that_do_not_all_drop() -> None:
     with pytest.raises(RankError) as raised:
         run_threads(2, train)
     assert isinstance(raised.value.__cause__, DivergenceError)
-    assert "the step of zero_grad() in unit '(root)', of stem.weight" in str(raised.value)
+    assert "the zero_grad() in unit '(root)', of stem.weight" in str(raised.value)

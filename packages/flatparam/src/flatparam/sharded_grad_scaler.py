@@ -18,6 +18,7 @@ from flatparam_comm import (
     current_collectives,
     resolve_topology,
 )
+from flatparam_runtime import note_step_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,6 +138,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         Torch's unscaling and torch's fused steps both come through here.
         """
+        # On an accelerator the host would have to wait for the scale.
+        scale = f" by {inv_scale.item()!r}" if inv_scale.device.type == "cpu" else ""
+        note_step_of(optimizer, f"unscale_() of {type(optimizer).__name__}{scale}")
         _coalesce_fp16(optimizer)
         if any(gradient.device.type == "cpu" for gradient in gradients_of(optimizer)):
             # Torch would copy them there without waiting.

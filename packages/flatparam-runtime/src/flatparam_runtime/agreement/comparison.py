@@ -14,6 +14,7 @@ from flatparam_comm import Collectives, FlatParamHandle, Mark, ReduceOp, streams
 from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_training,
+    exchange_deeds,
     first_divergence,
 )
 from flatparam_runtime.agreement.fingerprint import FLAGS, Fingerprint
@@ -173,7 +174,7 @@ class Comparison:
         assert self._combined is not None, "it has been read"
         if self._combined[:FLAGS] != self._own[:FLAGS]:
             check_training(self._units)
-            deeds = self._units[0].topology.exchange(self._fingerprint.deeds(self._units), label="order")
+            deeds = exchange_deeds(self._fingerprint, self._units)
             raise DivergenceError(first_divergence(deeds, self._units[0].topology.rank))
         self._fingerprint.agreed(self._noted)
 

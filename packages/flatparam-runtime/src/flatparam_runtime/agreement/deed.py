@@ -34,17 +34,17 @@ class Acting(Protocol):
 @final
 @attrs.frozen
 class Deed:
-    """One collective of one unit, a change of the parameters that the unit trains, or a step of an optimizer.
+    """One collective of one unit, a change of the parameters that the unit trains, or what is done between passes.
 
     `nbytes` is the size of the full parameters or gradients; for a change, it is a checksum of what is trained from
-    now on, and for a step one of the optimizer and its hyper-parameters.
+    now on, and for a step, or anything else between passes, one of its description.
     """
 
     kind: DeedKind
     unit: str
     nbytes: int
     parameters: tuple[str, ...]
-    """The names of the first few parameters in the unit; for a step, the optimizer with its hyper-parameters."""
+    """The names of the first few parameters in the unit; for a step, its description."""
 
     @classmethod
     def of(cls, kind: DeedKind, unit: Acting, nbytes: int) -> Deed:
@@ -54,7 +54,7 @@ class Deed:
 
     def __str__(self) -> str:
         if self.kind == "step":
-            return f"step of {self.parameters[0]}"
+            return self.parameters[0]
         names = ", ".join(self.parameters[:2]) + (", ..." if len(self.parameters) > 2 else "")
         if self.kind == "train":
             return f"change of requires_grad in unit {self.unit!r} ({names})"

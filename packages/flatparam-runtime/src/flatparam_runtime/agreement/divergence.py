@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from flatparam_comm import FlatParamError, Topology, told_by_ranks
 from flatparam_runtime.agreement.deed import Deed
+from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.unit.unit import Unit
 
 __all__ = [
+    "STEP",
     "DivergenceError",
     "agree_on_deed",
+    "check_same_between_passes",
     "check_training",
+    "exchange_deeds",
     "first_divergence",
+    "note_between_passes",
 ]
+
+
+STEP: Final = "step of "
+"""How the description of an optimizer's step begins."""
 
 
 class DivergenceError(FlatParamError):
@@ -36,12 +46,19 @@ def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
         (r, f"was at {'the end of its pass' if deed is None else f'the {deed}'}")
         for r, deed in enumerate(everyone)
     ]
-    if any(deed is not None and deed.kind == "step" for deed in everyone):
+    between = [str(deed) for deed in everyone if deed is not None and deed.kind == "step"]
+    if any(each.startswith(STEP) for each in between):
         return told_by_ranks(
             f"rank {rank}: the ranks have stepped differently",
             deeds,
             "every rank must step the same optimizers, with the same hyper-parameters (a scaler that skips steps must "
             "do so on all ranks: use ShardedGradScaler)",
+        )
+    if between:
+        return told_by_ranks(
+            f"rank {rank}: the ranks have not done the same between passes",
+            deeds,
+            "every rank must clip, scale, average, load and drop gradients in the same places, with the same values",
         )
     return told_by_ranks(
         f"rank {rank}: the ranks run different units",
@@ -69,11 +86,60 @@ def check_training(units: Sequence[Unit]) -> None:
                 )
 
 
-def first_divergence(everyone: Sequence[Sequence[Deed]], rank: int) -> str:
-    """The message about the first collective in which the ranks diverge."""
-    places = range(max(map(len, everyone)) + 1)
+def first_divergence(everyone: Sequence[tuple[str, Sequence[Deed]]], rank: int) -> str:
+    """The message about the first thing in which the ranks diverge: of each, the model, and what it has done."""
+    if len({model for model, _ in everyone}) > 1:
+        return told_by_ranks(
+            f"rank {rank}: the ranks run different models",
+            [(r, f"runs {model}") for r, (model, _) in enumerate(everyone)],
+            "every rank must call the same models in the same order: forward, backward, evaluation",
+        )
+    everyone_deeds = [deeds for _, deeds in everyone]
+    places = range(max(map(len, everyone_deeds)) + 1)
     for place in places:
-        deeds = [deeds[place] if place < len(deeds) else None for deeds in everyone]
+        deeds = [deeds[place] if place < len(deeds) else None for deeds in everyone_deeds]
         if any(deed != deeds[0] for deed in deeds):
             return _different_deeds(deeds, rank)
     return f"rank {rank}: the ranks have run different units since the last step; restart from a checkpoint"
+
+
+def note_between_passes(units: Iterable[Unit], what: str) -> None:
+    """Note that this rank is about to do `what`, in words, to models of which `units` are; all ranks must do the same.
+
+    The ranks compare at the end of the next pass of each model, before an optimizer can step.
+    """
+    for fingerprint in dict.fromkeys(unit.observers.fingerprint for unit in units):
+        if fingerprint is not None:
+            fingerprint.note_step(what)
+
+
+def check_same_between_passes(units: Iterable[Unit]) -> None:
+    """Check that all ranks have done the same to the models of which `units` are; every rank calls it, between passes.
+
+    Raises:
+        DivergenceError: on every rank, if the ranks diverge.
+    """
+    trees: dict[Fingerprint | None, list[Unit]] = {}
+    for unit in units:
+        trees.setdefault(unit.observers.fingerprint, []).append(unit)
+    for fingerprint, members in trees.items():
+        topology = members[0].topology
+        if fingerprint is None or topology.data_parallel_size == 1:
+            continue
+        values = topology.exchange(
+            (fingerprint.value, fingerprint.noted), label="what was done between passes"
+        )
+        if len({*values}) > 1:
+            raise DivergenceError(first_divergence(exchange_deeds(fingerprint, members), topology.rank))
+        fingerprint.agreed(fingerprint.noted)
+
+
+def exchange_deeds(fingerprint: Fingerprint, units: Sequence[Unit]) -> list[tuple[str, Sequence[Deed]]]:
+    """For each rank the model that it runs, and what it has done since the ranks last agreed; every rank calls it.
+
+    Args:
+        units: units of the model, with the first of the ranks that take part.
+    """
+    by_number = {unit.observers.number: unit for unit in units}
+    told = (fingerprint.model, fingerprint.deeds(by_number))
+    return units[0].topology.exchange(told, label="order")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, final
 from zlib import crc32
 
@@ -37,7 +37,8 @@ LOG_LENGTH: Final = Threshold(
 class Fingerprint:
     """A hash of every collective of a tree's units: one comparison detects whether ranks diverge.
 
-    A unit counts by its place in the tree, which is the same on every rank.
+    A unit counts by its place in the tree, which is the same on every rank. Trees of the same ranks have different
+    values from their first pass on, also if their units are equal.
     """
 
     value: int = 0
@@ -46,8 +47,14 @@ class Fingerprint:
     """A check before each collective, until the ranks have completed a whole pass together; then `None`."""
     noted: int = 0
     """The number of collectives since the beginning."""
+    model: str = ""
+    """What messages call the tree, once its ranks have agreed on it."""
+    reductions: int = 0
+    """The number of reductions since the beginning."""
+    dropped: int = 0
+    """The number of reductions when the gradients of the whole tree were last dropped."""
     _steps: dict[int, str] = attrs.field(factory=dict)
-    """By the checksum of a kind of step, the optimizer with its hyper-parameters."""
+    """By the checksum of what was done between passes, its description."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
     """Two numbers for each collective: its code and its bytes. Bounded, since passes may go on without agreement."""
 
@@ -56,14 +63,24 @@ class Fingerprint:
         if self.before_each is not None:
             self.before_each(unit.topology, Deed.of(kind, unit, nbytes))
         self._add(number * 4 + _KINDS[kind], nbytes)
+        self.reductions += kind == "reduce"
 
-    def note_step(self, optimizer: str) -> None:
-        """Add to the hash that an optimizer is about to step; `optimizer` is the one with its hyper-parameters."""
-        checksum = crc32(optimizer.encode())
+    def identify(self, number: int, model: str) -> None:
+        """Be the fingerprint of the tree that the first rank counts as `number`, and `model` in messages."""
+        self.value ^= (number * _MULTIPLIER) & _MASK
+        self.model = model
+
+    def note_step(self, step: str) -> None:
+        """Add to the hash what is about to be done between passes: an optimizer's step, for example, and its settings.
+
+        Args:
+            step: in words, with the values that are to be the same on all ranks.
+        """
+        checksum = crc32(step.encode())
         if checksum not in self._steps and len(self._steps) >= _STEPS:
             # A schedule changes the learning rate all the time.
             del self._steps[next(iter(self._steps))]
-        self._steps[checksum] = optimizer
+        self._steps[checksum] = step
         self._add(_KINDS["step"], checksum)
 
     def _add(self, what: int, nbytes: int) -> None:
@@ -79,8 +96,12 @@ class Fingerprint:
         """Whether nothing was noted since the ranks last agreed."""
         return not self._log
 
-    def deeds(self, units: Sequence[Acting]) -> list[Deed]:
-        """The deeds that were noted since the ranks last agreed, for a message; `units` are those of the tree."""
+    def deeds(self, units: Mapping[int, Acting]) -> list[Deed]:
+        """The deeds that were noted since the ranks last agreed, for a message.
+
+        Args:
+            units: by number, units of the tree; deeds of others are left out.
+        """
         kinds = {number: kind for kind, number in _KINDS.items()}
         pairs = zip(self._log[::2], self._log[1::2], strict=True)
         return [
@@ -88,10 +109,11 @@ class Fingerprint:
             if what == _KINDS["step"]
             else Deed.of(kinds[what % 4], units[what // 4], checksum)
             for what, checksum in pairs
+            if what == _KINDS["step"] or what // 4 in units
         ]
 
     def _step(self, checksum: int) -> Deed:
-        return Deed("step", "", checksum, (self._steps.get(checksum, "an optimizer"),))
+        return Deed("step", "", checksum, (self._steps.get(checksum, "step of an optimizer"),))
 
     def agreed(self, noted: int) -> None:
         """Drop the collectives up to number `noted` from the log: after that one all ranks had the same value."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from typing import Final, final
 
 import attrs
 
@@ -25,8 +26,14 @@ class _Fact:
     value: str
 
 
+_TREES: Final = itertools.count(1)
+"""The trees whose ranks have agreed, as this process counts them."""
+
+
 def agree_on_units(units: Sequence[Unit]) -> None:
     """Check that every rank has the same units with the same parameters and plans; warn of different weights.
+
+    From then on the fingerprint of the tree is that of no other tree of the same ranks.
 
     Raises:
         DivergenceError: on every rank; it names the first difference and what each rank has.
@@ -37,11 +44,33 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         unit.held.forget_initial()
     root = units[0].topology
     _check_copies(root)
-    digests = root.exchange((_digest(facts), _digest(weights)), label="units")
-    if len({digest for digest, _ in digests}) > 1:
+    numbers = tuple(unit.held.number for unit in units)
+    told = root.exchange((_digest(facts), _digest(weights), numbers, next(_TREES)), label="units")
+    if len({digest for digest, *_ in told}) > 1:
         raise DivergenceError(_first_difference(root.exchange(facts, label="units"), root.rank))
-    if len({digest for _, digest in digests}) > 1:
+    same_weights = len({digest for _, digest, *_ in told}) == 1
+    # Models that were sharded at different places in the program may still be the same, if the weights say so.
+    if len({each for _, _, each, _ in told}) > 1 and not (same_weights and weights):
+        raise DivergenceError(_different_models([each[0] for _, _, each, _ in told], units[0], root.rank))
+    if not same_weights:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
+    fingerprint = units[0].observers.fingerprint
+    if fingerprint is not None:
+        number = told[0][3]
+        kind = type(units[0].module).__name__
+        fingerprint.identify(number, f"the {kind} that was called first as number {number} of all models")
+
+
+def _different_models(numbers: Sequence[int], root: Unit, rank: int) -> str:
+    kind = type(root.module).__name__
+    return told_by_ranks(
+        f"rank {rank}: the ranks call different models first",
+        [
+            (r, f"calls the {kind} that is unit {number + 1} of those it sharded")
+            for r, number in enumerate(numbers)
+        ],
+        "every rank must shard the same models in the same order, and call them in the same order",
+    )
 
 
 def _check_copies(topology: Topology) -> None:

@@ -5,6 +5,7 @@ from flatparam_runtime.optimizers.earlier_state import COUNTERS, part_states_of
 from flatparam_runtime.optimizers.in_backward import check_in_backward_optimizers, step_in_backward
 from flatparam_runtime.optimizers.shape_rules import OptimizerKind, allow_shards, kind_of_optimizer
 from flatparam_runtime.optimizers.stepping import (
+    note_step_of,
     notice_optimizers,
     set_flat_steps,
     step_in_segments,
@@ -19,6 +20,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_gradients_",
     "kind_of_optimizer",
+    "note_step_of",
     "notice_optimizers",
     "part_states_of",
     "set_flat_steps",

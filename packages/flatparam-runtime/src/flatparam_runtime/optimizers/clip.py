@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, FlatParameter, ReduceOp, streams_of
+from flatparam_runtime.agreement.divergence import note_between_passes
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
 from flatparam_runtime.unit import units_in
 
@@ -45,6 +46,9 @@ def clip_grad_norm_(
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
         ValueError: if `norm_type` is 0 or not a number.
     """
+    note_between_passes(
+        units_in(module), f"clip_grad_norm_(max_norm={_told(max_norm)}, norm_type={norm_type!r})"
+    )
     sharded = _sharded_gradients(module)
     known = {id(g) for gradients in sharded.values() for g in gradients}
     whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
@@ -120,6 +124,13 @@ def clip_gradients_(
         )
     _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
     return total
+
+
+def _told(value: object) -> str:
+    """A number in words; reading a tensor on an accelerator would wait for it."""
+    if isinstance(value, Tensor):
+        return "a tensor" if value.device.type != "cpu" or value.numel() != 1 else repr(value.item())
+    return repr(value)
 
 
 def _blame(module: nn.Module) -> str:

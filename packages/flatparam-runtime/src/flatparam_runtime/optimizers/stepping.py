@@ -8,6 +8,7 @@ shards (`shape_rules`). Any other steps its parameters, such as short flat ones,
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from typing import Any, Final
@@ -17,6 +18,7 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatparam_comm import FlatParameter, end_of_call, owner_of, watch_call
+from flatparam_runtime.agreement.divergence import STEP
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward, untraced
@@ -27,12 +29,16 @@ from flatparam_runtime.optimizers.plan import SegmentStepper
 from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, KEEPS_OWN_PART, STEPS, STEPS_EACH
-from flatparam_runtime.unit import WAITING, drop_waiting_of, holder_of_parameter
+from flatparam_runtime.unit import WAITING, Unit, drop_waiting_of, holder_of_parameter
 
-__all__ = ["notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
+__all__ = ["note_step_of", "notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
 
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
+_UNITS: Final = "_flatparam_units"
+"""The attribute of an optimizer that holds the units of its parameters, and what they were found by."""
+_DROPPED: Final = "_flatparam_dropped"
+"""The attribute of an optimizer that holds, by fingerprint, the number of reductions at its last `zero_grad()`."""
 _TORCHS_ZERO_GRAD: Final = optim.Optimizer.zero_grad
 
 
@@ -73,7 +79,10 @@ def notice_optimizers() -> None:
 def _zero_grad(optimizer: optim.Optimizer, set_to_none: bool = True) -> None:
     """Drop the gradients that wait for a reduction, too: in FSDP1 those of `no_sync` are in `.grad`."""
     _TORCHS_ZERO_GRAD(optimizer, set_to_none)
-    if WAITING and not in_backward():
+    if in_backward() or torch.compiler.is_compiling():
+        return
+    _note_zero_grad(optimizer)
+    if WAITING:
         drop_waiting_of(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -134,15 +143,61 @@ def _note_step(optimizer: optim.Optimizer) -> bool:
     """
     if in_backward() or _is_of_one_parameter(optimizer):
         return False
-    noted: list[Fingerprint] = []
-    for group in optimizer.param_groups:
-        # The parameters of one group are one tree's, mostly; if not, another group or optimizer has the rest.
-        unit = next(filter(None, map(holder_of_parameter, group["params"])), None)
-        fingerprint = None if unit is None else unit.observers.fingerprint
-        if fingerprint is not None and fingerprint not in noted:
-            noted.append(fingerprint)
-            fingerprint.note_step(f"{type(optimizer).__name__}({_hyper_parameters(optimizer)})")
-    return bool(noted)
+    stepped = _fingerprints_of(optimizer)
+    for fingerprint in stepped:
+        fingerprint.note_step(f"{STEP}{type(optimizer).__name__}({_hyper_parameters(optimizer)})")
+    return bool(stepped)
+
+
+def note_step_of(optimizer: optim.Optimizer, what: str) -> None:
+    """Note that this rank is about to do `what`, in words, to the models that `optimizer` steps; see `_note_step`."""
+    if not in_backward() and not _is_of_one_parameter(optimizer):
+        for fingerprint in _fingerprints_of(optimizer):
+            fingerprint.note_step(what)
+
+
+def _note_zero_grad(optimizer: optim.Optimizer) -> None:
+    """Add to the fingerprints that the gradients are dropped, if there was a reduction since the last time."""
+    if _is_of_one_parameter(optimizer):
+        return
+    dropped: dict[Fingerprint, int] | None = vars(optimizer).get(_DROPPED)
+    for fingerprint in _fingerprints_of(optimizer):
+        if dropped is None:
+            dropped = vars(optimizer)[_DROPPED] = weakref.WeakKeyDictionary()  # type: ignore[assignment]
+        assert dropped is not None, "it was just made"
+        if fingerprint.reductions > dropped.get(fingerprint, 0):
+            dropped[fingerprint] = fingerprint.reductions
+            fingerprint.note_step(f"zero_grad() of {type(optimizer).__name__}")
+
+
+def _fingerprints_of(optimizer: optim.Optimizer) -> list[Fingerprint]:
+    """Those of the trees whose parameters `optimizer` has, in whatever order: the same on every rank.
+
+    A tree is left out if each of its units in the optimizer lies on some ranks only: the others need not have it.
+    """
+    lists = [group["params"] for group in optimizer.param_groups]
+    key = [(id(each), len(each)) for each in lists]
+    known = vars(optimizer).get(_UNITS)
+    if known is None or known[0] != key:
+        found = filter(None, map(holder_of_parameter, itertools.chain.from_iterable(lists)))
+        units = [weakref.ref(unit) for unit in dict.fromkeys(found) if _is_everywhere(unit)]
+        known = vars(optimizer)[_UNITS] = (key, units)
+    alive = (reference() for reference in known[1])
+    fingerprints = (unit.observers.fingerprint for unit in alive if unit is not None)
+    return [each for each in dict.fromkeys(fingerprints) if each is not None]
+
+
+def _is_everywhere(unit: Unit) -> bool:
+    """Whether every rank has something of the unit that its optimizer holds."""
+    for handle in unit.handles:
+        layout = handle.layout
+        flat = handle.exposure.parameters()[:1] == (handle.flat_param,)
+        if (
+            flat
+            or len({r for i in range(len(layout.slots)) for r in layout.ranks_of(i)}) == layout.world_size
+        ):
+            return True
+    return False
 
 
 def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:

@@ -142,6 +142,8 @@ class UnitModule:
     reference: weakref.ReferenceType[nn.Module]
     by_hooks: bool = True
     """Whether hooks on the module follow its calls; otherwise a wrapper makes them, by `call_unit`."""
+    number: int = -1
+    """The number of units that were made of modules over the same ranks before; -1 for a copy."""
     buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
     initial: InitialWeights | None = None
     """The checksums of the initial weights, until the ranks have compared them."""

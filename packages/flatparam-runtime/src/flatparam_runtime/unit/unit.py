@@ -392,7 +392,7 @@ class Unit:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Become a copy, which `revive` completes."""
         name, plan, handles, (module, by_hooks, buffers, inner), reducer, links = state
-        held = UnitModule(weakref.ref(module), by_hooks, buffers, inner=inner)
+        held = UnitModule(weakref.ref(module), by_hooks, buffers=buffers, inner=inner)
         type(self).__init__(self, name, plan, handles, held, reducer=reducer, links=links)
 
     def revive(self) -> bool:

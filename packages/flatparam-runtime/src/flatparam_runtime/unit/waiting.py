@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 from weakref import WeakSet
 
@@ -25,10 +25,17 @@ def note_waiting(unit: Unit) -> None:
     WAITING.add(unit)
 
 
-def drop_waiting(units: Iterable[Unit]) -> None:
-    """Drop all gradients of `units` that wait; every rank calls it, between passes."""
-    _forget_the_reduced()
+def drop_waiting(units: Collection[Unit]) -> None:
+    """Drop all gradients of `units` that wait; every rank calls it, between passes, when it drops those of the model.
+
+    Ranks compare whether they did, if there was a reduction since the last time.
+    """
     wanted = set(units)
+    for fingerprint in dict.fromkeys(unit.observers.fingerprint for unit in units):
+        if fingerprint is not None and fingerprint.reductions > fingerprint.dropped:
+            fingerprint.dropped = fingerprint.reductions
+            fingerprint.note_step("zero_grad() of the model")
+    _forget_the_reduced()
     for unit in _in_order():
         if unit in wanted:
             _drop(unit, {handle: range(len(handle.layout.slots)) for handle in unit.handles})
@@ -50,7 +57,8 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
         by_tree.setdefault(unit.observers.fingerprint, []).append(unit)
     for units in by_tree.values():
         if all(_elements_here(handle) <= named.get(handle, set()) for u in units for handle in u.trainable):
-            drop_waiting(units)
+            for unit in units:
+                _drop(unit, {handle: range(len(handle.layout.slots)) for handle in unit.handles})
             continue
         for unit in units:
             _drop(unit, {handle: sorted(named[handle]) for handle in unit.handles if handle in named})

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import FlatParamError, Phase, units_in
+from flatparam_runtime import FlatParamError, Phase, note_between_passes, units_in
 from flatparam_state.averages.exchange import Average, exchanged
 from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.homes import homes_in
@@ -114,6 +114,10 @@ class ShardedEMA:
                 parameter has a different shape; nothing is changed.
         """
         self._check_can_update()
+        note_between_passes(
+            units_in(self._model),
+            f"ShardedEMA.update() number {self._updates + 1} with decay={self._decay!r}",
+        )
         pairs = [(average.beside(), average.home.now()) for average in self._averages]
         self._check_shapes(pairs)
         averaged = [self._is_averaged(average) for average in self._averages]
@@ -182,6 +186,7 @@ class ShardedEMA:
         if self._is_applied:
             raise FlatParamError("ShardedEMA.applied(): the model shows its averages already")
         bring_to_rest(model)
+        note_between_passes(units_in(model), "begin of ShardedEMA.applied()")
         self._is_applied = True
         try:
             with exchanged(self._averages):
@@ -192,6 +197,7 @@ class ShardedEMA:
                     bring_to_rest(model)
         finally:
             self._is_applied = False
+            note_between_passes(units_in(model), "end of ShardedEMA.applied()")
 
     @property
     def is_applied(self) -> bool:

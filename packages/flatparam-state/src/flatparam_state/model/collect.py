@@ -13,6 +13,7 @@ from torch import nn
 from flatparam_runtime import (
     FLAT_PARAM,
     Phase,
+    check_same_between_passes,
     clean_fqn,
     inspecting,
     memory_view,
@@ -80,6 +81,8 @@ def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
     submodule's `state_dict` in its parent's) is left alone.
     """
     units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.links.lenders, unit))
+    if form.kind is FormKind.FULL and not any(unit.phase is Phase.INSPECTING for unit in units):
+        check_same_between_passes(units)
     stand_ins = StandIns()
     prefixes = {id(place.handle): place.prefix for place in places_in(model)}
     with contextlib.ExitStack() as stack:

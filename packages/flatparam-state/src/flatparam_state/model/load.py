@@ -21,6 +21,7 @@ from flatparam_runtime import (
     clean_fqn,
     tree_of,
 )
+from flatparam_state.checksums import checksums, digest, named_differences
 from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, is_ordinary
 from flatparam_state.model.collect import IN_FLAT, local_name
 from flatparam_state.model.own_code import ShownUnits
@@ -57,6 +58,8 @@ class ModelLoad:
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
     _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
     """Tensors that are not sharded, buffers above all, and the values that go there."""
+    _whole: dict[str, Any] = attrs.field(factory=dict)
+    """By the clean names of sharded parameters, what the state has for them."""
     refused: bool = False
     """Whether some entry did not fit."""
     _handles: dict[str, FlatParamHandle] = attrs.field(factory=dict)
@@ -154,6 +157,8 @@ class ModelLoad:
                 self.in_flat.add(place.handle)
         for name, (place, index) in parameters.items():
             key = prefix + name
+            if key in state:
+                self._whole[clean_fqn(key)] = state[key]
             is_torchs = place.unit in self.shown.units and not metadata.get("assign_to_params_buffers", False)
             if key in state and is_torchs and is_ordinary(state[key]):
                 pass
@@ -229,6 +234,10 @@ class ModelLoad:
         """Whether the unit's parameter `key` is part of one of these flat parameters."""
         return self._handles.get(clean_fqn(key)) in handles
 
+    def checksums(self) -> dict[str, int]:
+        """Checksums of the full tensors that were taken, by the clean names of their parameters."""
+        return checksums(self._whole)
+
     def commit(self) -> None:
         """Copy the taken values to the shards, if all of them fit; every rank calls it."""
         if not self.refused:
@@ -244,6 +253,7 @@ class ModelLoad:
         self.shown.undo()
         self._copies.clear()
         self._plain.clear()
+        self._whole.clear()
 
     def stop(self) -> None:
         """Take the hooks away: what was not in the state by now is not taken any more."""
@@ -261,15 +271,22 @@ def _names_in(module: nn.Module) -> list[str]:
     return [clean_fqn(name) for name, _ in module.named_parameters()]
 
 
-def refused_anywhere(topology: Topology, refused: list[str]) -> list[str]:
+def refused_anywhere(
+    topology: Topology, refused: list[str], loaded: Mapping[str, int] | None = None
+) -> list[str]:
     """The misfits of every rank, each with its rank, so that no rank changes anything if one of them has a misfit.
 
     Args:
         topology: the ranks; every one of them calls it, with its own list.
         refused: what does not fit on this rank; the others hear of the first few.
+        loaded: checksums of what is to be the same on all ranks, by name.
     """
-    told = topology.exchange(refused[:_MOST_TOLD], label="what does not fit")
-    return [f"rank {rank}: {each}" for rank, found in enumerate(told) for each in found]
+    loaded = loaded or {}
+    told = topology.exchange((refused[:_MOST_TOLD], digest(loaded)), label="what does not fit")
+    misfits = [f"rank {rank}: {each}" for rank, (found, _) in enumerate(told) for each in found]
+    if not misfits and len({each for _, each in told}) > 1:
+        misfits = named_differences(topology.exchange(loaded, label="what is loaded"))[:_MOST_TOLD]
+    return misfits
 
 
 _MOST_TOLD: Final = 20
@@ -315,7 +332,9 @@ def load_model_state(
         if strict:
             refused += [f"missing key {name!r}" for name in missing]
             refused += [f"unexpected key {name!r}" for name in unexpected]
-        on_any_rank = refused_anywhere(places[0].unit.topology, refused) if places else refused
+        on_any_rank = refused
+        if places:
+            on_any_rank = refused_anywhere(places[0].unit.topology, refused, loading.checksums())
         if on_any_rank:
             loading.forget()
         if not refused:

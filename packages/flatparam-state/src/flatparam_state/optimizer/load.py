@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatparam_runtime import FlatParamError
+from flatparam_runtime import FlatParamError, note_between_passes
+from flatparam_state.checksums import checksums, digest
 from flatparam_state.forms import OWN_CHUNKER, Chunker
 from flatparam_state.optimizer.entries import State
 from flatparam_state.optimizer.first_rank import arrived, streamed
@@ -73,6 +74,9 @@ def load_optimizer_state(
         if moves_between_ranks:
             agree_on_holdings(places, (), error=error)
         raise
+    if not rank0_only:
+        what = f"load of an optimizer state with the values {_digest(places, saved):016x}"
+        note_between_passes((place.unit for place in places), what)
     held = agree_on_holdings(places, holding.by_group) if moves_between_ranks else {}
     states = SavedStates.of(holding, saved, chunker or OWN_CHUNKER)
     loaded = _loaded(model, places, holding, held, states)
@@ -98,6 +102,25 @@ def load_optimizer_state(
     others = {key: arrived(value) for key, value in saved.items() if key not in of_parameters}
     told = {"state": {**state, **others}}
     return told if saved_groups is None else {**told, "param_groups": groups}
+
+
+def _digest(places: Iterable[Place], saved: State) -> int:
+    """A digest of the full tensors and the counters in `saved`, which are to be the same on all ranks."""
+    shapes = {
+        fqn: slot.spec.shape
+        for place in places
+        for fqn, slot in zip(place.fqns, place.handle.layout.slots, strict=True)
+    }
+    return digest(
+        checksums(
+            {
+                f"{fqn}.{name}": value
+                for fqn, values in saved.items()
+                for name, value in values.items()
+                if isinstance(value, torch.Tensor) and tuple(value.shape) in ((), shapes.get(fqn))
+            }
+        )
+    )
 
 
 def _loaded(

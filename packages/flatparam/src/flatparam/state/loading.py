@@ -108,7 +108,7 @@ def _after(wrapper: nn.Module, incompatible: Any) -> None:
     if interior.is_strict:
         refused += [f"missing key {name!r}" for name in missing]
         refused += [f"unexpected key {name!r}" for name in unexpected]
-    on_any_rank = _tell(interior, refused)
+    on_any_rank = _tell(interior, refused, load.checksums())
     if not on_any_rank:
         load.commit()
     elif not refused:
@@ -119,9 +119,9 @@ def _after(wrapper: nn.Module, incompatible: Any) -> None:
         inside.load = None
 
 
-def _tell(interior: Interior, refused: list[str]) -> list[str]:
+def _tell(interior: Interior, refused: list[str], loaded: Mapping[str, int] | None = None) -> list[str]:
     interior.has_told = True
-    return refused_anywhere(interior.unit.topology, refused)
+    return refused_anywhere(interior.unit.topology, refused, loaded)
 
 
 def _interiors(module: nn.Module) -> Iterator[tuple[nn.Module, Interior]]:

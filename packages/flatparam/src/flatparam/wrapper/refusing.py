@@ -129,7 +129,8 @@ def asking_names() -> Iterator[None]:
 
 # It finds the unit anew, so that a copy of a module finds its own.
 def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    unit = unit_of(module) or next(filter(None, map(holder_of_parameter, module._parameters.values())), None)
+    own = (holder_of_parameter(each) for each in module._parameters.values() if each is not None)
+    unit = unit_of(module) or next(filter(None, own), None)
     if unit is None or unit.phase is Phase.INSPECTING or _asks_names.get():
         return
     has_all = unit.plan.use_orig_params and all(handle.is_whole for handle in unit.handles)

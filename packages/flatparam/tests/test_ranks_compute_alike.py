@@ -1,0 +1,182 @@
+"""Ranks that load, average or scale different numbers: an error on every rank, before the numbers are used."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardedEMA, ShardingStrategy, fully_shard
+from flatparam.sharded_grad_scaler import ShardedGradScaler
+from flatparam.wrap import ModuleWrapPolicy
+from flatparam_comm import Collectives, RankError
+
+from .models import mlp, seeded
+from .worlds import inputs, on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated")
+LINEAR = ModuleWrapPolicy({nn.Linear})
+
+
+def in_place() -> nn.Module:
+    model = seeded(mlp)
+    fully_shard(model[0])
+    fully_shard(model)
+    return model
+
+
+SHARDINGS: dict[str, Callable[[], nn.Module]] = {
+    "flat": lambda: FSDP(seeded(mlp), auto_wrap_policy=LINEAR),
+    "original": lambda: FSDP(seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=True),
+    "whole": lambda: FSDP(seeded(mlp), sharding_strategy=ShardingStrategy.NO_SHARD),
+    "in-place": in_place,
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    model(inputs(rank)[0]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("which", ["one", "all"])
+@pytest.mark.parametrize("how", SHARDINGS)
+def test_a_full_state_of_other_values_on_one_rank_is_refused(how: str, which: str) -> None:
+    """load_state_dict() of full tensors that differ by rank names the parameter and the ranks, and changes nothing."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS[how]()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        other = {name: value + (world.rank == 1) for name, value in before.items()}
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict({**before, "0.bias": other["0.bias"]} if which == "one" else other)
+        name = "0.bias" if which == "one" else "0.weight"
+        assert (
+            f"parameter '{name}': expected the same values on all ranks, found different ones on rank 1"
+            in str(caught.value)
+        )
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        model.load_state_dict({name: value + 1 for name, value in before.items()})
+
+    on_ranks(2, rank)
+
+
+def test_values_that_differ_in_a_buffer_are_each_ranks_own() -> None:
+    """Buffers are not sharded: each rank loads its own."""
+
+    def rank(world: Collectives) -> float:
+        model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        state = model.state_dict()
+        state["1.running_mean"].fill_(world.rank)
+        model.load_state_dict(state)
+        return float(model.state_dict()["1.running_mean"][0])
+
+    assert on_ranks(2, rank) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("how", ["flat", "original"])
+def test_an_optimizer_state_of_other_values_on_one_rank_is_told(how: str) -> None:
+    """The next pass after it raises, on every rank, before a step; equal values go on."""
+
+    def rank(world: Collectives, differs: bool) -> str:
+        model = SHARDINGS[how]()
+        optimizer = torch.optim.Adam(model.parameters())
+        step(model, optimizer, world.rank)
+        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        if differs and world.rank:
+            for values in state["state"].values():
+                values["exp_avg"].mul_(2)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+        try:
+            step(model, optimizer, world.rank)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert on_ranks(2, rank, False) == ["", ""]
+    for told in on_ranks(2, rank, True):
+        assert re.search("rank 1 was at the load of an optimizer state with the values", told), told
+
+
+def _decay(averages: ShardedEMA, model: nn.Module, rank: int) -> None:
+    averages.decay = 0.5 if rank else 0.9
+    averages.update()
+
+
+def _left_out(averages: ShardedEMA, model: nn.Module, rank: int) -> None:
+    if not rank:
+        averages.update()
+
+
+WAYS: dict[str, Callable[..., None]] = {"decay": _decay, "left out": _left_out}
+
+
+@pytest.mark.parametrize("then", ["train", "evaluate", "state"])
+@pytest.mark.parametrize("way", WAYS)
+def test_averages_that_differ_by_rank_are_told(way: str, then: str) -> None:
+    """Another decay on one rank, or an update that it leaves out, is told at the next pass or full state."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS["original"]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        averages = ShardedEMA(model, 0.9)
+        step(model, optimizer, world.rank)
+        averages.update()
+        WAYS[way](averages, model, world.rank)
+        if then == "train":
+            step(model, optimizer, world.rank)
+        elif then == "evaluate":
+            with torch.no_grad():
+                model(inputs(world.rank)[0])
+        else:
+            model.state_dict()
+
+    with pytest.raises(
+        RankError, match=r"have not done the same between passes: rank 0 was at the ShardedEMA.update"
+    ):
+        on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("how", ["flat", "original", "in-place"])
+def test_averages_on_one_rank_alone_are_told(how: str) -> None:
+    """Half of the model from averages and half from weights is never evaluated or saved in silence."""
+
+    def rank(world: Collectives, then: Callable[[nn.Module], Any]) -> None:
+        model = SHARDINGS[how]()
+        averages = ShardedEMA(model, 0.9)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), world.rank)
+        if world.rank:
+            with averages.applied(model):
+                then(model)
+        else:
+            then(model)
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(inputs(0)[0])
+
+    for then in (lambda model: model.state_dict(), evaluate):
+        with pytest.raises(RankError, match=r"rank 1 was at the begin of ShardedEMA.applied\(\)"):
+            on_ranks(2, rank, lambda model, then=then: then(model))
+
+
+def test_another_scale_on_one_rank_is_told() -> None:
+    """A scaler that was set to another scale on one rank is named at the next pass."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS["original"]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=world)
+        for number in range(3):
+            scaler.scale(model(inputs(world.rank)[0]).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update(4.0 if world.rank and number == 0 else None)
+            optimizer.zero_grad()
+
+    with pytest.raises(
+        RankError, match=r"unscale_\(\) of SGD by 0.125; rank 1 was at the unscale_\(\) of SGD by 0.25"
+    ):
+        on_ranks(2, rank)
