@@ -83,6 +83,36 @@ def test_alone(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert final_losses(capsys.readouterr().out) == [train_locally(1)]
 
 
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_accumulation_without_communication(
+    program: str, micro_batches: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guide's recipe, `if not last: return` after the reshard, in the guide's own program, has the local loss."""
+    monkeypatch.delenv("RANK", raising=False)
+    recipe = program.replace(
+        "            output, full =",
+        "            if not last:\n                return\n            output, full =",
+    ).replace(
+        """    loss = (model(batch) - batch.flip(1)).square().mean()
+    loss.backward()
+""",
+        f"""    loss = torch.zeros(())
+    for number, part in enumerate(batch.chunk({micro_batches})):
+        last = number == len(batch.chunk({micro_batches})) - 1
+        share = (model(part) - part.flip(1)).square().mean() * len(part) / len(batch)
+        share.backward()
+        loss = loss + share.detach()
+""",
+    )
+    assert recipe.count("last") == 3
+    try:
+        exec(compile(recipe, str(GUIDE), "exec"), {"__name__": "runtime"})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert final_losses(capsys.readouterr().out) == pytest.approx([train_locally(1)], rel=1e-6)
+
+
 @pytest.mark.processes
 def test_under_torchrun(program: str, tmp_path: Path) -> None:
     """Two processes under torchrun print, bit for bit, the loss of the local model on the mean of their losses."""

@@ -1,5 +1,8 @@
 """GradientLedger: deposits, sums, casts, and that nothing undefined is ever reduced."""
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -217,3 +220,34 @@ def test_is_full() -> None:
     assert not ledger.is_full
     ledger.deposit(1, torch.ones(2, 2))
     assert ledger.is_full
+
+
+WAYS: dict[str, Callable[[GradientLedger, int], None]] = {
+    "deposit": lambda ledger, index: ledger.deposit(index, torch.ones(SHAPES[index])),
+    "all": lambda ledger, index: ledger.deposit_all([index], [torch.ones(SHAPES[index])]),
+    "keep": lambda ledger, index: ledger.keep(index, torch.ones(SHAPES[index])),
+}
+SHAPES = [(3,), (2, 2)]
+
+
+@pytest.mark.parametrize("ways", itertools.product(WAYS, WAYS), ids="-".join)
+def test_is_full_again_at_the_end_of_each_pass(ways: tuple[str, str]) -> None:
+    """While gradients accumulate, a ledger is full after the last gradient of each pass, and not between, in any order."""
+    ledger = ledger_of()
+    for order in ([0, 1], [1, 0], [0, 1]):
+        found = []
+        for index, way in zip(order, ways, strict=True):
+            WAYS[way](ledger, index)
+            found.append(ledger.is_full)
+        assert found == [False, True]
+    ledger.collect()
+    assert ledger.is_full
+    ledger.drop([0])
+    assert not ledger.is_full
+    ledger.deposit(0, torch.ones(3))
+    assert not ledger.is_full
+    ledger.deposit(1, torch.ones(2, 2))
+    assert ledger.is_full
+    ledger.release()
+    ledger.deposit(0, torch.ones(3))
+    assert not ledger.is_full

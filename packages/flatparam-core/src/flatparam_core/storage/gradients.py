@@ -81,10 +81,16 @@ class GradientLedger:
     buffer: FlatBuffer
     deposited: bytearray
     """One byte per parameter: 1 if a gradient has arrived since the last release."""
+    _turns: bytearray = attrs.field(init=False)
+    """One byte per parameter: whether an odd number of gradients has arrived since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
     _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
     """Gradients that are where autograd left them, by parameter, with their divisors."""
     _batches: dict[tuple[int, ...], _Batch] = attrs.field(factory=dict)
+
+    @_turns.default
+    def _no_turn(self) -> bytearray:
+        return bytearray(len(self.deposited))
 
     @classmethod
     def create(
@@ -102,7 +108,13 @@ class GradientLedger:
 
     @property
     def is_full(self) -> bool:
-        """Whether a gradient of every parameter has arrived since the last release."""
+        """Whether each parameter has got as many gradients as every other since the last release, and at least one.
+
+        So it turns true with the last gradient of a backward pass through all parameters, and false with the first one
+        of the next pass, whether there was a reduction in between or not.
+        """
+        if len({*self._turns}) != 1:
+            return False
         return all(arrived or index in self._kept for index, arrived in enumerate(self.deposited))
 
     @property
@@ -125,10 +137,14 @@ class GradientLedger:
             self.deposit(index, gradient, divisor=divisor)
         else:
             self._kept[index] = gradient.detach(), divisor
+            self._turns[index] ^= 1
 
     def collect(self) -> None:
         """Deposit the kept gradients; a few calls handle all small ones."""
         kept, self._kept = self._kept, {}
+        for index in kept:
+            # They have arrived, and are deposited only now.
+            self._turns[index] ^= 1
         for divisor in {divisor for _, divisor in kept.values()}:
             indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
             self._deposit_all(indices, [kept[index][0] for index in indices], divisor)
@@ -182,6 +198,7 @@ class GradientLedger:
         else:
             torch.div(gradient, divisor, out=slot)
         self.deposited[index] = 1
+        self._turns[index] ^= 1
 
     def deposit_all(
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
@@ -226,6 +243,8 @@ class GradientLedger:
             return
         slots = [self._slots[indices[at]] for at in batch.small]
         given = [gradients[at] for at in batch.small]
+        for at in batch.small:
+            self._turns[indices[at]] ^= 1
         if add:
             torch._foreach_add_(slots, given, alpha=1 / divisor)
             return
@@ -262,7 +281,7 @@ class GradientLedger:
 
     def release(self) -> None:
         """Drop every gradient and free the memory, once the reduction has read it."""
-        self.deposited[:] = bytes(len(self.deposited))
+        self.deposited[:] = self._turns[:] = bytes(len(self.deposited))
         self._kept.clear()
         self.buffer.free()
 
@@ -271,6 +290,11 @@ class GradientLedger:
         for index in indices:
             self._kept.pop(index, None)
             self.deposited[index] = 0
+        # The next gradient of each has its turn with the others'.
+        turn = next((self._turns[index] for index, _ in self.arrived()), 0)
+        for index, arrived in enumerate(self.deposited):
+            if not arrived and index not in self._kept:
+                self._turns[index] = turn
         if self.is_empty:
             self.release()
 
