@@ -24,6 +24,7 @@ from .worlds import made_up_gradients, shard, step
 
 SHARDED, LOCAL = StateForm(FormKind.SHARDED), StateForm(FormKind.LOCAL)
 CHUNKS = StateForm(FormKind.SHARDED, dim_0_chunks=True)
+NO_EMPTY_PARTS = StateForm(FormKind.SHARDED, empty_parts=False)
 DTENSORS = StateForm(FormKind.SHARDED, use_dtensor=True)
 
 
@@ -57,7 +58,7 @@ def changed(model: nn.Module) -> nn.Module:
 
 
 def round_trips(ranks: Collectives, use_orig_params: bool) -> None:
-    for form in (SHARDED, LOCAL, CHUNKS, DTENSORS):
+    for form in (SHARDED, NO_EMPTY_PARTS, LOCAL, CHUNKS, DTENSORS):
         round_trip(ranks, form, use_orig_params)
 
 
@@ -69,7 +70,7 @@ def round_trip(ranks: Collectives, form: StateForm, use_orig_params: bool) -> No
     expected = every().state_dict()
     ledger.reset()
     state = model_state_dict(model, form=form)
-    if form in (SHARDED, LOCAL):
+    if form in (SHARDED, NO_EMPTY_PARTS, LOCAL):
         assert ledger.total.count == 0, "saving moves nothing"
     if form is not LOCAL:
         assert list(state) == list(expected)
@@ -78,7 +79,7 @@ def round_trip(ranks: Collectives, form: StateForm, use_orig_params: bool) -> No
     other = changed(shard(every(), recording, ("conv", ""), use_orig_params=use_orig_params))
     ledger.reset()
     load_model_state(other, state)
-    if form in (SHARDED, LOCAL):
+    if form in (SHARDED, NO_EMPTY_PARTS, LOCAL):
         assert ledger.total.count == 0, "nor does loading"
     found = model_state_dict(other)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -155,6 +156,43 @@ def _refusals(ranks: Collectives) -> str:
     after = model_state_dict(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     return "refused"
+
+
+def one_description(ranks: Collectives, use_orig_params: bool) -> None:
+    model = shard(every(), ranks, ("conv", ""), use_orig_params=use_orig_params)
+    expected = every().state_dict()
+    for form in (SHARDED, NO_EMPTY_PARTS, CHUNKS):
+        state = model_state_dict(model, form=form)
+        tensors = {name: value for name, value in state.items() if hasattr(value, "local_shards")}
+        described = {
+            name: [
+                (tuple(each.shard_offsets), tuple(each.shard_sizes))
+                for each in value.metadata().shards_metadata
+            ]
+            for name, value in tensors.items()
+        }
+        assert ranks.exchange(described) == [described] * ranks.size
+        for name, value in tensors.items():
+            sizes = [part.tensor.numel() for part in value.local_shards()]
+            assert sizes or form is not SHARDED, name
+            assert all(sizes) or form is SHARDED or not expected[name].numel(), name
+            if form is SHARDED:
+                # As before all ranks had one description: each rank knew of its own empty part alone.
+                own = [part.metadata.shard_offsets for part in value.local_shards()]
+                facts = value.metadata().shards_metadata
+                facts[:] = [each for each in facts if 0 not in each.shard_sizes or each.shard_offsets in own]
+        changed(model)
+        load_model_state(model, state)
+        for name, value in model_state_dict(model).items():
+            assert torch.equal(value, expected[name]), (form, name)
+
+
+def test_all_ranks_describe_a_tensor_alike(use_orig_params: bool) -> None:
+    """The metadata of each `ShardedTensor` are those of every rank, with and without empty parts; each form is loaded.
+
+    So is that of earlier versions, in which a rank without elements had an empty part that the others did not know of.
+    """
+    run_processes(3, one_description, use_orig_params)
 
 
 def test_what_does_not_fit() -> None:

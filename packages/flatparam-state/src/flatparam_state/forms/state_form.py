@@ -48,6 +48,9 @@ class StateForm:
     """Sharded tensors are `DTensor`s; also if a unit was sharded over a mesh."""
     chunker: Chunker = OWN_CHUNKER
     """The functions that make chunks."""
+    empty_parts: bool = True
+    """A rank that owns nothing of a `ShardedTensor` holds an empty part of it, as `torch.distributed.checkpoint` has to
+    find something; without it has none, as with `dim_0_chunks`."""
 
     def at(self, place: Place) -> StateForm:
         """This form, or the full one if nothing is sharded."""
@@ -108,14 +111,14 @@ class StateForm:
                 for index, value in each.items()
             }
         return [
-            self.owned(Wanted.of_parameter(place, index), part, place, is_always_local=True)
+            self.owned(Wanted.of_parameter(place, index), part, place, empty_parts=self.empty_parts)
             if slots[index].spec.shape
             else values[index]
             for index, part in enumerate(parts)
         ]
 
     def owned(
-        self, wanted: Wanted, elements: torch.Tensor, place: Place, *, is_always_local: bool = False
+        self, wanted: Wanted, elements: torch.Tensor, place: Place, *, empty_parts: bool = False
     ) -> Any:
         """The `ShardedTensor` of which this rank holds `elements` (1-D, in memory order), copied; nothing is moved."""
         tiling = wanted.tiling
@@ -125,4 +128,4 @@ class StateForm:
             for view in views
         ]
         group = place.unit.topology.shard
-        return tiling.sharded_tensor(parts, elements.dtype, group, is_always_local=is_always_local)
+        return tiling.sharded_tensor(parts, elements.dtype, group, empty_parts=empty_parts)

@@ -119,14 +119,14 @@ class Tiling:
         dtype: torch.dtype,
         group: Collectives,
         *,
-        is_always_local: bool = False,
+        empty_parts: bool = False,
     ) -> Any:
         """Torch's `ShardedTensor`; no communication: every rank knows the whole tiling.
 
         Args:
             parts: this rank's boxes, with memory of their own.
             group: the ranks of the tiling, over a process group of torch.
-            is_always_local: a rank without a part gets an empty one behind the end of the tensor. The planners of
+            empty_parts: each rank without a part gets an empty one behind the end of the tensor. The planners of
                 `torch.distributed.checkpoint` forget a `ShardedTensor` that has no local shard, and then take the file
                 for one of an old torch.
 
@@ -146,10 +146,12 @@ class Tiling:
             )
         device = parts[0].device if parts else torch.device("cpu")
         boxes = dict(self.boxes)
-        if is_always_local and not parts and self.shape:
+        if empty_parts and self.shape:
             rest = self.shape[1:]
-            boxes[group.rank] = (Box((self.shape[0], *(0 for _ in rest)), (0, *rest)),)
-            parts = [torch.empty(boxes[group.rank][0].sizes, dtype=dtype, device=device)]
+            empty = Box((self.shape[0], *(0 for _ in rest)), (0, *rest))
+            # On all ranks alike: they have one description of the tensor.
+            boxes = {rank: self.of_rank(rank) or (empty,) for rank in range(group.size)}
+            parts = parts or [torch.empty(empty.sizes, dtype=dtype, device=device)]
         metadata = {
             rank: [
                 ShardMetadata(list(box.offsets), list(box.sizes), _placement(global_rank, device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
@@ -99,6 +100,8 @@ def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig)
         dim_0_chunks=chunks_by_default if chunks is None else chunks,
         use_dtensor=bool(getattr(config, "_use_dtensor", False)),
         chunker=cutting,
+        # torchsnapshot divides by the size of each part.
+        empty_parts="torchsnapshot" not in sys.modules,
     )
 
 
