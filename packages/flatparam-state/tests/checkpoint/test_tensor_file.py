@@ -1,5 +1,6 @@
 """The safetensors format, streamed: what the real library reads and writes, and what is refused."""
 
+import gc
 import io
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import safetensors.torch
 import torch
 
 from flatparam_state.files.errors import CheckpointError
+from flatparam_state.files.limited_json import parse_json
 from flatparam_state.files.safetensors.header import DTYPES, encode_header, read_header
 from flatparam_state.files.safetensors.stream import Staging, TensorFileWriter
 from flatparam_state.files.source import TensorInfo, join_path, split_path
@@ -149,3 +151,51 @@ def test_paths_are_joined_and_split(parts: tuple[str, ...]) -> None:
     """Slashes and percent signs in a key do not cut it."""
     assert split_path(join_path(parts)) == parts
     assert join_path(parts).count("/") == len(parts) - 1
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_header_of_many_tensors(is_reversed: bool, tmp_path: Path) -> None:
+    """Each of 20,000 tensors is described as it is, in whatever order; a long number in a name is no number.
+
+    Python's own search for garbage is on afterwards, and off if it was off. Of the entries that are alike, each is
+    checked: one that lies is found among them.
+    """
+    infos = {
+        f"{'1' * 40}.{number}": TensorInfo((number % 3, 2), [torch.float32, torch.int8][number % 2])
+        for number in range(20_000)
+    }
+    tree = json.loads(encode_header(infos)[8:])
+    items = list(tree.items())[::-1] if is_reversed else list(tree.items())
+
+    def header(entries: list[tuple[str, Any]]) -> Path:
+        data = json.dumps(dict(entries)).encode()
+        path = tmp_path / "many.safetensors"
+        with path.open("wb") as file:
+            file.write(len(data).to_bytes(8, "little") + data)
+            file.truncate(8 + len(data) + sum(info.nbytes for info in infos.values()))
+        return path
+
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            found = read_header(header(items))
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+        assert {name: stored.info for name, stored in found.tensors.items()} == infos
+    assert [stored.offset - found.data_start for stored in found.tensors.values()] == [
+        entry["data_offsets"][0] for _, entry in items
+    ]
+    for shape in ([1, True], [1.0, 2], [7, 3]):
+        name, entry = items[7]
+        lying = [*items[:7], (name, {**entry, "shape": shape}), *items[8:]]
+        with pytest.raises(CheckpointError, match=name):
+            read_header(header(lying))
+
+
+@pytest.mark.parametrize("digits", [31, 5000])
+def test_a_number_of_many_digits(digits: int) -> None:
+    """It is refused before it is made, wherever it stands."""
+    with pytest.raises(ValueError, match=f"an integer of {digits:,} digits"):
+        parse_json(b'{"' + b"1" * 40 + b'": [0, ' + b"9" * digits + b"]}")
+    assert parse_json(b'{"' + b"1" * 40 + b'": 0.' + b"3" * 40 + b"}") == {"1" * 40: float("0." + "3" * 40)}

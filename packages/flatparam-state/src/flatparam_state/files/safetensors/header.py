@@ -10,14 +10,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
 
 from flatparam_state.files.byte_file import AnyPath, ByteFile
 from flatparam_state.files.errors import CheckpointError
-from flatparam_state.files.limited_json import parse_json
+from flatparam_state.files.limited_json import collecting_later, parse_json
 from flatparam_state.files.source import TensorInfo
 
 __all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "decode_header", "encode_header", "read_header"]
@@ -51,6 +51,9 @@ DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
 _BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in DTYPES.items()})
 _MAX_HEADER_NBYTES: Final = 100_000_000
 _METADATA: Final = "__metadata__"
+_Infos: TypeAlias = dict[tuple[str, ...], tuple[TensorInfo, int]]
+"""By dtype and sizes, what was described so and its bytes: most tensors of a file are like another one."""
+_ONLY_INT: Final = frozenset({int})
 _KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 
 
@@ -129,20 +132,24 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{_METADATA} must be an object of strings")
     data_start = 8 + len(data)
-    tensors = {name: _entry(name, entry, data_start) for name, entry in tree.items()}
+    infos: _Infos = {}
+    with collecting_later():
+        tensors = {name: _entry(name, entry, data_start, infos) for name, entry in tree.items()}
+        order = sorted((each.offset, tree[name]["data_offsets"][1], name) for name, each in tensors.items())
     end = data_start
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if stored.offset != end:
-            raise ValueError(
-                f"tensor {name!r} begins at {stored.offset}, and the one before it ends at {end}"
-            )
-        end += stored.nbytes
+    for offset, stop, name in order:
+        if offset != end:
+            raise ValueError(f"tensor {name!r} begins at {offset}, and the one before it ends at {end}")
+        end = data_start + stop
     if end != file_nbytes:
         raise ValueError(f"the tensors end at {end}, the file at {file_nbytes}")
     return SafetensorsHeader(tensors, metadata, data_start, file_nbytes)
 
 
-def _entry(name: str, entry: Any, data_start: int) -> StoredTensor:
+def _entry(
+    name: str, entry: Any, data_start: int, infos: dict[tuple[str, ...], tuple[TensorInfo, int]]
+) -> StoredTensor:
+    """The tensor that an entry describes; `infos` has those that were described before, since most are alike."""
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise ValueError(f"tensor {name!r}: expected the keys {sorted(_KEYS)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -150,19 +157,23 @@ def _entry(name: str, entry: Any, data_start: int) -> StoredTensor:
         raise ValueError(f"tensor {name!r}: dtype {dtype!r} is not one of {', '.join(_BY_NAME)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r}: shape and offsets must be lists of numbers")
-    info = TensorInfo(shape, _BY_NAME[dtype])
-    if offsets[1] - offsets[0] != info.nbytes:
-        raise ValueError(f"tensor {name!r}: offsets {offsets} do not hold {info.nbytes} bytes")
-    return StoredTensor(info, data_start + offsets[0])
+    key = (dtype, *shape)
+    known = infos.get(key)
+    if known is None:
+        new = TensorInfo(shape, _BY_NAME[dtype])
+        known = infos[key] = new, new.nbytes
+    info, nbytes = known
+    begin, end = offsets
+    if end - begin != nbytes:
+        raise ValueError(f"tensor {name!r}: offsets {offsets} do not hold {nbytes} bytes")
+    return StoredTensor(info, data_start + begin)
 
 
 def _are_sizes(value: Any) -> bool:
-    # 63 bits, and few dimensions: so products stay small numbers
-    return (
-        isinstance(value, list)
-        and len(value) <= 64
-        and all(type(size) is int and 0 <= size < 2**63 for size in value)
-    )
+    # 63 bits, and few dimensions: so products stay small numbers. A bool is no number.
+    if not isinstance(value, list) or len(value) > 64 or not _ONLY_INT.issuperset(map(type, value)):
+        return False
+    return not value or (min(value) >= 0 and max(value) < 2**63)
 
 
 def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
