@@ -40,12 +40,15 @@ FORMATS: Final = tuple(_OPEN)
 """The formats that can be read."""
 
 
-def open_source(*paths: AnyPath, format: str | None = None) -> Source:
+def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None = None) -> Source:
     """Open a checkpoint of any format that is known, to be read piece by piece, without ranks and without the model.
 
     Args:
         paths: a file or a directory; or two that belong together, such as a model's and an optimizer's.
         format: one of `FORMATS`, if it shall not be found out.
+        prefix: of files of torch, and directories of torch.distributed.checkpoint, the keys above the model and the
+            optimizer, joined by `/`: `app`, if the program saved `{"app": AppState(model, optimizer)}`. By default
+            they are found, if there is one place only.
 
     Raises:
         CheckpointError: if there is nothing, nothing that is known, or something damaged.
@@ -66,7 +69,14 @@ def open_source(*paths: AnyPath, format: str | None = None) -> Source:
             f"expected one path, found {named}",
             hint="only files of torch, and directories of torch.distributed.checkpoint, can be given together",
         )
-    return _OPEN[chosen](*inner)
+    if prefix is None:
+        return _OPEN[chosen](*inner)
+    if chosen not in _TOGETHER:
+        raise CheckpointError(
+            f"{named} is of the format {chosen}, in which there is nothing above the model and the optimizer",
+            hint="leave the prefix out",
+        )
+    return _OPEN[chosen](*inner, prefix=prefix)
 
 
 def _inside(path: Path) -> list[Path]:

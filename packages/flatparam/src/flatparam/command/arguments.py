@@ -292,6 +292,11 @@ def _command(
 def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bool = True) -> None:
     """Add the options of a command that reads a checkpoint."""
     added.add_argument("--from", dest="format", choices=FORMATS, help="its format; by default it is detected")
+    added.add_argument(
+        "--prefix",
+        metavar="KEYS",
+        help="dcp, torch: the keys above the model and the optimizer, such as app; by default they are found",
+    )
     added.set_defaults(only=None)
     if parts:
         added.add_argument(

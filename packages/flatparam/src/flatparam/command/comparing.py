@@ -28,7 +28,7 @@ _SHOWN: Final = 20
 def run(chosen: argparse.Namespace) -> int:
     """Compare the checkpoints; returns the exit status."""
     first, second = (
-        parts_of(open_source(path, format=chosen.format), chosen.only)
+        parts_of(open_source(path, format=chosen.format, prefix=chosen.prefix), chosen.only)
         for path in (chosen.first, chosen.second)
     )
     differences = [*_structure(first, second, chosen), *_values("", first.values, second.values)]

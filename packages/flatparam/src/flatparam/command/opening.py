@@ -23,7 +23,9 @@ def opened(chosen: argparse.Namespace) -> Source:
     pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
     if bool(pair) == (chosen.source is not None):
         raise ArgumentsError("give either the path of a checkpoint, or --model and --optimizer")
-    return parts_of(open_source(*(pair or [chosen.source]), format=chosen.format), chosen.only)
+    return parts_of(
+        open_source(*(pair or [chosen.source]), format=chosen.format, prefix=chosen.prefix), chosen.only
+    )
 
 
 def parts_of(source: Source, only: list[str] | None) -> Source:

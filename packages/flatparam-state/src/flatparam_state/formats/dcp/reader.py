@@ -37,7 +37,7 @@ def is_dcp(path: Path) -> bool:
     return (path / METADATA_FILE).is_file()
 
 
-def open_dcp(*paths: AnyPath) -> StoredSource:
+def open_dcp(*paths: AnyPath, prefix: str | None = None) -> StoredSource:
     """Open a directory that `torch.distributed.checkpoint.save` wrote, from `ShardedTensor`s, `DTensor`s or tensors.
 
     Chunks may be boxes of any shape. No process group is needed, no code of the files is run, and tensors are read
@@ -45,6 +45,7 @@ def open_dcp(*paths: AnyPath) -> StoredSource:
 
     Args:
         paths: the directory, or several that belong together, such as one of the model and one of the optimizer.
+        prefix: the keys above the model and the optimizer, if there are some; see `open_source`.
 
     Raises:
         CheckpointError: if a file is missing, damaged, or holds what a checkpoint may not hold.
@@ -61,7 +62,7 @@ def open_dcp(*paths: AnyPath) -> StoredSource:
                 )
             root[key] = value
         facts.update(metadata.facts)
-    tensors, values = arranged(root, directories[0])
+    tensors, values = arranged(root, directories[0], prefix)
     return StoredSource("dcp", tensors, values, facts)
 
 

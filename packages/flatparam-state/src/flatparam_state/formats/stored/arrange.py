@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from flatparam_state.files import CheckpointError, join_path
+from flatparam_state.files import CheckpointError, join_path, split_path
 from flatparam_state.formats.damage import damage_named
 from flatparam_state.formats.stored.by_name import by_name
 from flatparam_state.formats.stored.tensors import Stored
@@ -28,16 +28,21 @@ OPTIMIZER_KEYS: Final = (
     # Lightning's sharded form has this one.
     "optimizer_0",
 )
+_MOST_NESTED: Final = 3
+"""The levels below the top at which a model and an optimizer are looked for."""
+_SHOWN: Final = 10
 _MAX_DEPTH: Final = 100
 _MAX_LEAVES: Final = 10_000_000
 
 
-def arranged(root: Any, file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def arranged(root: Any, file: Path, prefix: str | None = None) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Bring what a program saved into our tree.
 
     Args:
         root: the tree as it was saved; leaves that are `Stored` are its tensors.
         file: where it comes from, for errors.
+        prefix: the path of the dictionary in it that has the model and the optimizer, such as `app` if the program
+            saved `{"app": AppState(model, optimizer)}`; by default that is the top, or the only one that has them.
 
     Returns:
         Its tensors by path, and its values.
@@ -48,10 +53,62 @@ def arranged(root: Any, file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     walk = _Walk(file)
     hint = "save state dicts as the model and the optimizer return them"
     with damage_named(f"{file} does not have the form of a checkpoint", path=file, hint=hint):
-        ours = _parts(root, file)
+        ours = _parts(
+            _at_prefix(root, file, prefix) if prefix is not None else _found_below(root, file), file
+        )
         if "optimizer" in ours:
             ours["optimizer"] = _by_name(ours["optimizer"], ours.get("model", {}), file)
         return walk.tensors, walk.values(ours, ())
+
+
+def _at_prefix(root: Any, file: Path, prefix: str) -> Any:
+    """What is in the tree under the keys of `prefix`."""
+    for part in split_path(prefix):
+        by_text = {str(key): value for key, value in root.items()} if isinstance(root, Mapping) else {}
+        if part not in by_text:
+            shown = ", ".join(map(repr, list(by_text)[:_SHOWN])) or "nothing"
+            raise CheckpointError(
+                f"{file} has no {part!r} on the way to {prefix!r}; found {shown}", path=file
+            )
+        root = by_text[part]
+    return root
+
+
+def _found_below(root: Any, file: Path) -> Any:
+    """The tree, or if it has neither a model nor an optimizer, the one below it that has, with what is beside that."""
+    if not isinstance(root, Mapping) or _has_parts(root) or set(root) == {"extra"}:
+        return root
+    if any(isinstance(value, Stored) for value in root.values()):
+        return root
+    level: dict[str, Mapping[Any, Any]] = {"": root}
+    for _ in range(_MOST_NESTED):
+        level = {
+            f"{above}/{join_path((str(key),))}".lstrip("/"): value
+            for above, tree in level.items()
+            for key, value in tree.items()
+            if isinstance(value, Mapping)
+        }
+        found = [path for path, tree in level.items() if _has_parts(tree)]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{file} has a model or an optimizer at {', '.join(map(repr, found[:_SHOWN]))}",
+                path=file,
+                hint=f"say which one is meant, as in --prefix {found[0]}",
+            )
+        if found:
+            beside = {key: value for key, value in root.items() if str(key) != split_path(found[0])[0]}
+            return {**level[found[0]], **({"extra": beside} if beside else {})}
+    return root
+
+
+def _has_parts(tree: Mapping[Any, Any]) -> bool:
+    """Whether a model or an optimizer is directly below."""
+    if _is_optimizer(tree) or _are_optimizers(tree):
+        return True
+    optimizers = (_only_one(tree.get(key)) for key in OPTIMIZER_KEYS)
+    return any(isinstance(tree.get(key), Mapping) for key in MODEL_KEYS) or any(
+        map(_is_optimizer, optimizers)
+    )
 
 
 def _parts(root: Any, file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ACCELERATE_FILES: Final = ("pytorch_model_fsdp.bin", "optimizer.bin")
 PYTORCH_FILES: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
-def open_torch_file(*paths: AnyPath) -> StoredSource:
+def open_torch_file(*paths: AnyPath, prefix: str | None = None) -> StoredSource:
     """Open what `torch.save` wrote: a model's state dict, an optimizer's, or a dictionary of both.
 
     No code of the file is run: only tensors and plain values are admitted, which is less than
@@ -30,13 +30,14 @@ def open_torch_file(*paths: AnyPath) -> StoredSource:
     Args:
         paths: the file, or several that belong together, such as one of the model and one of the optimizer. A
             directory with `PYTORCH_FILES`, or an index of such files, stands for the model in them.
+        prefix: the keys above the model and the optimizer, if there are some; see `open_source`.
 
     Raises:
         CheckpointError: if a file is damaged, holds anything else, or its parts cannot be told apart.
     """
     files = [_file_at(Path(path)) for path in paths]
     root: Any = _root_of(files[0]) if len(files) == 1 else _together(files)
-    tensors, values = arranged(root, files[0])
+    tensors, values = arranged(root, files[0], prefix)
     return StoredSource("torch", tensors, values, {"files": [str(file) for file in files]})
 
 
