@@ -171,7 +171,7 @@ def test_no_program(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_program_that_starts_itself(folder: Path) -> None:
-    """Ranks that a program starts by its own command line, as Lightning does, have ours, too; other commands are as ever."""
+    """Ranks that a program starts by its own command line, as Lightning does, have ours, in an environment of their own too."""
     (folder / "again.py").write_text(AGAIN)
     status, output, errors = outcome(folder, "-m", "flatparam", "run", "again.py")
     assert (status, output.split()) == (0, ["flatparam", "torch"]), errors
@@ -183,10 +183,73 @@ from torch.distributed.fsdp import CPUOffload
 if len(sys.argv) > 1:
     print(CPUOffload.__module__.split(".")[0], flush=True)
 else:
-    subprocess.run([sys.executable, "-u", os.path.abspath(sys.argv[0]), "rank"], check=True)
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(env["PYTHONPATH"].split(os.pathsep)[1:])
+    subprocess.run([sys.executable, "-u", os.path.abspath(sys.argv[0]), "rank"], check=True, env=env)
     other = "from torch.distributed.fsdp import CPUOffload; print(CPUOffload.__module__.split('.')[0])"
-    subprocess.run([sys.executable, "-c", other], check=True)
+    subprocess.run([sys.executable, "-c", other], check=True, env=env)
 """
+
+
+def test_processes_of_any_kind_that_a_program_starts(folder: Path) -> None:
+    """A driver's workers have ours, whatever starts them and at any distance, and import what they would otherwise."""
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "worker.py").write_text(WORKER)
+    (folder / "before").mkdir()
+    (folder / "before" / "sitecustomize.py").write_text("import builtins; builtins.before = 'imported too'")
+    status, output, errors = outcome(folder, "-m", "flatparam", "run", "driver.py")
+    assert status == 0, errors
+    assert sorted(output.splitlines()) == ["flatparam imported too"] * 7
+    assert "FSDP1 is torch's" not in errors
+
+
+DRIVER = """
+import multiprocessing, os, subprocess, sys
+
+def by_multiprocessing():
+    import worker
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        path = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join([path[0], os.path.abspath("before"), *path[1:]])
+    worker = [sys.executable, "worker.py"]
+    subprocess.run(worker, check=True)
+    subprocess.run(" ".join(worker), shell=True, check=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "worker.py"]
+    subprocess.run(launcher, check=True)
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=by_multiprocessing)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, method
+    os.execv(sys.executable, worker)
+"""
+WORKER = """
+import builtins, sys
+from torch.distributed.fsdp import FullyShardedDataParallel
+assert not [folder for folder in sys.path if folder.endswith("startup")]
+print(f"{FullyShardedDataParallel.__module__.split('.')[0]} {builtins.before}\\n", end="", flush=True)
+"""
+
+
+def test_processes_that_are_none_of_fsdps(folder: Path) -> None:
+    """A process that imports no torch imports nothing of ours; one that cannot have ours says so, and goes on."""
+    (folder / "driver.py").write_text(f"import subprocess, sys\nfor code in {CODES}:\n    {STARTS}")
+    status, output, errors = outcome(folder, "-m", "flatparam", "run", "driver.py")
+    assert (status, output.split()) == (
+        0,
+        ["[]", "torch.distributed.fsdp.api", "torch.distributed.fsdp.api"],
+    ), errors
+    assert errors.count("which the program has started, FSDP1 is torch's: ") == 1
+
+
+CODES = [
+    "import sys; print([name for name in sys.modules if name.startswith(('torch', 'flatparam'))])",
+    "import sys; sys.modules['flatparam'] = None; import torch.distributed.fsdp as f; print(f.CPUOffload.__module__)",
+    "import flatparam.api, torch.distributed.fsdp as f; print(f.CPUOffload.__module__)",
+]
+STARTS = "subprocess.run([sys.executable, '-c', code], check=True)"
 
 
 RUN = ["-m", "flatparam", "run"]

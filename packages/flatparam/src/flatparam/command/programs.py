@@ -107,10 +107,11 @@ def run_program(arguments: Sequence[str]) -> int:
         if not rest:
             raise CannotRun("expected a script, or -m and a module: flatparam run [--] script.py ...")
         # Before the packages around a module are imported; torch's names are early there.
-        from flatparam.compat.children import patch_of_reruns
+        from flatparam.compat.children import carry_to_processes, patch_of_reruns
         from flatparam.compat.installing import install
 
         install()
+        carry_to_processes()
         is_module = find == Program.module
         program = find(rest[0])
         patch_of_reruns(rest[0] if is_module else os.path.abspath(rest[0]), is_module=is_module).put()

@@ -1,6 +1,7 @@
 """Processes that a process starts: they install what it has installed.
 
-Those are the processes of `multiprocessing`, and those in which a program that `flatparam run` runs starts itself.
+Those are the processes of `multiprocessing`; and of a program that `flatparam run` runs, every process of Python that
+gets its environment, and those in which it starts itself.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from flatparam.compat.patching import Patch
 
-__all__ = ["patch_of_children", "patch_of_reruns"]
+__all__ = ["carry_to_processes", "patch_of_children", "patch_of_reruns"]
+
+_STARTUP: Final = str(Path(__file__).parent / "startup")
+"""The folder of what Python imports when it starts."""
 
 _KEY = "flatparam"
 """The entry of a new process's preparation that is ours; `multiprocessing` looks at those that it knows."""
@@ -34,6 +39,16 @@ def patch_of_children(install: Callable[[], object]) -> Patch:
         return {**prepare(name), _KEY: _Called(install)}
 
     return Patch(multiprocessing.spawn, "get_preparation_data", with_ours)
+
+
+def carry_to_processes() -> None:
+    """Have each process of Python that inherits this one's environment install it, once it has imported torch.
+
+    So do workers of ray, ranks that a launcher starts, and the processes of those.
+    """
+    before = os.environ.get("PYTHONPATH", "")
+    if _STARTUP not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, before]))
 
 
 def patch_of_reruns(program: str, *, is_module: bool) -> Patch:
