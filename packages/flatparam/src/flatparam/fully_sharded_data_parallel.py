@@ -47,7 +47,16 @@ from flatparam.resolving import (
 )
 from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, older_functions, optimizer, rekeying, saving, settings
-from flatparam.wrapper import interior, parameters, prefetching, ranks, reducing, refusing, reporting
+from flatparam.wrapper import (
+    interior,
+    parameters,
+    prefetching,
+    ranks,
+    reducing,
+    refusing,
+    reporting,
+    written,
+)
 from flatparam.wrapper.flat_parameter import add_names
 from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
@@ -513,9 +522,16 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return the state of the module as if it were not wrapped, in the chosen form; every rank calls it."""
+        """Return the state of the module as if it were not wrapped, in the chosen form; every rank calls it.
+
+        Its tensors are copies. If some were written to in place, and not loaded, the next call warns of it.
+        """
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        return saving.save_state(self, self._interior, args, named, super().state_dict)
+        written.warn_of_writes(self)
+        state = saving.save_state(self, self._interior, args, named, super().state_dict)
+        if destination is None and not args:
+            written.watch(self, state)
+        return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -526,6 +542,7 @@ class FullyShardedDataParallel(nn.Module):
         is set, the other ranks may pass an empty dict: then the first rank sends its tensors, one after the other.
         If anything does not fit, nothing is changed.
         """
+        written.forget(self)
         load = partial(super().load_state_dict, assign=assign)
         return loading.load_state(self, self._interior, state_dict, strict, load)
 

@@ -14,7 +14,7 @@ import flatparam_runtime as runtime
 from flatparam.in_place import state
 from flatparam.in_place.arguments import check_flag, freeing
 from flatparam.in_place.initialising import initialisers_of, make_on_device
-from flatparam.wrapper import parameters, prefetching, reducing, refusing, training_state
+from flatparam.wrapper import parameters, prefetching, reducing, refusing, training_state, written
 from flatparam_core import FlatParamError
 
 if TYPE_CHECKING:
@@ -254,7 +254,11 @@ class FSDPModule(_Base):
         They are copies. In a world without process groups, such as one of threads, the tensors are full ones.
         """
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        return state.save_state(self, args, named, super().state_dict)
+        written.warn_of_writes(self)
+        found = state.save_state(self, args, named, super().state_dict)
+        if destination is None and not args:
+            written.watch(self, found)
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -269,6 +273,7 @@ class FSDPModule(_Base):
         Raises:
             RuntimeError: naming what does not fit on some rank, on every rank; nothing is changed.
         """
+        written.forget(self)
         load = partial(super().load_state_dict, assign=assign)
         return state.load_state(self, state_dict, strict=strict, load=load)
 
