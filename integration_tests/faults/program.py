@@ -9,9 +9,12 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["DIVERGENCES", "FAILURES", "Bug", "Program"]
+from flatparam_comm import ProcessGroupCollectives
+
+__all__ = ["DIVERGENCES", "FAILURES", "Bug", "Program", "fail_now"]
 
 WIDTHS: Final = (8, 64, 16, 32)
 
@@ -27,6 +30,7 @@ DIVERGENCES: Final = (
     "an evaluation",
     "frozen",
     "interrupted",
+    "a barrier of the process group",
 )
 #: How one rank fails, which keeps its own exception, if it has one; the others have to be told of it.
 FAILURES: Final = (
@@ -38,6 +42,11 @@ FAILURES: Final = (
     "is killed",
     "is terminated",
     "ends its program",
+    "raises before the first collective",
+    "is killed before the first collective",
+    "calls torch's barrier",
+    "calls torch's barrier, and lives",
+    "raises in forward, in a group without rank 0",
 )
 
 
@@ -114,25 +123,36 @@ class Program:
                 raise KeyboardInterrupt
             except KeyboardInterrupt:
                 del loss
+        elif how == "a barrier of the process group":
+            # Over shared memory it goes another way than the passes.
+            ProcessGroupCollectives(dist.group.WORLD).barrier()
         else:
             raise AssertionError(how)
 
     def fail(self, how: str) -> None:
-        """Do one of `FAILURES`, or have the next step do it."""
+        """Do one of `FAILURES` of a program that has begun, or have the next step do it."""
         if how.startswith("raises in forward"):
             self.inner[1].register_forward_pre_hook(_fail)
         elif how.startswith("raises in backward"):
             self.inner[1].register_forward_hook(_fail_later)
-        elif how == "raises between passes":
-            _fail()
-        elif how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "is terminated":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif how == "ends its program":
-            sys.exit(0)
+        elif how.startswith("calls torch's barrier"):
+            dist.barrier()
         else:
-            raise AssertionError(how)
+            fail_now(how)
+
+
+def fail_now(how: str) -> None:
+    """Do one of `FAILURES` at once, wherever the program is."""
+    if how in ("raises between passes", "raises before the first collective"):
+        _fail()
+    elif how in ("is killed", "is killed before the first collective"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "is terminated":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "ends its program":
+        sys.exit(0)
+    else:
+        raise AssertionError(how)
 
 
 def _fail_later(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -11,9 +11,16 @@ from typing import Any, Final
 import attrs
 
 from flatparam import FullyShardedDataParallel, StateDictType
-from flatparam_comm import ProcessGroupCollectives, RankDied, RankError, WorldTimeout, shared_memory
+from flatparam_comm import (
+    ProcessGroupCollectives,
+    RankDied,
+    RankError,
+    WorldTimeout,
+    set_relay,
+    shared_memory,
+)
 from flatparam_comm.testing import run_processes
-from integration_tests.faults.program import DIVERGENCES, Bug, Program
+from integration_tests.faults.program import DIVERGENCES, Program, fail_now
 
 __all__ = ["LIBRARIES", "Outcome", "run_trial"]
 
@@ -22,6 +29,8 @@ LIBRARIES: Final = ("gloo", "shared memory", "torch FSDP1")
 #: Seconds: the time limit of the process group, and of the whole trial.
 LIMIT, _LONGEST = 5.0, 40.0
 _STEPS: Final = 6
+_WITHOUT: Final = "in a group without rank 0"
+_BEFORE: Final = "before the first collective"
 
 
 @attrs.frozen
@@ -34,12 +43,19 @@ class Outcome:
 
 
 def run_trial(library: str, fault: str, use_orig_params: bool) -> Outcome:
-    """Run a trial on two ranks; rank 1 has the fault."""
+    """Run a trial on two ranks, beside a third one if the group is without rank 0; rank 1 of the group has the fault."""
     with tempfile.TemporaryDirectory() as directory:
         died = waited = ""
         try:
             run_processes(
-                2, _rank, directory, library, fault, use_orig_params, timeout=_LONGEST, pg_timeout=LIMIT
+                2 + fault.endswith(_WITHOUT),
+                _rank,
+                directory,
+                library,
+                fault,
+                use_orig_params,
+                timeout=_LONGEST,
+                pg_timeout=LIMIT,
             )
         except RankDied as error:
             died = error.signal or f"exit code {error.exitcode}"
@@ -51,7 +67,7 @@ def run_trial(library: str, fault: str, use_orig_params: bool) -> Outcome:
     survivors = [each for each in found if fault in DIVERGENCES or each["rank"] == 0]
     seconds = max((each["seconds"] for each in survivors), default=0.0)
     told = tuple(f"rank {each['rank']}: {each['kind']}: {each['text']}" for each in survivors)
-    expected = {"is killed": "SIGKILL", "is terminated": "SIGTERM"}.get(fault, "")
+    expected = "SIGKILL" if "is killed" in fault else "SIGTERM" if fault == "is terminated" else ""
     wanted = 2 if fault in DIVERGENCES else 1
     if died not in ("", expected):
         return Outcome("death", seconds, (f"ended by {died}", *told))
@@ -66,11 +82,22 @@ def run_trial(library: str, fault: str, use_orig_params: bool) -> Outcome:
 def _rank(
     comm: ProcessGroupCollectives, directory: str, library: str, fault: str, use_orig_params: bool
 ) -> None:
-    program, meet = _program(comm, library, use_orig_params)
-    for _ in range(3):
-        program.step()
+    if library == "torch FSDP1":
+        # flatparam tells its peers nothing.
+        set_relay(False)
+    if fault.endswith(_WITHOUT):
+        pair = comm.subgroup([1, 2])
+        if pair is None:
+            return
+        comm = pair
     parted = time.monotonic()
     try:
+        if fault.endswith(_BEFORE) and comm.rank == 1:
+            fail_now(fault)
+        program, meet = _program(comm, library, use_orig_params)
+        for _ in range(0 if fault.endswith(_BEFORE) else 3):
+            program.step()
+        parted = time.monotonic()
         if comm.rank == 1:
             program.diverge(fault) if fault in DIVERGENCES else program.fail(fault)
         for _ in range(_STEPS):
@@ -80,7 +107,7 @@ def _rank(
         facts = {"rank": comm.rank, "kind": type(error).__name__, "text": str(error)}
         facts["seconds"] = time.monotonic() - parted
         Path(directory, f"rank-{comm.rank}").write_text(json.dumps(facts))
-        if isinstance(error, Bug) and fault.endswith("and lives"):
+        if comm.rank == 1 and fault.endswith("and lives"):
             # As a notebook does: nothing follows until the other rank knows, or long enough.
             while not Path(directory, "rank-0").exists() and time.monotonic() - parted < 2 * LIMIT:
                 time.sleep(0.05)
@@ -93,8 +120,8 @@ def _program(comm: ProcessGroupCollectives, library: str, use_orig_params: bool)
         from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
         from torch.distributed.fsdp import StateDictType as TheirType
 
-        # Without the relay's hooks, which this process has, the peer is told nothing by flatparam.
-        return Program(Theirs, TheirType.FULL_STATE_DICT, dist.group.WORLD, use_orig_params), dist.barrier
+        program = Program(Theirs, TheirType.FULL_STATE_DICT, comm.group, use_orig_params)
+        return program, lambda: dist.barrier(comm.group)
     collectives = shared_memory(comm) if library == "shared memory" else comm
     program = Program(FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params)
     return program, collectives.barrier
