@@ -232,7 +232,7 @@ class Relay:
             self._star.say({"pid": self.pid, "failure": None})
             while not self._is_ending.is_set():
                 for news in self._star.listen(self._patience()):
-                    self._note(news)
+                    self._note_if_possible(news)
                 self._look_at_watched()
                 self._take_back()
                 self._say_own()
@@ -325,6 +325,13 @@ class Relay:
         self._star.say({"pid": self.pid, "failure": told})
         with self._changed:
             self._said = own
+
+    def _note_if_possible(self, news: Said | Ended) -> None:
+        try:
+            self._note(news)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            # It may be of another version; nobody else's failures must be missed for it.
+            _LOGGER.warning("rank %d cannot read what rank %d says", self.rank, news.rank, exc_info=True)
 
     def _note(self, news: Said | Ended) -> None:
         rank = news.rank
