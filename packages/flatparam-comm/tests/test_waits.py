@@ -21,8 +21,8 @@ from flatparam_comm import (
     shared_memory,
     telling,
 )
-from flatparam_comm.relay.deadlocks import Deadlocks, stuck_among
-from flatparam_comm.relay.waits import Stand, Wait
+from flatparam_comm.relay.waiting.deadlocks import Deadlocks, stuck_among
+from flatparam_comm.relay.waiting.waits import Stand, Wait
 from flatparam_comm.testing import PATIENCE, run_processes
 
 ALL = (0, 1, 2)

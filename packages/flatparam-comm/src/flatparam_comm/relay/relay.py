@@ -17,17 +17,14 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.errors import CommError
-from flatparam_comm.process_group import groups
 from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.calls import GroupCalls
-from flatparam_comm.relay.deadlocks import Deadlocks, Knot
 from flatparam_comm.relay.failure import FailureReport
-from flatparam_comm.relay.idle import IdleWatch
 from flatparam_comm.relay.positions.board import Board
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.relay.stalls import StallWatch
 from flatparam_comm.relay.star import CLOSED, GARBLED, Ended, Said, Star
-from flatparam_comm.relay.waits import Stand, WaitWatch
+from flatparam_comm.relay.waiting.stands import Stands
 
 __all__ = ["Relay"]
 
@@ -73,10 +70,7 @@ class Relay:
         self._may_forgive = False
         self._said: FailureReport | None = None
         self._stalls = StallWatch(rank, settings.stall)
-        self._waits = WaitWatch(settings.stand)
-        self._idle = IdleWatch(rank, settings.idle)
-        self._stand: Stand | None = None
-        self._deadlocks = Deadlocks()
+        self._stands = Stands(rank, self._star, settings, self._fail_for)
         self._next_look = 0.0
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
@@ -110,8 +104,7 @@ class Relay:
         """Go on with these settings, before the first group takes part."""
         self.settings = settings
         self._stalls = StallWatch(self.rank, settings.stall)
-        self._waits = WaitWatch(settings.stand)
-        self._idle = IdleWatch(self.rank, settings.idle)
+        self._stands.set(settings)
 
     # What the other threads call
 
@@ -273,7 +266,7 @@ class Relay:
         if ends:
             ends += [calls.joined + settings.mercy for calls in [*self.calls.values()]]
         moments += [end for end in ends if end > now]
-        moments += [] if self._waits.due <= now else [self._waits.due]
+        moments += [self._stands.due] if self._stands.due > now else []
         return min([settings.sleep, *(max(0.0, moment - now) + 0.005 for moment in moments)])
 
     def _look_at_watched(self) -> None:
@@ -336,7 +329,7 @@ class Relay:
     def _note(self, news: Said | Ended) -> None:
         rank = news.rank
         if isinstance(news, Said) and "stand" in news.words:
-            self._note_stand(rank, news.words["stand"], news.words["answers"])
+            self._stands.note(rank, news.words)
             return
         if isinstance(news, Said) and "question" in news.words:
             self._look_at_waits(news.words["question"])
@@ -351,7 +344,7 @@ class Relay:
         else:
             known = self._known.get(rank)
             # The connection of a rank whose relay has failed says nothing about its process.
-            self._deadlocks.forget(rank)
+            self._stands.forget(rank)
             if (known is not None and known.is_final) or rank in self._deaf:
                 return
             if news.reason == GARBLED:
@@ -371,7 +364,7 @@ class Relay:
         for calls in [*self.calls.values()]:
             calls.take_care()
         if failure.diverged:
-            self._leave_calls_of_torch(failure)
+            self._stands.leave_calls_of_torch(failure)
 
     def _be_told(self, failure: FailureReport) -> None:
         """Learn from the hub that this rank has failed: it waits for others which wait for it."""
@@ -380,17 +373,6 @@ class Relay:
         with self._changed:
             self._own = self._said = own
             self._own_mark = None
-
-    def _leave_calls_of_torch(self, failure: FailureReport) -> None:
-        """End a wait in a call of torch's own: its error says nothing of the cause, so the log does."""
-        stand, self._stand = self._stand, None
-        for wait in () if stand is None else stand.waits:
-            if wait.is_torchs and wait.group in failure.diverged:
-                text = "rank %d: %s cannot be completed, rank %d failed first %s"
-                _LOGGER.error(text, self.rank, wait.text, failure.culprit, failure.as_cause())
-                group = groups.group_named(wait.group)
-                if group is not None:
-                    groups.stop_waiting(group)
 
     def _death_of(self, rank: int, reason: str) -> FailureReport:
         known = self._known.get(rank)
@@ -428,43 +410,18 @@ class Relay:
                     calls.break_by(failure)
 
     def _look_at_waits(self, question: int = 0) -> None:
-        """Tell the hub where this rank stands, if that is new, or if it asks."""
-        own, now = self._own, time.monotonic()
-        failure = self._idle.look(now) if own is None else own
-        stand = self._waits.look([*self.calls.values()], failure, now)
-        # One that has failed, and goes on to another call, ends the waits of the others by its failure.
-        if own is not None and (self._said is not own or own.is_departure or (stand and stand.waits)):
-            stand = None
-        before, self._stand = self._stand, stand
-        if question or (stand and stand.key) != (before and before.key):
-            told = None if stand is None else stand.to_words()
-            if self._star.is_hub:
-                self._note_stand(self.rank, told, question)
-            else:
-                self._star.tell(self._star.hub, self.rank, {"stand": told, "answers": question})
-        number, asked = self._deadlocks.next_question()
-        for rank in asked:
-            if rank == self.rank:
-                self._look_at_waits(number)
-            else:
-                self._star.tell(rank, self.rank, {"question": number})
+        own = self._own
+        is_told = own is not None and self._said is own
+        self._stands.look([*self.calls.values()], own, is_told=is_told, question=question)
+        asked = self._stands.ask()
+        if asked:
+            self._look_at_waits(asked)
 
-    def _note_stand(self, rank: int, told: dict[str, Any] | None, answers: int) -> None:
-        self._deadlocks.note(rank, None if told is None else Stand.from_words(told), answers)
-        knot = self._deadlocks.found()
-        if knot is not None:
-            self._cut(knot)
-
-    def _cut(self, knot: Knot) -> None:
-        """End the waits of ranks that wait for each other: each of them is told on behalf of one of its group."""
-        for rank in knot.speakers:
-            failure = FailureReport.divergence(rank, knot.groups, knot.description)
-            if knot.cause is not None:
-                failure = attrs.evolve(knot.cause.passed_on_by(rank), diverged=knot.groups)
-            failure = attrs.evolve(failure, issued=knot.stands[rank].counts)
-            words = {"pid": self._pids.get(rank), "failure": failure.to_words()}
-            self._star.say_for(rank, words, to_itself=True)
-            self._note(Said(rank, words))
+    def _fail_for(self, rank: int, failure: FailureReport) -> None:
+        """On the hub, tell all ranks, `rank` too, of a failure of `rank` that it does not know of."""
+        words = {"pid": self._pids.get(rank), "failure": failure.to_words()}
+        self._star.say_for(rank, words, to_itself=True)
+        self._note(Said(rank, words))
 
     def _look_at_stalls(self) -> None:
         now = time.monotonic()

@@ -13,7 +13,7 @@ import attrs
 
 from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_comm.relay.failure import FailureReport
-from flatparam_comm.relay.waits import Stand, Wait
+from flatparam_comm.relay.waiting.waits import Stand, Wait
 
 __all__ = ["Deadlocks", "Knot", "stuck_among"]
 

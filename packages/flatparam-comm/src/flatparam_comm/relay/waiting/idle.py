@@ -13,7 +13,7 @@ from typing import Final, final
 
 from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.failure import FailureReport
-from flatparam_comm.relay.waits import place_of
+from flatparam_comm.relay.waiting.waits import place_of
 
 __all__ = ["IdleWatch"]
 
@@ -28,7 +28,7 @@ class IdleWatch:
     def __init__(self, rank: int, patience: float) -> None:
         """A process of `rank` that issues nothing for `patience` seconds is looked at."""
         self._rank = rank
-        self._patience = patience
+        self.patience = patience
         self._issued = -1
         self._since = self._computed = 0.0
         self._printed = id(_printed())
@@ -42,7 +42,7 @@ class IdleWatch:
         if id(printed) != self._printed:
             self._printed, self._printed_after = id(printed), ACTIVITY.issued
         idle = now - self._since
-        if idle < self._patience:
+        if idle < self.patience:
             return None
         error = _handled()
         if error is None and self._printed_after == ACTIVITY.issued:

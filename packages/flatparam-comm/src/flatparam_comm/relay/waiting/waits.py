@@ -85,7 +85,7 @@ class WaitWatch:
 
     def __init__(self, patience: float) -> None:
         """A process that is in the same waits for `patience` seconds stands."""
-        self._patience = patience
+        self.patience = patience
         self._marks: tuple[object, ...] = ()
         self._key = 0
         self.due = 0.0
@@ -109,7 +109,7 @@ class WaitWatch:
             mark is not before and mark != before for mark, before in zip(marks, self._marks, strict=True)
         ):
             self._marks = marks
-            self.due = now + self._patience if marks else 0.0
+            self.due = now + self.patience if marks else 0.0
             self._key += 1
         if not marks or now < self.due:
             return None
