@@ -158,7 +158,7 @@ def _end() -> None:
 
 
 def secret_of_ranks() -> str:
-    """What the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
+    """A text that the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
     return "" if _NOW.relay is None else _NOW.relay.secret
 
 

@@ -97,7 +97,7 @@ class Relay:
 
     @property
     def secret(self) -> str:
-        """What the ranks of the world know, and nobody else; empty before this one has heard of the hub."""
+        """A text that the ranks of the world know, and nobody else; empty before this one has heard of the hub."""
         return self._star.secret
 
     def set(self, settings: RelaySettings) -> None:

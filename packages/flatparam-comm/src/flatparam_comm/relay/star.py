@@ -158,7 +158,7 @@ class Star:
         self._guests: dict[int, _Guest] = {}
         self._listeners: dict[int, socket.socket] = {}
         self.secret = ""
-        """What only the ranks know, once this one has heard of the hub."""
+        """A text that only the ranks know, once this one has heard of the hub."""
         self._last: dict[int, bytes] = {}
         self._mine: list[bytes] = []
         self._next_try = 0.0

@@ -110,7 +110,7 @@ def _told(wait: Wait) -> str:
 
 @final
 class Deadlocks:
-    """What is known of the ranks that wait, on the rank that passes on what each one says."""
+    """The ranks that wait, as far as the rank knows that passes on what each one says."""
 
     def __init__(self) -> None:
         """Begin with ranks that go on."""

@@ -124,7 +124,7 @@ class WaitWatch:
 
 
 def _waits(calls: list[GroupCalls]) -> list[tuple[object, Wait]] | None:
-    """What each thread that issues collectives waits in, with a mark of the wait; None if one of them does not wait."""
+    """The wait of each thread that issues collectives, with a mark of it; None if one of them does not wait."""
     main = threading.main_thread().ident or 0
     found: list[tuple[object, Wait]] = []
     for thread in {*ACTIVITY.waits, main}:
