@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardedEMA, ShardingStrategy, fully_shard
+from flatparam import ShardedEMA, ShardingStrategy, clip_grad_norm_, fully_shard
 from flatparam.sharded_grad_scaler import ShardedGradScaler
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, RankError
@@ -161,6 +161,19 @@ def test_averages_on_one_rank_alone_are_told(how: str) -> None:
     for then in (lambda model: model.state_dict(), evaluate):
         with pytest.raises(RankError, match=r"rank 1 was at the begin of ShardedEMA.applied\(\)"):
             on_ranks(2, rank, lambda model, then=then: then(model))
+
+
+def test_torchs_clipping_to_another_norm_on_one_rank_is_told() -> None:
+    """`flatparam.clip_grad_norm_`, which stands for torch's function, notes its arguments as the wrapper's does."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS["original"]()
+        for number in range(3):
+            model(inputs(world.rank)[0]).square().mean().backward()
+            clip_grad_norm_(model.parameters(), 2.0 if world.rank and number == 1 else 1.0)
+
+    with pytest.raises(RankError, match=r"rank 1 was at the clip_grad_norm_\(max_norm=2.0, norm_type=2.0\)"):
+        on_ranks(2, rank)
 
 
 def test_another_scale_on_one_rank_is_told() -> None:
