@@ -136,8 +136,11 @@ def test_l49_a_digest_at_the_start(ranks: int) -> None:
     for units in (2, 5):
         for exchanges, _ in run_threads(ranks, compared, units):
             ((labelled,),) = [value for label, value in exchanges[0] if label == "units"]
-            sizes.add(tuple(map(len, labelled.value)))
-    assert sizes == {(64, 64)}, "one of the units, one of the weights"
+            units_digest, weights_digest, *numbers = labelled.value
+            sizes.add((len(units_digest), len(weights_digest), *map(type, numbers)))
+    assert sizes == {(64, 64, int, int)}, (
+        "one of the units, one of the weights; places in the program, and of the model"
+    )
 
 
 def test_l49_exchanges_of_the_first_step() -> None:

@@ -44,14 +44,15 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         unit.held.forget_initial()
     root = units[0].topology
     _check_copies(root)
-    numbers = tuple(unit.held.number for unit in units)
-    told = root.exchange((_digest(facts), _digest(weights), numbers, next(_TREES)), label="units")
+    told = root.exchange(
+        (_digest(facts), _digest(weights), units[0].held.number, next(_TREES)), label="units"
+    )
     if len({digest for digest, *_ in told}) > 1:
         raise DivergenceError(_first_difference(root.exchange(facts, label="units"), root.rank))
     same_weights = len({digest for _, digest, *_ in told}) == 1
     # Models that were sharded at different places in the program may still be the same, if the weights say so.
     if len({each for _, _, each, _ in told}) > 1 and not (same_weights and weights):
-        raise DivergenceError(_different_models([each[0] for _, _, each, _ in told], units[0], root.rank))
+        raise DivergenceError(_different_models([each for _, _, each, _ in told], units[0], root.rank))
     if not same_weights:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
     fingerprint = units[0].observers.fingerprint
