@@ -327,6 +327,21 @@ def only_rank_0_saves(world: Collectives) -> None:
         model.state_dict()
 
 
+def different_steps(world: Collectives) -> None:
+    model = FSDP(nn.Linear(2, 2))
+    with tempfile.TemporaryDirectory() as parent:
+        directory = world.exchange(parent)[0]
+        with Checkpointer(directory, model) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.save(2)
+            try:
+                checkpointer.load(1 + (world.rank == 1))
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(directory, "runs/a")) from error
+            finally:
+                world.barrier()
+
+
 def different_calls(world: Collectives) -> None:
     model = FSDP(nn.Linear(2, 2))
     if world.rank == 0:
@@ -632,6 +647,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
     "Several ranks": {
         "called a collective on one rank only": partial(on_ranks, only_rank_0_saves),
         "called different collectives on different ranks": partial(on_ranks, different_calls),
+        "loaded different steps on different ranks": partial(on_ranks, different_steps),
         "made different models on different ranks": partial(on_ranks, different_models),
         "made fewer layers on a rank": different(1, depth=1),
         "used a different dtype on a rank": different(1, dtype=torch.float64),

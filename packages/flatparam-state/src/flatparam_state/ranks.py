@@ -22,6 +22,8 @@ __all__ = ["CALL", "Difference", "differing", "ranks_of", "topology_of"]
 
 CALL: Final = "call"
 """The name of the call itself, among its arguments."""
+_MOST_TOLD: Final = 3
+"""Values, or rows of ranks, in a message."""
 
 
 def topology_of(model: nn.Module) -> Topology:
@@ -112,12 +114,26 @@ def differing(asked: Sequence[Mapping[str, object]]) -> Difference | None:
 
 
 def _told(values: Sequence[object]) -> str:
-    """The value of each rank in words: `1 on ranks [0, 2], 2 on rank 1`."""
+    """The value of each rank in words: `1 on ranks 0-7, 2 on rank 8`."""
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(repr(value), []).append(rank)
     said = [
-        f"{text} on rank {ranks[0]}" if len(ranks) == 1 else f"{text} on ranks {ranks}"
+        f"{text} on rank {ranks[0]}" if len(ranks) == 1 else f"{text} on ranks {_ranges(ranks)}"
         for text, ranks in by_value.items()
     ]
-    return ", ".join(said)
+    more = len(said) - _MOST_TOLD
+    return ", ".join(said[:_MOST_TOLD]) + (f", and {more} other values" if more > 0 else "")
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Increasing ranks: `0-2, 5`."""
+    rows: list[list[int]] = []
+    for rank in ranks:
+        if rows and rank == rows[-1][-1] + 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    texts = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows]
+    more = len(texts) - _MOST_TOLD
+    return ", ".join(texts[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

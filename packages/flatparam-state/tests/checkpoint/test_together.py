@@ -25,39 +25,39 @@ SETUP = Setup(2)
 CALLS: dict[str, tuple[list[Callable[[Checkpointer], object]], str]] = {
     "load: step": (
         [lambda c: c.load(1), lambda c: c.load(2), lambda c: c.load(1)],
-        "step is 1 on ranks [0, 2], 2 on rank 1",
+        "step is 1 on ranks 0, 2, 2 on rank 1",
     ),
     "load: a step or the latest": (
         [lambda c: c.load(), lambda c: c.load(2), lambda c: c.load(2)],
-        "step is None on rank 0, 2 on ranks [1, 2]",
+        "step is None on rank 0, 2 on ranks 1-2",
     ),
     "load: one that is not there": (
         [lambda c: c.load(9), lambda c: c.load(1), lambda c: c.load(1)],
-        "step is 9 on rank 0, 1 on ranks [1, 2]",
+        "step is 9 on rank 0, 1 on ranks 1-2",
     ),
     "load: strict": (
         [lambda c: c.load(), lambda c: c.load(), lambda c: c.load(strict=False)],
-        "strict is True on ranks [0, 1], False on rank 2",
+        "strict is True on ranks 0-1, False on rank 2",
     ),
     "load: convert_dtype": (
         [lambda c: c.load(), lambda c: c.load(convert_dtype=True), lambda c: c.load()],
-        "convert_dtype is False on ranks [0, 2], True on rank 1",
+        "convert_dtype is False on ranks 0, 2, True on rank 1",
     ),
     "load: other_states": (
         [lambda c: c.load(other_states=True), lambda c: c.load(), lambda c: c.load()],
-        "other_states is True on rank 0, False on ranks [1, 2]",
+        "other_states is True on rank 0, False on ranks 1-2",
     ),
     "save or load": (
         [lambda c: c.load(), lambda c: c.save(3), lambda c: c.load()],
-        "call is 'load' on ranks [0, 2], 'save' on rank 1",
+        "call is 'load' on ranks 0, 2, 'save' on rank 1",
     ),
     "load: several": (
         [lambda c: c.load(1), lambda c: c.load(1), lambda c: c.load(2, strict=False)],
-        "step is 1 on ranks [0, 1], 2 on rank 2; strict is True on ranks [0, 1], False on rank 2",
+        "step is 1 on ranks 0-1, 2 on rank 2; strict is True on ranks 0-1, False on rank 2",
     ),
     "save: step": (
         [lambda c: c.save(3), lambda c: c.save(3), lambda c: c.save(4)],
-        "step is 3 on ranks [0, 1], 4 on rank 2",
+        "step is 3 on ranks 0-1, 4 on rank 2",
     ),
 }
 

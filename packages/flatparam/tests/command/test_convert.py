@@ -155,7 +155,7 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
     """States that differ between ranks without being cut like their parameter are not left out without a word."""
     facts = {"per_rank": ("optimizer/state/head.weight/rows",)}
     source = attrs.evolve(open_source(flatparam.directory / "a.pt"), facts=facts)
-    monkeypatch.setattr("flatparam.command.opening.open_source", lambda *paths, format: source)
+    monkeypatch.setattr("flatparam.command.opening.open_source", lambda *paths, format, prefix: source)
     found = flatparam("export", "@run", "@new.pt", "--to", "torch")
     assert found.status == 2
     assert "'optimizer/state/head.weight/rows'" in found.err
