@@ -170,7 +170,9 @@ def test_training_goes_on_with_a_warning(tmp_path: Path) -> None:
     assert run_threads(2, run) == [(None, tmp_path / "step-00000002")] * 2
     fail = FailAt(Moment.PREPARED)
     fail.armed = True
-    with pytest.warns(UserWarning, match="a checkpoint was not saved: rank 0: .*No space left"):
+    with pytest.warns(
+        UserWarning, match="a save has failed, and the program goes on: rank 0: .*No space left"
+    ):
         assert Checkpointer(tmp_path, ranks=ALONE, on_save_error="warn", on_moment=fail).save(3) is None
 
 
@@ -182,7 +184,7 @@ def test_loading_goes_on_with_a_warning(tmp_path: Path) -> None:
     run.checkpointer.wait()
     fail.armed = True
     run.train(10)
-    with pytest.warns(UserWarning, match="a checkpoint was not saved: rank 0"):
+    with pytest.warns(UserWarning, match="a save has failed, and the program goes on: rank 0"):
         assert run.resume() == 5
     run.checkpointer.close()
 
@@ -486,3 +488,19 @@ def test_a_directory_that_is_not_shared(tmp_path: Path) -> None:
     assert first == second
     assert "rank-00001.done: rank 1 wrote this file, rank 0 finds none; all ranks must see one" in first
     assert "step-00000001" not in names(tmp_path)
+
+
+def test_a_warning_about_what_is_saved(tmp_path: Path) -> None:
+    """With `on_save_error="warn"`, a failure after the checkpoint is complete says that the step is saved, and it is."""
+    fail = FailAt(Moment.LATEST_WRITTEN)
+    run = SmallRun(tmp_path, on_save_error="warn", on_moment=fail)
+    run.train(5)
+    fail.armed = True
+    with pytest.warns(
+        UserWarning, match=r"a save has failed, and the program goes on: .*: step 10 is saved, and load\(\)"
+    ):
+        run.train(10)
+    assert run.checkpointer.latest() == 10
+    run.train(15)
+    assert run.checkpointer.steps() == [5, 10, 15]
+    run.checkpointer.close()

@@ -167,7 +167,7 @@ class Checkpointer:
         except CheckpointError as error:
             if self._on_save_error == "raise":
                 raise
-            warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=4)
+            warnings.warn(f"a save has failed, and the program goes on: {error}", stacklevel=4)
             return None
 
     def save_last(
