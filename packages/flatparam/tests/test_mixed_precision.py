@@ -313,3 +313,56 @@ def test_a_cast_between_wrapping_and_the_first_forward(inner: bool) -> None:
         model(torch.ones(3))
     assert probe.seen["weight"] == BF16
     assert {p.dtype for p in model.parameters()} == {FP16}
+
+
+class Patches(nn.Module):
+    """As transformers' CLIP: casts its input to the dtype of a layer's weight, which may be in a unit of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.layer.weight.dtype)
+        return self.head(self.layer(x).flatten(1)[:, :6])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(4, 6), (2, 4)),
+        (lambda: nn.Conv1d(3, 2, 2), (2, 3, 4)),
+        (lambda: nn.Conv2d(3, 2, 2), (2, 3, 4, 4)),
+        (lambda: nn.ConvTranspose2d(3, 2, 2), (2, 3, 4, 4)),
+    ],
+)
+def test_layers_of_one_dtype_cast_their_inputs(
+    layer: Any, shape: tuple[int, ...], use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that takes its weight's dtype alone computes in a unit of its own what it computes in the unit around it."""
+
+    def rank(world: Collectives) -> None:
+        made = seeded(lambda: Patches(layer()))
+        asked = MixedPrecision(param_dtype=BF16)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(world.rank))
+        found = []
+        for policy in (None, ModuleWrapPolicy({type(made.layer)})):
+            model = FSDP(
+                seeded(lambda: Patches(layer())),
+                auto_wrap_policy=policy,
+                mixed_precision=asked,
+                use_orig_params=use_orig_params,
+            )
+            output = model(x)
+            output.float().sum().backward()
+            with FSDP.summon_full_params(model, with_grads=True):
+                found.append([output, *(parameter.grad for parameter in model.parameters())])
+        for mine, other in zip(*found, strict=True):
+            assert (mine.dtype, mine.tolist()) == (other.dtype, other.tolist())
+        monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        model = FSDP(made, auto_wrap_policy=policy, mixed_precision=asked, use_orig_params=use_orig_params)
+        with torch.no_grad():
+            assert model.eval()(x).dtype is FP32
+
+    on_ranks(2, rank)

@@ -48,6 +48,12 @@ _FLAGS: Final = (
     "clean_names",
 )
 
+_OF_ONE_DTYPE: Final = (
+    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""The layers that take no input of a dtype other than their weight's. If one is a unit, its inputs are cast in any
+case: the module around may cast them to the dtype of its weight, as transformers' CLIP does, and finds the shard's."""
 _FULL_PRECISION: Final = Casting(torch.float32, at_root=True, below_root=True, restores_outputs=True)
 """Compute in fp32: cast inputs up, and outputs back to the dtype of the inputs."""
 
@@ -165,6 +171,8 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     _warn_of_no_shard(asked, arguments, topology)
     is_left_out = inherited is not None and inherited.in_full_precision
     precision, casting, buffer_dtype = resolve_precision(arguments.mixed_precision, is_left_out=is_left_out)
+    if type(module) in _OF_ONE_DTYPE:
+        casting = attrs.evolve(casting, below_root=True)
     plan = UnitPlan(
         topology,
         free_after_forward=_FREES_EARLY[strategy],
