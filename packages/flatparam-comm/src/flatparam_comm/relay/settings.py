@@ -63,7 +63,7 @@ class RelaySettings:
         "failed for the others that wait for it.",
     )
     stall: float = _seconds(
-        60.0,
+        30.0,
         "Ranks of a host that stay at different collectives for so long are listed in a warning of the log.",
     )
     silence: float = _seconds(5.0, "Silence on a connection until the system asks whether the host is there.")
