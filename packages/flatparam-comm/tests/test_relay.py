@@ -165,10 +165,23 @@ def _handles(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
                 _steps(comm)
             told.write_text(str(raised.value))
         else:
-            _steps(comm)
+            for _ in range(1 + (how == "has gone on since")):
+                _steps(comm)
         return
     if how == "has none":
         time.sleep(1.5)
+    elif how == "has no more data":
+        try:
+            next(iter(()))
+        except StopIteration:
+            # The workers of the next epoch begin.
+            time.sleep(1.5)
+    elif how == "has gone on since":
+        try:
+            raise MemoryError("a smaller batch")
+        except MemoryError:
+            _steps(comm)
+            time.sleep(1.5)
     elif how == "computes":
         try:
             raise Bug("no cache")
@@ -191,7 +204,9 @@ def _handles(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
         _steps(comm)
 
 
-@pytest.mark.parametrize("how", ["handles it", "has printed it", "has none", "computes"])
+@pytest.mark.parametrize(
+    "how", ["handles it", "has printed it", "has none", "computes", "has no more data", "has gone on since"]
+)
 def test_an_exception_between_two_passes_of_a_process_that_lives(tmp_path: Path, how: str) -> None:
     """Whoever waits for a rank that handles an exception of its own, and does nothing, is told; a slow one is not."""
     run_processes(2, _handles, str(tmp_path), how)

@@ -27,6 +27,8 @@ class Activity:
     """The call that is watched: one at a time, the last to begin."""
     steps: int = 0
     """The watched calls that have ended: the steps of optimizers that have sharded parameters."""
+    handled: int = 0
+    """The number (`id`) of the exception, or None, that was handled when the last collective was issued."""
     waits: dict[int, tuple[Any, int, str, str] | None] = attrs.field(factory=dict)
     """For each thread that has waited for other ranks, the collective that it waits in now, if any: the calls of its
     group, its number there, and its operation and label."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 import threading
 from typing import Any, Final, final
 from zlib import crc32
@@ -148,6 +149,7 @@ class CollectiveCount(abc.ABC):
             self._look_around(site)
         number = self.issued = self.issued + 1
         ACTIVITY.issued += 1
+        ACTIVITY.handled = id(sys.exc_info()[1])
         if self._page is not None:
             code = code_of(site.op, dtype, detail)
             other = self._page.enter(number, site, code, numel)
@@ -158,6 +160,7 @@ class CollectiveCount(abc.ABC):
         """Count a collective that is issued now, and that the transport compares by itself; arguments as `begin`."""
         self.issued += 1
         ACTIVITY.issued += 1
+        ACTIVITY.handled = id(sys.exc_info()[1])
         if self._page is not None:
             self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
 

@@ -19,6 +19,11 @@ __all__ = ["IdleWatch"]
 
 #: The part of the time that a process may compute which does nothing: its threads wake now and then.
 _BUSY: Final = 0.1
+#: The exceptions by which programs decide what to do next: there is no more data, no cache, no such package.
+_DECIDES: Final = (
+    *(StopIteration, StopAsyncIteration, GeneratorExit, LookupError),
+    *(AttributeError, ImportError, EOFError, OSError),
+)
 
 
 @final
@@ -31,6 +36,7 @@ class IdleWatch:
         self.patience = patience
         self._issued = -1
         self._since = self._computed = 0.0
+        # An exception that was printed before has stopped nobody.
         self._printed = id(_printed())
         self._printed_after = -1
 
@@ -41,13 +47,10 @@ class IdleWatch:
         printed = _printed()
         if id(printed) != self._printed:
             self._printed, self._printed_after = id(printed), ACTIVITY.issued
+        error = _handled() or (printed if self._printed_after == ACTIVITY.issued else None)
         idle = now - self._since
-        if idle < self.patience:
-            return None
-        error = _handled()
-        if error is None and self._printed_after == ACTIVITY.issued:
-            error = printed
-        if error is None or time.process_time() - self._computed > _BUSY * idle:
+        is_busy = time.process_time() - self._computed > _BUSY * idle
+        if error is None or idle < self.patience or is_busy:
             return None
         main = threading.main_thread().ident or 0
         place = place_of(sys._current_frames().get(main))
@@ -57,11 +60,13 @@ class IdleWatch:
 
 
 def _handled() -> BaseException | None:
-    """The exception that the main thread is handling."""
+    """The exception that the main thread handles, unless programs decide by it, or it has issued something since."""
     found = sys._current_exceptions().get(threading.main_thread().ident or 0)
     # From Python 3.11 on the exception itself is there; before, a triple with it in the middle.
     error = found[1] if isinstance(found, tuple) else found
-    return error if isinstance(error, BaseException) else None
+    if not isinstance(error, BaseException) or isinstance(error, _DECIDES) or id(error) == ACTIVITY.handled:
+        return None
+    return error
 
 
 def _printed() -> BaseException | None:
