@@ -11,13 +11,23 @@ from torch import Tensor, nn
 from flatparam_comm import (
     COMPLETED,
     Collectives,
+    FlatParamError,
     ForwardingCollectives,
     Pending,
     Residency,
     SingleCollectives,
     Topology,
 )
-from flatparam_runtime import EventLog, Phase, UnitPlan, observe, shard_module, unit_of, units_in
+from flatparam_runtime import (
+    EventLog,
+    Phase,
+    UnitPlan,
+    observe,
+    shard_module,
+    summon_full_params,
+    unit_of,
+    units_in,
+)
 
 from .models import WIDTH, Block, Branches, Countdown, Stack, batch
 from .worlds import (
@@ -307,3 +317,21 @@ def test_the_roots_inputs_go_to_its_device() -> None:
     sharded(Looking, SingleCollectives())(x, more={"a": [y]})
     assert seen[0] is x
     assert seen[1] is y
+
+
+def test_tracing_is_refused_by_name(ranks: int) -> None:
+    """torch.jit.trace() of a sharded module says what to trace instead, and not that a process group is missing."""
+
+    def trace(collectives: Collectives) -> None:
+        module = sharded(Stack, collectives, units=["blocks.0"])
+        for _ in range(2):
+            with (
+                summon_full_params(module, writeback=False),
+                pytest.raises(
+                    FlatParamError, match=r"inside torch\.jit\.trace\(\).*load model\.state_dict\(\)"
+                ),
+            ):
+                torch.jit.trace(module, batch(0))
+            module(batch(0)).sum().backward()
+
+    run(ranks, trace)

@@ -177,6 +177,7 @@ class UnitTree:
         under = transforms()
         if under:
             self._check_transforms(under)
+        self._check_tracing()
         for unit in self.units:
             if unit.showing.away:
                 unit.showing.check_here(unit.name, unit.topology.rank)
@@ -222,6 +223,18 @@ class UnitTree:
             raise FlatParamError(
                 f"{told}, for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a "
                 "first pass outside of any transform, or transform it before it is sharded"
+            )
+
+    def _check_tracing(self) -> None:
+        """An export may follow a pass that the ranks have compared; then it exchanges nothing of its own."""
+        how = "torch.jit.trace()" if torch.jit.is_tracing() else ""
+        if torch.compiler.is_exporting() and not self._has_begun:
+            how = "torch.export.export(), and is the first one"
+        if how:
+            raise FlatParamError(
+                f"unit {self.root.name!r}, rank {self.root.topology.rank}: its forward pass is inside {how}, which "
+                "cannot record what the ranks tell each other; load model.state_dict() into a model that is not sharded, "
+                "and trace or export that one"
             )
 
     def _check_capture(self) -> None:

@@ -96,11 +96,14 @@ class HollowMemory(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             return memory._resized(storage, nbytes)
 
-        self._replaced = [(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)]
+        storage = torch.UntypedStorage
+        self._replaced = [(storage, name, getattr(storage, name)) for name in ("resize_", "resizable")]
         self._replaced += [(torch, name, getattr(torch, name)) for name in _UNDISPATCHED]
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        for _, name, makes in self._replaced[1:]:
-            setattr(torch, name, self._noting(makes))
+        storage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        # Addresses are given back by `resize_` above, whatever torch thinks of them.
+        storage.resizable = lambda storage: True  # type: ignore[method-assign,assignment]
+        for name in _UNDISPATCHED:
+            setattr(torch, name, self._noting(getattr(torch, name)))
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
