@@ -22,6 +22,7 @@ WIDTHS: Final = (8, 64, 16, 32)
 DIVERGENCES: Final = (
     "a unit is left out",
     "another order",
+    "two models in another order",
     "cast",
     "backward is left out",
     "no_sync",
@@ -75,9 +76,19 @@ def _fail(*args: Any) -> Any:
 class Program:
     """A model of several units, and a step that can be done in other ways."""
 
-    def __init__(self, fsdp: Any, state_dict_type: Any, collectives: Any, use_orig_params: bool) -> None:
-        """`fsdp` is the class of the wrapper, flatparam's or torch's; `state_dict_type` selects full state dicts."""
+    def __init__(
+        self, fsdp: Any, state_dict_type: Any, collectives: Any, use_orig_params: bool, how: str = ""
+    ) -> None:
+        """`fsdp` is the class of the wrapper, flatparam's or torch's; `state_dict_type` selects full state dicts.
+
+        Of `two models` there are two, which take turns.
+        """
         torch.manual_seed(0)
+        self.twin = (
+            Program(fsdp, state_dict_type, collectives, use_orig_params)
+            if how.startswith("two models")
+            else None
+        )
         self.fsdp = fsdp
         self.state_dict_type = state_dict_type
         options: dict[str, Any] = {"process_group": collectives, "use_orig_params": use_orig_params}
@@ -93,6 +104,8 @@ class Program:
             if backward:
                 loss.backward()
         self.model.zero_grad()
+        if self.twin is not None:
+            self.twin.step()
 
     def diverge(self, how: str) -> None:
         """Do one of `DIVERGENCES`, or what leads to it in the next step."""
@@ -100,6 +113,9 @@ class Program:
             self.inner.order = (0, 2, 3)
         elif how == "another order":
             self.inner.order = (0, 2, 1, 3)
+        elif how == "two models in another order":
+            assert self.twin is not None, "it is made for this"
+            self.model, self.twin.model = self.twin.model, self.model
         elif how == "cast":
             self.inner[1].to(torch.bfloat16)
         elif how == "backward is left out":

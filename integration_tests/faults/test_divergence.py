@@ -25,7 +25,9 @@ def _train(
     comm: ProcessGroupCollectives, directory: str, how: str, through: str, use_orig_params: bool
 ) -> None:
     collectives = shared_memory(comm) if through == "shared memory" else comm
-    program = Program(FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params)
+    program = Program(
+        FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params, how
+    )
     for _ in range(3):
         program.step()
     parted = time.monotonic()

@@ -94,7 +94,7 @@ def _rank(
     try:
         if fault.endswith(_BEFORE) and comm.rank == 1:
             fail_now(fault)
-        program, meet = _program(comm, library, use_orig_params)
+        program, meet = _program(comm, library, use_orig_params, fault)
         for _ in range(0 if fault.endswith(_BEFORE) else 3):
             program.step()
         parted = time.monotonic()
@@ -114,14 +114,18 @@ def _rank(
         raise
 
 
-def _program(comm: ProcessGroupCollectives, library: str, use_orig_params: bool) -> tuple[Program, Any]:
+def _program(
+    comm: ProcessGroupCollectives, library: str, use_orig_params: bool, fault: str
+) -> tuple[Program, Any]:
     if library == "torch FSDP1":
         import torch.distributed as dist
         from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
         from torch.distributed.fsdp import StateDictType as TheirType
 
-        program = Program(Theirs, TheirType.FULL_STATE_DICT, comm.group, use_orig_params)
+        program = Program(Theirs, TheirType.FULL_STATE_DICT, comm.group, use_orig_params, fault)
         return program, lambda: dist.barrier(comm.group)
     collectives = shared_memory(comm) if library == "shared memory" else comm
-    program = Program(FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params)
+    program = Program(
+        FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params, fault
+    )
     return program, collectives.barrier

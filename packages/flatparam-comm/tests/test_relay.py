@@ -29,6 +29,7 @@ from flatparam_comm import (
     tell_failure,
     telling,
 )
+from flatparam_comm.process_group import groups
 from flatparam_comm.relay.process import _NOW
 from flatparam_comm.relay.settings import RelaySettings
 from flatparam_comm.testing import BRIEFLY, PATIENCE, run_processes
@@ -617,3 +618,34 @@ def test_ranks_that_stay_at_different_collectives_are_listed(tmp_path: Path) -> 
     assert "; rank 1 has issued 3, the last all_reduce 'step 2', 4,000 bytes, before the first" in told
     assert "what is behind, [1], computes, loads data" in told
     assert not (tmp_path / "other").exists()
+
+
+def _is_interrupted(comm: ProcessGroupCollectives, directory: str) -> None:
+    """Rank 1 gets Ctrl-C when the first half of an exchange is sent, and lives, as a notebook does."""
+    comm.exchange("begin")
+    told = Path(directory, "told")
+    if comm.rank == 0:
+        with pytest.raises(PeerError, match="rank 1 failed first in saving .* with KeyboardInterrupt"):
+            comm.exchange("the second one", label="the next")
+        told.touch()
+        return
+    both = iter([groups.all_gather])
+
+    def half(*args: object) -> object:
+        for gather in both:
+            return gather(*args)
+        raise KeyboardInterrupt
+
+    groups.all_gather = half
+    with pytest.raises(KeyboardInterrupt), telling("saving"):
+        comm.exchange("the second one", label="the next")
+    until = time.monotonic() + PATIENCE
+    while not told.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert told.exists(), "rank 0 waits"
+
+
+def test_an_interrupt_in_the_middle_of_an_exchange_is_told(tmp_path: Path) -> None:
+    """Who waits for the other half is told of Ctrl-C, while the interrupted process lives."""
+    run_processes(2, _is_interrupted, str(tmp_path), grace=PATIENCE)
+    assert (tmp_path / "told").exists()

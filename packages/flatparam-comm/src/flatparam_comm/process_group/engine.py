@@ -344,6 +344,10 @@ def _guarded(site: checks.Site, call: Callable[[], T], calls: GroupCalls, *, wai
         raise
     except Exception as error:
         raise calls.error_of(site, error, waited=bool(waits_for)) from error
+    except BaseException:
+        # An interrupt: of what the others wait for, only a part may have been sent.
+        calls.issued -= bool(waits_for)
+        raise
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

@@ -233,8 +233,8 @@ class UnitTree:
         if how:
             raise FlatParamError(
                 f"unit {self.root.name!r}, rank {self.root.topology.rank}: its forward pass is inside {how}, which "
-                "cannot record what the ranks tell each other; load model.state_dict() into a model that is not sharded, "
-                "and trace or export that one"
+                "cannot record what the ranks tell each other; load model.state_dict() into a model that is not "
+                "sharded, and trace or export that one"
             )
 
     def _check_capture(self) -> None:
