@@ -15,6 +15,7 @@ import torch.distributed.fsdp as package
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._state_dict_utils import _gather_state_dict
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -206,6 +207,26 @@ def others(ranks: Collectives, folder: Path) -> None:
 def test_async_save_of_others(tmp_path: Path) -> None:
     """After `install()` torch's `async_save` saves a model that is not sharded, on all ranks or on one."""
     run_processes(2, others, tmp_path)
+
+
+def mixed(ranks: Collectives, folder: Path) -> None:
+    with flatparam.install():
+        model, optimizer = trained(ranks, originals=True, with_mesh=False)
+        for name in ("one", "other", "one more"):
+            dcp.save(sharded(model, optimizer), checkpoint_id=folder / name)
+            stepped(model, optimizer, ranks)
+        state = sharded(model, optimizer)
+        told = r"rank 1 loads the checkpoint \S*other, and rank 0 loads \S*one, which is a different one"
+        with pytest.raises(CheckpointException, match=told):
+            dcp.load(state, checkpoint_id=folder / ("other" if ranks.rank else "one"))
+        # One checkpoint by two paths is one.
+        dcp.load(state, checkpoint_id=folder / ("one" if ranks.rank else "other/../one"))
+        dcp.load(state, checkpoint_id=folder / "one more")
+
+
+def test_ranks_that_load_different_checkpoints_are_told(tmp_path: Path) -> None:
+    """After `install()` torch's `load` of another checkpoint on one rank raises on every rank, before anything is read."""
+    run_processes(2, mixed, tmp_path)
 
 
 def choices(ranks: Collectives) -> None:

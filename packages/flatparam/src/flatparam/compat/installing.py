@@ -33,6 +33,7 @@ from flatparam.compat.names import FSDP, fsdp1_names
 from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.compat.patching import Patch, apply, restore
 from flatparam.compat.planning import patch_of_planner
+from flatparam.compat.reading import patches_of_reader
 
 __all__ = ["Installation", "install", "torchs_own", "uninstall"]
 
@@ -181,6 +182,7 @@ def _patches() -> Iterator[Patch]:
     yield patch_of_children(install)
     yield Patch(importlib.import_module("flatparam.state.settings"), "chunks_by_default", True)
     yield patch_of_planner()
+    yield from patches_of_reader()
 
 
 def _patches_of_class(theirs: Any) -> Iterator[Patch]:
