@@ -135,6 +135,51 @@ def test_a_parameter_is_lent_for_the_call_that_reads_it(use_orig_params: bool) -
         assert not any(line.startswith(("unshard head", "use head")) for line in does_not)
 
 
+class Asking(nn.Module):
+    """A chain that asks each layer for its dtype before it calls it, and prints itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.unsharded: list[int] = []
+
+    def forward(self, x: Tensor, rank: int = -1) -> Tensor:
+        for layer in self.layers:
+            if rank == 0:
+                repr(self)
+            x = layer(x.to(layer.weight.dtype))
+            self.unsharded.append(sum(unit_of(each).handles[0].is_unsharded for each in self.layers))  # type: ignore[union-attr]
+        return x
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["no-grad", "recorded"])
+def test_a_parameter_that_is_only_asked_for_its_dtype_is_not_kept(
+    recorded: bool, use_orig_params: bool
+) -> None:
+    """The loan of what nobody computes with, or keeps, ends when its unit is called: the chain stays sharded."""
+
+    def ask(collectives: Collectives) -> list[int]:
+        units = [f"layers.{number}" for number in range(4)]
+        module = sharded(Asking, collectives, units=units, use_orig_params=use_orig_params)
+        with torch.set_grad_enabled(recorded):
+            module(batch(0))
+        return module.unsharded
+
+    assert run(2, ask) == [[0] * 4] * 2
+
+
+def test_printing_a_module_on_one_rank_gathers_nothing(use_orig_params: bool) -> None:
+    """A rank that prints the model inside its forward pass runs on with the others."""
+
+    def show(collectives: Collectives) -> None:
+        units = [f"layers.{number}" for number in range(4)]
+        module = sharded(Asking, collectives, units=units, use_orig_params=use_orig_params)
+        for _ in range(2):
+            module(batch(0), collectives.rank).sum().backward()
+
+    run(2, show)
+
+
 def test_evaluation_reads_whole_parameters(ranks: int, use_orig_params: bool) -> None:
     """Without gradients, too, and what was lent is freed when the call is over."""
 

@@ -45,7 +45,7 @@ def _train(world: Collectives, how: str, optimizer_class: type[torch.optim.Optim
     [
         ("left out", r"rank 0 was at the step of \w+\(lr=0.1.*; rank 1 was at the gather of unit"),
         ("another rate", r"rank 0 was at the step of \w+\(lr=0.1.*; rank 1 was at the step of \w+\(lr=0.2"),
-        ("twice", r"rank 0 was at the zero_grad\(\) of .*; rank 1 was at the step of \w+\(lr=0.1"),
+        ("twice", r"rank 0 was at the gather of unit .*; rank 1 was at the step of \w+\(lr=0.1"),
     ],
 )
 def test_a_rank_that_steps_differently(
@@ -136,7 +136,7 @@ def _between_passes(world: Collectives, what: str, use_orig_params: bool, ranks:
 CHANGES = {
     "max_norm": r"rank 0 was at the clip_grad_norm_\(max_norm=1.0, norm_type=2.0\); rank 1 was at the clip_grad_norm_\(max_norm=2.0",
     "norm_type": r"rank 1 was at the clip_grad_norm_\(max_norm=1.0, norm_type=3.0\)",
-    "zero_grad": r"rank 0 was at the zero_grad\(\) of SGD; rank 1 was at the gather of unit",
+    "zero_grad": r"rank 0 was at the zero_grad\(\); rank 1 was at the reduce of unit",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable, Sequence
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, RankError, run_threads
-from flatparam_runtime import DivergenceError, shard_module, summon_full_params
+from flatparam_comm import Collectives, RankError, SingleCollectives, Topology, run_threads
+from flatparam_runtime import DivergenceError, UnitPlan, shard_module, summon_full_params
 
 from .models import Stack, batch
 from .worlds import sharded
@@ -70,18 +71,33 @@ def test_another_order_on_one_rank_is_named(
     )
 
 
-def test_another_order_at_the_first_call_is_named(use_orig_params: bool) -> None:
-    """It is told before the first gather if the models were changed since they were sharded, so that weights tell nothing."""
+@pytest.mark.parametrize("how", ["different", "loaded", "copied"])
+def test_another_order_at_the_first_call_is_told(how: str, use_orig_params: bool) -> None:
+    """Before the first gather: an error if the weights differ, and a warning if nobody knows, since they were changed."""
 
     def rank(world: Collectives) -> None:
-        models = _models(world, "different", use_orig_params=use_orig_params)
+        if how == "different":
+            models: Models = []
+            for number in range(2):
+                torch.manual_seed(number)
+                module = Stack()
+                shard_module(module, UnitPlan(Topology(world), use_orig_params=use_orig_params))
+                models = [*models, module]
+        else:
+            models = _models(world, "different" if how == "loaded" else how, use_orig_params=use_orig_params)
         for model in models if world.rank == 0 else models[::-1]:
-            train(model)
+            evaluate(model)
 
-    with pytest.raises(
-        RankError, match=r"call different models first: rank 0 calls the Stack that is unit \d"
-    ):
-        run_threads(2, rank)
+    if how == "different":
+        with pytest.raises(
+            RankError, match=r"call different models first: rank 0 calls the Stack that is unit \d"
+        ):
+            run_threads(2, rank)
+    else:
+        told = r"call different models first.*if they are the same model, all is well"
+        # A copy is in another state than its original, which may be told next.
+        with pytest.warns(UserWarning, match=told), contextlib.suppress(RankError):
+            run_threads(2, rank)
 
 
 def test_models_of_different_places_in_the_program_may_be_the_same() -> None:
@@ -117,9 +133,6 @@ def test_a_rank_alone_calls_as_it_likes() -> None:
     """Models of one rank each are compared with nobody."""
 
     def rank(world: Collectives) -> int:
-        from flatparam_comm import SingleCollectives, Topology
-        from flatparam_runtime import UnitPlan
-
         models = [Stack() for _ in range(world.rank + 1)]
         for model in models:
             shard_module(model, UnitPlan(Topology(SingleCollectives())))

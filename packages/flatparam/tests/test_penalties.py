@@ -35,6 +35,9 @@ class Penalised(nn.Module):
             loss = loss + sum(
                 p.square().sum() for name, p in self.named_parameters() if name.endswith("weight")
             )
+        elif over == "children":
+            loss = loss + sum(p.square().sum() for child in self.children() for p in child.parameters())
+            assert len([next(child.parameters()).dtype for child in self.children()]) == 2
         elif over == "one":
             loss = loss + self.layer.weight.square().sum() + self.out.weight.abs().sum()
         self.counted = [sum(p.numel() for p in self.parameters())]
@@ -107,7 +110,7 @@ def test_inside_the_forward_of_one_unit(how: str, over: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("over", ["all", "one"])
+@pytest.mark.parametrize("over", ["all", "one", "children"])
 @pytest.mark.parametrize("how", UNITS)
 def test_inside_the_forward_of_the_root_over_inner_units(how: str, over: str) -> None:
     """The gradient is right for whole parameters of the root, for parts that it lists, and for what it reads of units."""
@@ -156,4 +159,27 @@ def test_a_gradient_is_cleared_between_forward_and_backward(how: str) -> None:
     wanted, _ = expected(lambda model, rank: model(x_of(rank), ""))
     for found in on_ranks(2, train):
         for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", UNITS)
+def test_a_called_unit_lists_its_parameters_in_every_step(how: str) -> None:
+    """Steps with a penalty over the parameters of units that were called are those of one process, the later ones too."""
+
+    def train(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer, ranks: int) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for each in (rank,) if ranks == 1 else range(ranks):
+                (model(x_of(10 * step + each), "children") / ranks).backward()
+            optimizer.step()
+
+    def on_rank(world: Collectives) -> Any:
+        model = UNITS[how]()
+        train(model, world.rank, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    local = seeded(Penalised)
+    train(local, 0, torch.optim.SGD(local.parameters(), lr=0.1), 2)
+    for found in on_ranks(2, on_rank):
+        for name, value in local.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

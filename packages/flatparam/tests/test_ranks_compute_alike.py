@@ -193,3 +193,68 @@ def test_another_scale_on_one_rank_is_told() -> None:
         RankError, match=r"unscale_\(\) of SGD by 0.125; rank 1 was at the unscale_\(\) of SGD by 0.25"
     ):
         on_ranks(2, rank)
+
+
+def _twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def _other(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.SGD(model.parameters(), lr=1.0).zero_grad()
+
+
+def _looks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    repr(model)
+    sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("more", [_twice, _other, _looks], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("how", ["flat", "original"])
+def test_gradients_that_are_dropped_once_more_are_no_divergence(
+    how: str, more: Callable[..., None], evaluates: bool
+) -> None:
+    """It counts whether gradients were dropped before the next reduction, not by whom, how often, or when."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS[how]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            if world.rank == 0:
+                more(model, optimizer)
+            if evaluates:
+                with torch.no_grad():
+                    model(inputs(world.rank)[0])
+            optimizer.zero_grad()
+            model(inputs(world.rank)[0]).square().mean().backward()
+            optimizer.step()
+            if world.rank == 1:
+                more(model, optimizer)
+            model.state_dict()
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["order", "rates"])
+def test_groups_of_several_models(swapped: bool) -> None:
+    """Each model is stepped with the rate of its own group: the order of groups does not matter, another rate does."""
+
+    def rank(world: Collectives) -> None:
+        parts = [SHARDINGS["flat"]() for _ in range(2)]
+        rates = [0.1, 0.2] if not (swapped and world.rank) else [0.2, 0.1]
+        groups = [
+            {"params": list(part.parameters()), "lr": lr} for part, lr in zip(parts, rates, strict=True)
+        ]
+        optimizer = torch.optim.SGD(groups[::-1] if world.rank else groups, lr=1.0)
+        for _ in range(2):
+            for part in parts:
+                part(inputs(world.rank)[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if swapped:
+        with pytest.raises(RankError, match="the ranks have stepped differently"):
+            on_ranks(2, rank)
+    else:
+        on_ranks(2, rank)

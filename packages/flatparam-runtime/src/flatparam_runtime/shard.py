@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, TypeAlias, final
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -16,13 +13,11 @@ from torch import Tensor, nn
 
 from flatparam_comm import (
     BoundParameter,
-    Collectives,
     FlatParamError,
     FlatParamHandle,
     Flattening,
     LayoutRule,
     discover,
-    engine_of,
     owner_of,
 )
 from flatparam_runtime.agreement.newcomers import names_left_whole
@@ -36,6 +31,7 @@ from flatparam_runtime.unit import (
     UnitPlan,
     holder_of,
     inside,
+    next_number,
     register_unit,
     unit_of,
     units_in,
@@ -45,18 +41,6 @@ __all__ = ["Initialise", "no_sync", "observe", "shard_module", "skipped_steps"]
 
 Initialise: TypeAlias = "Callable[[Callable[[str, Tensor], None]], None]"
 """Is given a function `pack(name, value)` and calls it for every parameter of the unit."""
-
-
-@final
-class _Sharded(threading.local):
-    """The units that this rank, which may be a thread, has made: for each group of ranks a counter."""
-
-    def __init__(self) -> None:
-        """Begin to count."""
-        self.counts: defaultdict[Collectives, Iterator[int]] = defaultdict(itertools.count)
-
-
-_SHARDED: Final = _Sharded()
 
 
 def shard_module(
@@ -126,8 +110,8 @@ def shard_module(
         # Buffers have to get their values, too; there is nothing to pack.
         initialise(lambda name, values: None)
     below = list(inside(module))
-    number = next(_SHARDED.counts[engine_of(plan.topology.group)])
-    unit = Unit(type(module).__name__, plan, handles, UnitModule(weakref.ref(module), by_hooks, number))
+    held = UnitModule(weakref.ref(module), by_hooks, next_number(plan.topology))
+    unit = Unit(type(module).__name__, plan, handles, held)
     register_unit(module, unit)
     for b in borrowed:
         _borrow(unit, b)

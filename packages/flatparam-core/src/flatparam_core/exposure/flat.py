@@ -198,8 +198,15 @@ class FlatExposure:
         """See `Exposure.lists_shard`."""
         return True
 
+    @property
+    def hides_shard(self) -> bool:
+        """See `Exposure.hides_shard`."""
+        return not self._is_listed
+
     def list_flat_parameter(self, listed: bool) -> None:
         """See `Exposure.list_flat_parameter`."""
+        if listed is self._is_listed:
+            return
         owner = self.owner()
         # What the user has registered there is refused by `take_over`.
         if owner is not None and not self._is_replaced(owner):

@@ -190,6 +190,11 @@ class OriginalExposure:
         """See `Exposure.lists_shard`."""
         return False
 
+    @property
+    def hides_shard(self) -> bool:
+        """See `Exposure.hides_shard`."""
+        return False
+
     def list_flat_parameter(self, listed: bool) -> None:
         """Do nothing: the flat parameter is never listed."""
 

@@ -121,6 +121,11 @@ class Exposure(Protocol):
         """Whether `module.parameters()` lists the shard beside the full parameters that are shown."""
         ...
 
+    @property
+    def hides_shard(self) -> bool:
+        """Whether `module.parameters()` leaves the flat parameter out now, so that only full parameters are there."""
+        ...
+
     def list_flat_parameter(self, listed: bool) -> None:
         """Make `module.parameters()` list the flat parameter, or not; do nothing if it never does."""
         ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import attrs
 import torch
@@ -15,12 +16,14 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.registry import Reader, install, uninstall
+from flatparam_core.exposure.registry import Reader, ShardedRegistry, install, uninstall
 from flatparam_core.exposure.replaced import fitting_replacements, is_harmless, replaced
 
 __all__ = ["Sites"]
 
 T = TypeVar("T")
+_put: Final[Callable[[Any, str, Any], None]] = dict.__setitem__
+"""Past the method of a `ShardedRegistry`."""
 
 
 @final
@@ -71,6 +74,10 @@ class Sites:
     _row: _Attributes | None = None
     _readers: dict[int, dict[str, Reader]] = attrs.field(factory=dict)
     """For the first attribute of each module, the readers of its names, once they are made."""
+    _registries: dict[int, ShardedRegistry] = attrs.field(factory=dict)
+    """For the first attribute of each module, its registry while it is sharded, to be used again."""
+    _parts: list[torch.Tensor | None] = attrs.field(factory=list)
+    """What was registered when these registries were last put in their places."""
 
     @classmethod
     def of(cls, bound: Sequence[BoundParameter]) -> Self:
@@ -138,16 +145,69 @@ class Sites:
         if not all(map(operator.is_, found, shown)) and not all(map(is_harmless, found, shown)):
             raise self._first_replaced()
         spread = row.spread(values) if repeats else values
-        for place, names in row.by_module.items():
-            uninstall(modules[place], names)
-        for module, name, value in zip(modules, row.names, spread, strict=True):
-            module._parameters[name] = value  # type: ignore[assignment]  # or what a presenter makes
+        if read is None:
+            self._show_registered(row, modules)
+            registries = [module._parameters for module in modules]
+        is_again = read is not None and len(self._parts) == len(values)
+        # The shortcut for a sharded form that was shown before: the registries have it.
+        if not (is_again and all(map(operator.is_, self._parts, values)) and self._registries):
+            collections.deque(map(_put, registries, row.names, spread), maxlen=0)
+            is_again = False
         for info, index in row.assigned:
             setattr(info.module, info.param_name, values[index])
         if read is not None:
-            for place, readers in (self._readers or self._make_readers(row, read)).items():
-                install(modules[place], readers)
+            self._have_read(row, modules, read, values, is_again=is_again)
         self.shown = list(values)
+
+    def _show_registered(self, row: _Attributes, modules: Sequence[nn.Module]) -> None:
+        """Have attributes show what is registered: the modules get their own dictionaries back."""
+        for place, names in row.by_module.items():
+            own = modules[place].__dict__
+            registry = own["_parameters"]
+            if type(registry) is not ShardedRegistry:
+                continue
+            # The shortcut for a module whose readers are all of these sites; its registry is used again.
+            if len(registry.readers) == len(names):
+                if len(registry) != len(names):
+                    registry.plain.clear()
+                    registry.plain.update(registry)
+                own["_parameters"] = registry.plain
+                self._registries[place] = registry
+            else:
+                uninstall(modules[place], names)
+
+    def _have_read(
+        self,
+        row: _Attributes,
+        modules: Sequence[nn.Module],
+        read: Callable[[int, torch.Tensor | None], torch.Tensor | None],
+        values: Sequence[torch.Tensor | None],
+        *,
+        is_again: bool,
+    ) -> None:
+        """Have reads of attributes call `read`.
+
+        Args:
+            values: what is registered, one per parameter.
+            is_again: the registries have these values, and the modules' own dictionaries others.
+        """
+        for place, readers in (self._readers or self._make_readers(row, read)).items():
+            own = modules[place].__dict__
+            plain, registry = own["_parameters"], self._registries.get(place)
+            fits = registry is not None and registry.plain is plain
+            if is_again and not (fits and len(plain) == len(readers)):
+                for name, index in row.by_module[place].items():
+                    plain[name] = values[index]
+            if registry is None or not fits:
+                install(modules[place], readers)
+                continue
+            if len(plain) != len(readers):
+                dict.clear(registry)
+                dict.update(registry, plain)
+            elif not is_again:
+                dict.update(registry, plain)
+            own["_parameters"] = registry
+        self._parts = list(values)
 
     def _make_readers(
         self, row: _Attributes, read: Callable[[int, torch.Tensor | None], torch.Tensor | None]
@@ -186,7 +246,7 @@ class Sites:
         """Show parameter `index` under further names too, from now on; it is sharded now, and `read` as in `put`."""
         self.infos[index] += tuple(infos)
         self._row = None
-        self._readers = {}
+        self._readers, self._registries, self._parts = {}, {}, []
         for info in infos:
             _register(info, self.shown[index])
             install(info.module, {info.param_name: functools.partial(read, index)})

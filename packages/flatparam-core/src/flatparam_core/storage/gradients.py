@@ -82,7 +82,7 @@ class GradientLedger:
     deposited: bytearray
     """One byte per parameter: 1 if a gradient has arrived since the last release."""
     _turns: bytearray = attrs.field(init=False)
-    """One byte per parameter: whether an odd number of gradients has arrived since the last release."""
+    """One byte per parameter: whether an odd number of gradients was deposited since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
     _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
     """Gradients that are where autograd left them, by parameter, with their divisors."""
@@ -113,7 +113,8 @@ class GradientLedger:
         So it turns true with the last gradient of a backward pass through all parameters, and false with the first one
         of the next pass, whether there was a reduction in between or not.
         """
-        if len({*self._turns}) != 1:
+        turns = {turn ^ (index in self._kept) for index, turn in enumerate(self._turns)}
+        if len(turns) != 1:
             return False
         return all(arrived or index in self._kept for index, arrived in enumerate(self.deposited))
 
@@ -137,14 +138,10 @@ class GradientLedger:
             self.deposit(index, gradient, divisor=divisor)
         else:
             self._kept[index] = gradient.detach(), divisor
-            self._turns[index] ^= 1
 
     def collect(self) -> None:
         """Deposit the kept gradients; a few calls handle all small ones."""
         kept, self._kept = self._kept, {}
-        for index in kept:
-            # They have arrived, and are deposited only now.
-            self._turns[index] ^= 1
         for divisor in {divisor for _, divisor in kept.values()}:
             indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
             self._deposit_all(indices, [kept[index][0] for index in indices], divisor)
@@ -243,16 +240,17 @@ class GradientLedger:
             return
         slots = [self._slots[indices[at]] for at in batch.small]
         given = [gradients[at] for at in batch.small]
+        turns, deposited = self._turns, self.deposited
         for at in batch.small:
-            self._turns[indices[at]] ^= 1
+            index = indices[at]
+            turns[index] ^= 1
+            deposited[index] = 1
         if add:
             torch._foreach_add_(slots, given, alpha=1 / divisor)
             return
         torch._foreach_copy_(slots, given)
         for stretch in batch.stretches if divisor != 1.0 else ():
             stretch.div_(divisor)
-        for at in batch.small:
-            self.deposited[indices[at]] = 1
 
     def _batch(self, indices: tuple[int, ...]) -> _Batch:
         if indices not in self._batches:
@@ -291,7 +289,7 @@ class GradientLedger:
             self._kept.pop(index, None)
             self.deposited[index] = 0
         # The next gradient of each has its turn with the others'.
-        turn = next((self._turns[index] for index, _ in self.arrived()), 0)
+        turn = next((self._turns[index] ^ (index in self._kept) for index, _ in self.arrived()), 0)
         for index, arrived in enumerate(self.deposited):
             if not arrived and index not in self._kept:
                 self._turns[index] = turn

@@ -51,8 +51,8 @@ class Fingerprint:
     """What messages call the tree, once its ranks have agreed on it."""
     reductions: int = 0
     """The number of reductions since the beginning."""
-    dropped: int = 0
-    """The number of reductions when the gradients of the whole tree were last dropped."""
+    _has_dropped: bool = False
+    """Whether gradients were dropped since the last reduction."""
     _steps: dict[int, str] = attrs.field(factory=dict)
     """By the checksum of what was done between passes, its description."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
@@ -62,8 +62,16 @@ class Fingerprint:
         """Add to the hash what `unit`, the unit `number` of its tree, is about to do."""
         if self.before_each is not None:
             self.before_each(unit.topology, Deed.of(kind, unit, nbytes))
+        if kind == "reduce":
+            if self._has_dropped:
+                self._has_dropped = False
+                self.note_step("zero_grad()")
+            self.reductions += 1
         self._add(number * 4 + _KINDS[kind], nbytes)
-        self.reductions += kind == "reduce"
+
+    def note_drop(self) -> None:
+        """Note that the gradients are dropped; how often, and when, does not matter until the next reduction."""
+        self._has_dropped = self.reductions > 0
 
     def identify(self, number: int, model: str) -> None:
         """Be the fingerprint of the tree that the first rank counts as `number`, and `model` in messages."""

@@ -44,16 +44,20 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         unit.held.forget_initial()
     root = units[0].topology
     _check_copies(root)
-    told = root.exchange(
-        (_digest(facts), _digest(weights), units[0].held.number, next(_TREES)), label="units"
-    )
+    found = _digest(weights) if weights else ""
+    told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES)), label="units")
     if len({digest for digest, *_ in told}) > 1:
         raise DivergenceError(_first_difference(root.exchange(facts, label="units"), root.rank))
-    same_weights = len({digest for _, digest, *_ in told}) == 1
-    # Models that were sharded at different places in the program may still be the same, if the weights say so.
-    if len({each for _, _, each, _ in told}) > 1 and not (same_weights and weights):
-        raise DivergenceError(_different_models([each for _, _, each, _ in told], units[0], root.rank))
-    if not same_weights:
+    digests = {digest for _, digest, *_ in told}
+    # Models that were sharded at different places in the program may still be the same: the weights say so, if they are
+    # those that were sharded.
+    numbers = [each for _, _, each, _ in told]
+    if len({*numbers}) > 1 and (len(digests) > 1 or "" in digests):
+        text = _different_models(numbers, units[0], root.rank)
+        if "" not in digests:
+            raise DivergenceError(text)
+        warnings.warn(f"{text}; if they are the same model, all is well", stacklevel=2)
+    elif len(digests) > 1:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
     fingerprint = units[0].observers.fingerprint
     if fingerprint is not None:

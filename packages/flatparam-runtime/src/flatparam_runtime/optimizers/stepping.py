@@ -8,9 +8,9 @@ shards (`shape_rules`). Any other steps its parameters, such as short flat ones,
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -37,8 +37,6 @@ __all__ = ["note_step_of", "notice_optimizers", "set_flat_steps", "step_in_segme
 _PLAIN: Final = (bool, int, float, tuple)
 _UNITS: Final = "_flatparam_units"
 """The attribute of an optimizer that holds the units of its parameters, and what they were found by."""
-_DROPPED: Final = "_flatparam_dropped"
-"""The attribute of an optimizer that holds, by fingerprint, the number of reductions at its last `zero_grad()`."""
 _TORCHS_ZERO_GRAD: Final = optim.Optimizer.zero_grad
 
 
@@ -144,8 +142,10 @@ def _note_step(optimizer: optim.Optimizer) -> bool:
     if in_backward() or _is_of_one_parameter(optimizer):
         return False
     stepped = _fingerprints_of(optimizer)
-    for fingerprint in stepped:
-        fingerprint.note_step(f"{STEP}{type(optimizer).__name__}({_hyper_parameters(optimizer)})")
+    for fingerprint, groups in stepped.items():
+        # Another rank may list the groups in another order.
+        settings = sorted({_hyper_parameters(optimizer.param_groups[number]) for number in groups})
+        fingerprint.note_step(f"{STEP}{type(optimizer).__name__}({'; '.join(settings)})")
     return bool(stepped)
 
 
@@ -157,21 +157,14 @@ def note_step_of(optimizer: optim.Optimizer, what: str) -> None:
 
 
 def _note_zero_grad(optimizer: optim.Optimizer) -> None:
-    """Add to the fingerprints that the gradients are dropped, if there was a reduction since the last time."""
-    if _is_of_one_parameter(optimizer):
-        return
-    dropped: dict[Fingerprint, int] | None = vars(optimizer).get(_DROPPED)
-    for fingerprint in _fingerprints_of(optimizer):
-        if dropped is None:
-            dropped = vars(optimizer)[_DROPPED] = weakref.WeakKeyDictionary()  # type: ignore[assignment]
-        assert dropped is not None, "it was just made"
-        if fingerprint.reductions > dropped.get(fingerprint, 0):
-            dropped[fingerprint] = fingerprint.reductions
-            fingerprint.note_step(f"zero_grad() of {type(optimizer).__name__}")
+    """Have the fingerprints know, at the next reduction, that the gradients were dropped."""
+    if not _is_of_one_parameter(optimizer):
+        for fingerprint in _fingerprints_of(optimizer):
+            fingerprint.note_drop()
 
 
-def _fingerprints_of(optimizer: optim.Optimizer) -> list[Fingerprint]:
-    """Those of the trees whose parameters `optimizer` has, in whatever order: the same on every rank.
+def _fingerprints_of(optimizer: optim.Optimizer) -> dict[Fingerprint, set[int]]:
+    """Those of the trees whose parameters `optimizer` has, each with the numbers of the groups that have some.
 
     A tree is left out if each of its units in the optimizer lies on some ranks only: the others need not have it.
     """
@@ -179,12 +172,19 @@ def _fingerprints_of(optimizer: optim.Optimizer) -> list[Fingerprint]:
     key = [(id(each), len(each)) for each in lists]
     known = vars(optimizer).get(_UNITS)
     if known is None or known[0] != key:
-        found = filter(None, map(holder_of_parameter, itertools.chain.from_iterable(lists)))
-        units = [weakref.ref(unit) for unit in dict.fromkeys(found) if _is_everywhere(unit)]
-        known = vars(optimizer)[_UNITS] = (key, units)
-    alive = (reference() for reference in known[1])
-    fingerprints = (unit.observers.fingerprint for unit in alive if unit is not None)
-    return [each for each in dict.fromkeys(fingerprints) if each is not None]
+        units: dict[Unit, set[int]] = {}
+        for number, parameters in enumerate(lists):
+            for unit in dict.fromkeys(filter(None, map(holder_of_parameter, parameters))):
+                units.setdefault(unit, set()).add(number)
+        found = [(weakref.ref(unit), numbers) for unit, numbers in units.items() if _is_everywhere(unit)]
+        known = vars(optimizer)[_UNITS] = (key, found)
+    groups: dict[Fingerprint, set[int]] = {}
+    for reference, numbers in known[1]:
+        alive = reference()
+        fingerprint = None if alive is None else alive.observers.fingerprint
+        if fingerprint is not None:
+            groups.setdefault(fingerprint, set()).update(numbers)
+    return groups
 
 
 def _is_everywhere(unit: Unit) -> bool:
@@ -205,13 +205,9 @@ def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:
     return len(found) == 1 and not isinstance(found[0], FlatParameter)
 
 
-def _hyper_parameters(optimizer: optim.Optimizer) -> str:
-    """The hyper-parameters of each group that are plain values: reading a tensor on a device would wait for it."""
-    groups = []
-    for group in optimizer.param_groups:
-        found = [f"{name}={value!r}" for name, value in group.items() if isinstance(value, _PLAIN)]
-        groups.append(", ".join(found))
-    return "; ".join(groups)
+def _hyper_parameters(group: Mapping[str, Any]) -> str:
+    """The hyper-parameters of a group that are plain values: reading a tensor on a device would wait for it."""
+    return ", ".join(f"{name}={value!r}" for name, value in group.items() if isinstance(value, _PLAIN))
 
 
 def _has_to_gain(optimizer: optim.Optimizer) -> bool:

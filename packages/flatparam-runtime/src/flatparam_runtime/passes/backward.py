@@ -223,7 +223,7 @@ class BackwardPass:
     def _have_lent(self, unit: Unit, call: ForwardCall) -> None:
         """Have the full parameters that `call` has read of other units in place, until `unit` is complete."""
         known = self.lent.setdefault(unit, []) if call.lent else ()
-        for lender in dict.fromkeys(call.lent):
+        for lender in call.lent:
             if lender not in known:
                 unit.borrow(lender, lender.name)
                 self.lent[unit].append(lender)

@@ -131,6 +131,10 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
             backward.reductions.settle_until(unit)
         unit.move(Phase.FORWARD)
     _begin(unit, call)
+    for reader in list(unit.links.borrowers):
+        for theirs in reader.calls:
+            if unit in theirs.lent:
+                _take_back_unused(reader, theirs, unit)
     unit.begin_unshard(full_precision=call.full_precision)
     if tree.forward is not None and not inside_backward:
         _prefetch(tree, tree.forward, unit)
@@ -160,7 +164,7 @@ def _read_in_call(reference: weakref.ReferenceType[Unit], number: int, index: in
     The unit lends its parameters until that call is over, and again for the backward pass of the call.
     """
     unit = reference()
-    if unit is None or unit.phase is Phase.INSPECTING or unit.held.calls:
+    if unit is None or unit.phase is Phase.INSPECTING or unit.held.calls or _is_for_words():
         return None
     tree = tree_of(unit)
     reader = tree.innermost
@@ -171,12 +175,51 @@ def _read_in_call(reference: weakref.ReferenceType[Unit], number: int, index: in
     return unit.handles[number].exposure.shown(index)
 
 
+def _is_for_words() -> bool:
+    """Whether the attribute is read to print a module, as `nn.Linear.extra_repr` does, maybe on one rank."""
+    # The frames are this one, the two of ours, the registry's, that of torch's `__getattr__`, and the reader's.
+    frame = sys._getframe(1)
+    for _ in range(6):
+        if frame.f_code.co_name in ("extra_repr", "__repr__"):
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
 def _lend(tree: UnitTree, unit: Unit, reader: Unit, fqn: str) -> None:
     call = reader.calls[-1]
+    for other in list(call.lent):
+        _take_back_unused(reader, call, other)
     reader.borrow(unit, fqn)
-    call.lent.append(unit)
+    # At once: an exception has to find it.
+    call.lent[unit] = []
     unit.unshard(full_precision=call.full_precision)
     _watch_unit(tree, unit)
+    call.lent[unit] = _holders(unit)
+
+
+_use_count: Final[Callable[[Tensor], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # it has no stub
+
+
+def _holders(unit: Unit) -> list[int]:
+    """The references to the full parameters of `unit`, from C++ and from Python, and to their memory."""
+    return [
+        each
+        for handle in unit.handles
+        for leaf in handle.leaves
+        for each in (_use_count(leaf), sys.getrefcount(leaf), handle.buffer.holders)
+    ]
+
+
+def _take_back_unused(reader: Unit, call: ForwardCall, unit: Unit) -> None:
+    """End the loan of `unit` if nobody has kept or computed with what was read, such as a dtype."""
+    if call.lent[unit] == _holders(unit):
+        del call.lent[unit]
+        reader.give_back(unit)
+        if not unit.is_needed and unit.phase is Phase.IDLE and unit.plan.free_after_forward:
+            unit.reshard()
 
 
 def _was_interrupted(unit: Unit, module: nn.Module) -> bool:

@@ -227,7 +227,7 @@ class UnitTree:
 
     def _check_tracing(self) -> None:
         """An export may follow a pass that the ranks have compared; then it exchanges nothing of its own."""
-        how = "torch.jit.trace()" if torch.jit.is_tracing() else ""
+        how = "torch.jit.trace()" if torch._C._is_tracing() else ""
         if torch.compiler.is_exporting() and not self._has_begun:
             how = "torch.export.export(), and is the first one"
         if how:

@@ -34,7 +34,8 @@ class ForwardCall:
         inputs: for each input tensor with a gradient, by a token: the graph node that its gradient arrives at, and its
             device.
         thread: the thread that makes the call.
-        lent: the units of which the call has read a parameter past their own calls.
+        lent: the units of which the call has read a parameter past their own calls, each with those who had its full
+            parameters when they were lent.
     """
 
     outer_error: BaseException | None
@@ -46,7 +47,7 @@ class ForwardCall:
     full_precision: bool = False
     restored: torch.dtype | None = None
     thread: int = attrs.field(factory=threading.get_ident)
-    lent: list[Any] = attrs.field(factory=list)
+    lent: dict[Any, list[int]] = attrs.field(factory=dict)
 
     @property
     def runs_elsewhere(self) -> bool:

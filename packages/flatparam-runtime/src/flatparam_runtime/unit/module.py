@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -13,14 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import FlatParamError, FlatParamHandle, FullForm
+from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, FullForm, Topology, engine_of
 from flatparam_runtime.autograd import CALL, accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
 from flatparam_runtime.unit.inner_call import InnerCall
 
-__all__ = ["InnerCalls", "LeafWatch", "UnitModule"]
+__all__ = ["InnerCalls", "LeafWatch", "UnitModule", "next_number"]
 
 _GRAD: Final = operator.attrgetter("grad")
 
@@ -135,6 +137,23 @@ class InnerCalls:
 
 
 @final
+class _Numbers(threading.local):
+    """The units that this rank, which may be a thread, has made: for each group of ranks a counter."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self.counts: defaultdict[Collectives, Iterator[int]] = defaultdict(itertools.count)
+
+
+_NUMBERS: Final = _Numbers()
+
+
+def next_number(topology: Topology) -> int:
+    """The number of units over the ranks of `topology` that were made before, which is now one more."""
+    return next(_NUMBERS.counts[engine_of(topology.group)])
+
+
+@final
 @attrs.define(eq=False)
 class UnitModule:
     """The module whose forward pass needs a unit's parameters, held weakly."""
@@ -143,7 +162,7 @@ class UnitModule:
     by_hooks: bool = True
     """Whether hooks on the module follow its calls; otherwise a wrapper makes them, by `call_unit`."""
     number: int = -1
-    """The number of units that were made of modules over the same ranks before; -1 for a copy."""
+    """The number of units that were made over the same ranks before, copies too."""
     buffers: UnitBuffers = attrs.field(factory=UnitBuffers)
     initial: InitialWeights | None = None
     """The checksums of the initial weights, until the ranks have compared them."""

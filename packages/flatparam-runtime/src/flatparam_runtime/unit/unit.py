@@ -27,7 +27,7 @@ from flatparam_comm import (
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.inspection.summoned import Summoned
 from flatparam_runtime.unit.calls import ForwardCall
-from flatparam_runtime.unit.module import UnitModule
+from flatparam_runtime.unit.module import UnitModule, next_number
 from flatparam_runtime.unit.observers import Observers
 from flatparam_runtime.unit.phases import PHASES, Phase
 from flatparam_runtime.unit.plan import UnitPlan
@@ -316,7 +316,7 @@ class Unit:
     def list_flat_parameters(self, listed: bool) -> None:
         """Have `parameters()` list the flat parameters, or not: inside a forward call, which has the full ones."""
         # No hook is called when Ctrl-C interrupts a module in place, and the flat parameter would not be listed again.
-        if self.held.by_hooks or self.showing.pins:
+        if self.plan.use_orig_params or self.held.by_hooks or self.showing.pins:
             return
         for handle in self.handles:
             handle.exposure.list_flat_parameter(listed)
@@ -392,7 +392,7 @@ class Unit:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Become a copy, which `revive` completes."""
         name, plan, handles, (module, by_hooks, buffers, inner), reducer, links = state
-        held = UnitModule(weakref.ref(module), by_hooks, buffers=buffers, inner=inner)
+        held = UnitModule(weakref.ref(module), by_hooks, next_number(plan.topology), buffers, inner=inner)
         type(self).__init__(self, name, plan, handles, held, reducer=reducer, links=links)
 
     def revive(self) -> bool:

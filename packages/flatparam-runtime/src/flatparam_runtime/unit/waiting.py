@@ -32,9 +32,8 @@ def drop_waiting(units: Collection[Unit]) -> None:
     """
     wanted = set(units)
     for fingerprint in dict.fromkeys(unit.observers.fingerprint for unit in units):
-        if fingerprint is not None and fingerprint.reductions > fingerprint.dropped:
-            fingerprint.dropped = fingerprint.reductions
-            fingerprint.note_step("zero_grad() of the model")
+        if fingerprint is not None:
+            fingerprint.note_drop()
     _forget_the_reduced()
     for unit in _in_order():
         if unit in wanted:

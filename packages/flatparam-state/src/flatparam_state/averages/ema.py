@@ -141,6 +141,7 @@ class ShardedEMA:
                 "ShardedEMA.update(): the model shows its averages; leave applied(model) first"
             )
         for unit in units_in(self._model):
+            unit.take_over()
             if unit.showing.pins or unit.phase is Phase.INSPECTING:
                 raise FlatParamError(
                     f"unit {unit.name!r}: its average cannot be updated while full parameters are summoned, because "

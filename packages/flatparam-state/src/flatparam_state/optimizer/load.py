@@ -40,6 +40,7 @@ def load_optimizer_state(
     is_named: bool = False,
     chunker: Chunker | None = None,
     other_states: bool = True,
+    is_compared: bool = False,
 ) -> dict[str, Any]:
     """Turn what `optimizer_state_dict` returned into what this rank's `optimizer.load_state_dict` takes.
 
@@ -55,6 +56,7 @@ def load_optimizer_state(
             state stays.
         chunker: what takes torch's sharded tensors apart.
         other_states: take the states of a different optimizer, too, as torch does; see `check_states`.
+        is_compared: all ranks are known to have the same values.
 
     Raises:
         FlatParamError: if something does not fit, naming the parameter, the state and what to do. Nothing is
@@ -74,7 +76,7 @@ def load_optimizer_state(
         if moves_between_ranks:
             agree_on_holdings(places, (), error=error)
         raise
-    if not rank0_only:
+    if not (rank0_only or is_compared):
         what = f"load of an optimizer state with the values {_digest(places, saved):016x}"
         note_between_passes((place.unit for place in places), what)
     held = agree_on_holdings(places, holding.by_group) if moves_between_ranks else {}

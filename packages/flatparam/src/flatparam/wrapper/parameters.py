@@ -40,7 +40,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
         return parameter
     handle, index = owner
     unit = holder_of(handle)
-    if unit is None or unit.is_needed or unit.phase is Phase.INSPECTING:
+    if unit is None or unit.is_needed or unit.phase is Phase.INSPECTING or handle.exposure.hides_shard:
         return parameter
     held = handle.exposure.parameters()
     return held[index] if held[0] is not handle.flat_param else None

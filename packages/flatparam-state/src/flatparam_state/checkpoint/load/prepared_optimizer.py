@@ -74,7 +74,7 @@ def prepare_optimizer(
     saved = _saved_state(reader, model, at)
     if new:
         _add_new(saved["param_groups"], Holding.of(model, optimizer), frozenset(new))
-    made = load_optimizer_state(model, optimizer, saved, other_states=other_states)
+    made = load_optimizer_state(model, optimizer, saved, other_states=other_states, is_compared=True)
     state_dict = {**made, "param_groups": copy.deepcopy(made["param_groups"])}
     if not converted:
         return PreparedOptimizer(optimizer, state_dict)
