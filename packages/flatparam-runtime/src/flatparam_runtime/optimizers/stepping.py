@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
 
+import attrs
 import torch
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from typing_extensions import Self
 
 from flatparam_comm import FlatParameter, end_of_call, owner_of, watch_call
 from flatparam_runtime.agreement.divergence import STEP
@@ -35,8 +37,8 @@ __all__ = ["note_step_of", "notice_optimizers", "set_flat_steps", "step_in_segme
 
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
-_UNITS: Final = "_flatparam_units"
-"""The attribute of an optimizer that holds the units of its parameters, and what they were found by."""
+_STEPPED: Final = "_flatparam_stepped"
+"""The attribute of an optimizer that holds the trees that it steps."""
 _TORCHS_ZERO_GRAD: Final = optim.Optimizer.zero_grad
 
 
@@ -170,21 +172,44 @@ def _fingerprints_of(optimizer: optim.Optimizer) -> dict[Fingerprint, set[int]]:
     """
     lists = [group["params"] for group in optimizer.param_groups]
     key = [(id(each), len(each)) for each in lists]
-    known = vars(optimizer).get(_UNITS)
-    if known is None or known[0] != key:
-        units: dict[Unit, set[int]] = {}
+    known: _Stepped | None = vars(optimizer).get(_STEPPED)
+    if known is None or known.key != key or not known.is_up_to_date:
+        known = vars(optimizer)[_STEPPED] = _Stepped.by(lists, key)
+    return known.groups
+
+
+@final
+@attrs.frozen(eq=False)
+class _Stepped:
+    """The trees that an optimizer steps, as they were found."""
+
+    key: list[tuple[int, int]]
+    """Of each list of parameters, its identity and its length."""
+    groups: dict[Fingerprint, set[int]]
+    """By tree, the numbers of the groups that have parameters of it."""
+    firsts: list[tuple[weakref.ReferenceType[Unit], Fingerprint | None]]
+    """A unit of each tree: it gets another fingerprint when the units become part of a larger tree."""
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the units are in the same trees."""
+        return all(
+            (unit := reference()) is not None and unit.observers.fingerprint is fingerprint
+            for reference, fingerprint in self.firsts
+        )
+
+    @classmethod
+    def by(cls, lists: Sequence[Sequence[torch.Tensor]], key: list[tuple[int, int]]) -> Self:
+        """The trees of the parameters in `lists`, one for each group."""
+        groups: dict[Fingerprint, set[int]] = {}
+        firsts: dict[Fingerprint | None, weakref.ReferenceType[Unit]] = {}
         for number, parameters in enumerate(lists):
             for unit in dict.fromkeys(filter(None, map(holder_of_parameter, parameters))):
-                units.setdefault(unit, set()).add(number)
-        found = [(weakref.ref(unit), numbers) for unit, numbers in units.items() if _is_everywhere(unit)]
-        known = vars(optimizer)[_UNITS] = (key, found)
-    groups: dict[Fingerprint, set[int]] = {}
-    for reference, numbers in known[1]:
-        alive = reference()
-        fingerprint = None if alive is None else alive.observers.fingerprint
-        if fingerprint is not None:
-            groups.setdefault(fingerprint, set()).update(numbers)
-    return groups
+                fingerprint = unit.observers.fingerprint
+                firsts.setdefault(fingerprint, weakref.ref(unit))
+                if fingerprint is not None and _is_everywhere(unit):
+                    groups.setdefault(fingerprint, set()).add(number)
+        return cls(key, groups, [(reference, each) for each, reference in firsts.items()])
 
 
 def _is_everywhere(unit: Unit) -> bool:
