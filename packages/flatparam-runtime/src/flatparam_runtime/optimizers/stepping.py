@@ -232,7 +232,11 @@ def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:
 
 def _hyper_parameters(group: Mapping[str, Any]) -> str:
     """The hyper-parameters of a group that are plain values: reading a tensor on a device would wait for it."""
-    return ", ".join(f"{name}={value!r}" for name, value in group.items() if isinstance(value, _PLAIN))
+    plain = ((name, value) for name, value in group.items() if isinstance(value, _PLAIN))
+    # NumPy's floats are floats, and look otherwise.
+    return ", ".join(
+        f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in plain
+    )
 
 
 def _has_to_gain(optimizer: optim.Optimizer) -> bool:
