@@ -67,9 +67,11 @@ def test_a_state_dict_survives_a_file() -> None:
 
 
 def test_deepcopy() -> None:
-    """A copy of it is a flat parameter of the same layout with memory of its own."""
+    """A copy of it is a flat parameter of the same layout with memory of its own; like that of any parameter, it has no grad."""
     flat = flat_parameter()
+    flat.grad = torch.ones_like(flat)
     twin = copy.deepcopy(flat)
+    assert twin.grad is copy.deepcopy(nn.Parameter(torch.ones(1))).grad is None
     assert isinstance(twin, FlatParameter)
     assert twin.flat_layout == flat.flat_layout
     assert torch.equal(twin, flat)

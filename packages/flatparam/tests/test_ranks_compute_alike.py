@@ -64,6 +64,24 @@ def test_a_full_state_of_other_values_on_one_rank_is_refused(how: str, which: st
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("how", SHARDINGS)
+def test_a_state_that_lacks_a_parameter_on_one_rank_is_refused(how: str) -> None:
+    """With `strict=False`, too, a parameter is loaded on all ranks or on none."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS[how]()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        other = {name: value + 1 for name, value in before.items() if world.rank == 0 or name != "0.weight"}
+        with pytest.raises(
+            RuntimeError, match=r"parameter '0.weight': expected it on all ranks, and there is none on rank 1"
+        ):
+            model.load_state_dict(other, strict=False)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        model.load_state_dict({"0.bias": before["0.bias"]}, strict=False)
+
+    on_ranks(2, rank)
+
+
 def test_values_that_differ_in_a_buffer_are_each_ranks_own() -> None:
     """Buffers are not sharded: each rank loads its own."""
 

@@ -40,11 +40,8 @@ class FlatParameter(nn.Parameter):
         """Take `data` (1-D, `flat_layout.shard_numel` elements) as the shard of `rank`; it is not copied."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> FlatParameter:
-        """A shard of the same layout with memory of its own."""
-        data = self.detach().clone()
-        copied = type(self)(data, self.flat_layout, self.rank, self.requires_grad)
-        if self.grad is not None:
-            copied.grad = self.grad.clone()
+        """A shard of the same layout with memory of its own, and without a gradient, as a copy of any parameter."""
+        copied = type(self)(self.detach().clone(), self.flat_layout, self.rank, self.requires_grad)
         memo[id(self)] = copied
         return copied
 

@@ -13,7 +13,11 @@ from flatparam_runtime import Threshold
 from flatparam_state.files.tensor_bytes import buffer_of
 from flatparam_state.forms import is_ordinary
 
-__all__ = ["checksums", "digest", "named_differences"]
+__all__ = ["UNCOMPARED", "checksums", "digest", "named_differences"]
+
+UNCOMPARED: Final = 0
+"""Stands for the checksum of a value that ranks do not compare, such as a part of a sharded tensor."""
+_ADVICE: Final = "load the same state on every rank"
 
 CHECKED_NUMEL: Final = Threshold(
     "state.checked_numel",
@@ -23,9 +27,10 @@ CHECKED_NUMEL: Final = Threshold(
 
 
 def checksums(values: Mapping[str, Any]) -> dict[str, int]:
-    """A checksum of each tensor in `values`, by name; what is no ordinary tensor of a full shape is left out."""
+    """By name, a checksum of each tensor in `values`; `UNCOMPARED` of what is no ordinary tensor with values."""
     return {
-        name: _checksum(value) for name, value in values.items() if is_ordinary(value) and not value.is_meta
+        name: _checksum(value) if is_ordinary(value) and not value.is_meta else UNCOMPARED
+        for name, value in values.items()
     }
 
 
@@ -42,16 +47,25 @@ def _checksum(value: Tensor) -> int:
 
 
 def named_differences(everyone: Sequence[Mapping[str, int]]) -> list[str]:
-    """The names that have different checksums on ranks that have both, each with these ranks, in words."""
+    """The names that some ranks lack, or that have different checksums, each with these ranks, in words."""
     found = []
     for name in dict.fromkeys(name for known in everyone for name in known):
-        ranks = {rank: known[name] for rank, known in enumerate(everyone) if name in known}
-        first = next(iter(ranks.values()))
-        others = [rank for rank, each in ranks.items() if each != first]
-        if others:
-            differing = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
+        without = [rank for rank, known in enumerate(everyone) if name not in known]
+        ranks = {
+            r: known[name] for r, known in enumerate(everyone) if known.get(name, UNCOMPARED) != UNCOMPARED
+        }
+        others = [rank for rank, each in ranks.items() if each != next(iter(ranks.values()))]
+        if without:
             found.append(
-                f"parameter {name!r}: expected the same values on all ranks, found different ones on {differing} than "
-                f"on rank {next(iter(ranks))}; load the same state on every rank"
+                f"parameter {name!r}: expected it on all ranks, and there is none on {_told(without)}; {_ADVICE}"
+            )
+        elif others:
+            found.append(
+                f"parameter {name!r}: expected the same values on all ranks, found different ones on {_told(others)} "
+                f"than on rank {next(iter(ranks))}; {_ADVICE}"
             )
     return found
+
+
+def _told(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

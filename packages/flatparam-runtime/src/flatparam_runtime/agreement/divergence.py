@@ -113,25 +113,27 @@ def note_between_passes(units: Iterable[Unit], what: str) -> None:
             fingerprint.note_step(what)
 
 
-def check_same_between_passes(units: Iterable[Unit]) -> None:
+def check_same_between_passes(units: Sequence[Unit]) -> None:
     """Check that all ranks have done the same to the models of which `units` are; every rank calls it, between passes.
 
     Raises:
         DivergenceError: on every rank, if the ranks diverge.
     """
-    trees: dict[Fingerprint | None, list[Unit]] = {}
-    for unit in units:
-        trees.setdefault(unit.observers.fingerprint, []).append(unit)
-    for fingerprint, members in trees.items():
-        topology = members[0].topology
-        if fingerprint is None or topology.data_parallel_size == 1:
-            continue
-        values = topology.exchange(
-            (fingerprint.value, fingerprint.noted), label="what was done between passes"
-        )
-        if len({*values}) > 1:
-            raise DivergenceError(first_divergence(exchange_deeds(fingerprint, members), topology.rank))
-        fingerprint.agreed(fingerprint.noted)
+    known = [unit.observers.fingerprint for unit in units]
+    if not units or units[0].topology.data_parallel_size == 1:
+        return
+    # A rank may have no tree yet, if a call that makes one has failed there.
+    told = [(0, 0) if each is None else (each.value, each.noted) for each in known]
+    everyone = units[0].topology.exchange(told, label="what was done between passes")
+    place = next((i for i, row in enumerate(zip(*everyone, strict=False)) if len({*row}) > 1), -1)
+    if place < 0:
+        for fingerprint in dict.fromkeys(known):
+            if fingerprint is not None:
+                fingerprint.agreed(fingerprint.noted)
+        return
+    members = [unit for unit, each in zip(units, known, strict=True) if each is known[place]]
+    deeds = exchange_deeds(known[place] or Fingerprint(), members)
+    raise DivergenceError(first_divergence(deeds, units[0].topology.rank))
 
 
 def exchange_deeds(fingerprint: Fingerprint, units: Sequence[Unit]) -> list[tuple[str, Sequence[Deed]]]:
