@@ -319,7 +319,7 @@ def test_the_roots_inputs_go_to_its_device() -> None:
     assert seen[1] is y
 
 
-def test_tracing_is_refused_by_name(ranks: int) -> None:
+def test_tracing_is_refused_by_name() -> None:
     """torch.jit.trace() of a sharded module says what to trace instead, and not that a process group is missing."""
 
     def trace(collectives: Collectives) -> None:
@@ -334,4 +334,4 @@ def test_tracing_is_refused_by_name(ranks: int) -> None:
                 torch.jit.trace(module, batch(0))
             module(batch(0)).sum().backward()
 
-    run(ranks, trace)
+    run(2, trace)

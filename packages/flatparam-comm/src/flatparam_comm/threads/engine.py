@@ -79,7 +79,7 @@ class ThreadCollectives:
     process group, and a program that would hang there raises `DeadlockError` or `MismatchError` here at once.
     """
 
-    __slots__ = ("_group", "_rank", "_world", "_world_rank")
+    __slots__ = ("_group", "_rank", "_world", "_world_rank", "__weakref__")
 
     def __init__(self, world: ThreadWorld, group: MeetingGroup, rank: int) -> None:
         """Make the end of `group` that belongs to its rank number `rank`."""

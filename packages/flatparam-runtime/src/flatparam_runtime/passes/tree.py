@@ -230,7 +230,7 @@ class UnitTree:
         how = "torch.jit.trace()" if torch._C._is_tracing() else ""
         if torch.compiler.is_exporting() and not self._has_begun:
             how = "torch.export.export(), and is the first one"
-        if how:
+        if how and self.root.topology.data_parallel_size > 1:
             raise FlatParamError(
                 f"unit {self.root.name!r}, rank {self.root.topology.rank}: its forward pass is inside {how}, which "
                 "cannot record what the ranks tell each other; load model.state_dict() into a model that is not "

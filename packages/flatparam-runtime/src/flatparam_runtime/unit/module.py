@@ -6,7 +6,6 @@ import itertools
 import operator
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -15,7 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, FullForm, Topology, engine_of
+from flatparam_comm import (
+    Collectives,
+    FlatParamError,
+    FlatParamHandle,
+    FullForm,
+    Topology,
+    engine_of,
+    process_group_of,
+)
 from flatparam_runtime.autograd import CALL, accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.calls import ForwardCall
@@ -142,15 +149,26 @@ class _Numbers(threading.local):
 
     def __init__(self) -> None:
         """Begin to count."""
-        self.counts: defaultdict[Collectives, Iterator[int]] = defaultdict(itertools.count)
+        # Two objects over one process group are equal, and hold nothing; others may hold memory.
+        self.of_process_groups: dict[Collectives, Iterator[int]] = {}
+        self.of_others: weakref.WeakKeyDictionary[Collectives, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 _NUMBERS: Final = _Numbers()
 
 
 def next_number(topology: Topology) -> int:
-    """The number of units over the ranks of `topology` that were made before, which is now one more."""
-    return next(_NUMBERS.counts[engine_of(topology.group)])
+    """The number of units over the ranks of `topology` that were made before, which is now one more.
+
+    It is 0 for collectives to which nobody can refer weakly.
+    """
+    engine = engine_of(topology.group)
+    is_light = process_group_of(engine) is not None
+    known = _NUMBERS.of_process_groups if is_light else _NUMBERS.of_others
+    try:
+        return next(known.setdefault(engine, itertools.count()))
+    except TypeError:
+        return 0
 
 
 @final
