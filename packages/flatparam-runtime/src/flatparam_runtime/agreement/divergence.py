@@ -113,8 +113,11 @@ def note_between_passes(units: Iterable[Unit], what: str) -> None:
             fingerprint.note_step(what)
 
 
-def check_same_between_passes(units: Sequence[Unit]) -> None:
+def check_same_between_passes(units: Sequence[Unit], *, label: str) -> None:
     """Check that all ranks have done the same to the models of which `units` are; every rank calls it, between passes.
+
+    Args:
+        label: what the ranks are about to do together, for messages.
 
     Raises:
         DivergenceError: on every rank, if the ranks diverge.
@@ -124,7 +127,7 @@ def check_same_between_passes(units: Sequence[Unit]) -> None:
         return
     # A rank may have no tree yet, if a call that makes one has failed there.
     told = [(0, 0) if each is None else (each.value, each.noted) for each in known]
-    everyone = units[0].topology.exchange(told, label="what was done between passes")
+    everyone = units[0].topology.exchange(told, label=label)
     place = next((i for i, row in enumerate(zip(*everyone, strict=False)) if len({*row}) > 1), -1)
     if place < 0:
         for fingerprint in dict.fromkeys(known):

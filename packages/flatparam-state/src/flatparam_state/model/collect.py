@@ -82,7 +82,7 @@ def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
     """
     units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.links.lenders, unit))
     if form.kind is FormKind.FULL and not any(unit.phase is Phase.INSPECTING for unit in units):
-        check_same_between_passes([*units])
+        check_same_between_passes([*units], label="state_dict()")
     stand_ins = StandIns()
     prefixes = {id(place.handle): place.prefix for place in places_in(model)}
     with contextlib.ExitStack() as stack:

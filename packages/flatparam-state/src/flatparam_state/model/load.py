@@ -58,8 +58,8 @@ class ModelLoad:
     """This rank's part of a shard, what belongs there, and what it is to be taken from."""
     _plain: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
     """Tensors that are not sharded, buffers above all, and the values that go there."""
-    _whole: dict[str, Any] = attrs.field(factory=dict)
-    """By the clean names of sharded parameters, what the state has for them."""
+    _whole: dict[str, tuple[Topology, Any]] = attrs.field(factory=dict)
+    """By the clean names of sharded parameters, the ranks that share them, and what the state has for them."""
     refused: bool = False
     """Whether some entry did not fit."""
     _handles: dict[str, FlatParamHandle] = attrs.field(factory=dict)
@@ -158,7 +158,7 @@ class ModelLoad:
         for name, (place, index) in parameters.items():
             key = prefix + name
             if key in state:
-                self._whole[clean_fqn(key)] = state[key]
+                self._whole[clean_fqn(key)] = place.unit.topology, state[key]
             is_torchs = place.unit in self.shown.units and not metadata.get("assign_to_params_buffers", False)
             if key in state and is_torchs and is_ordinary(state[key]):
                 pass
@@ -234,9 +234,12 @@ class ModelLoad:
         """Whether the unit's parameter `key` is part of one of these flat parameters."""
         return self._handles.get(clean_fqn(key)) in handles
 
-    def checksums(self) -> dict[str, int]:
-        """Checksums of the full tensors that were taken, by the clean names of their parameters."""
-        return checksums(self._whole)
+    def checksums(self, topology: Topology) -> dict[str, int]:
+        """Checksums of the full tensors that were taken, by the clean names of parameters that these ranks share.
+
+        Ranks may have other values of parameters that they do not share, such as experts.
+        """
+        return checksums({name: value for name, (ranks, value) in self._whole.items() if ranks == topology})
 
     def commit(self) -> None:
         """Copy the taken values to the shards, if all of them fit; every rank calls it."""
@@ -334,7 +337,8 @@ def load_model_state(
             refused += [f"unexpected key {name!r}" for name in unexpected]
         on_any_rank = refused
         if places:
-            on_any_rank = refused_anywhere(places[0].unit.topology, refused, loading.checksums())
+            topology = places[0].unit.topology
+            on_any_rank = refused_anywhere(topology, refused, loading.checksums(topology))
         if on_any_rank:
             loading.forget()
         if not refused:

@@ -106,11 +106,13 @@ def load_optimizer_state(
     return told if saved_groups is None else {**told, "param_groups": groups}
 
 
-def _digest(places: Iterable[Place], saved: State) -> int:
+def _digest(places: Sequence[Place], saved: State) -> int:
     """A digest of the full tensors and the counters in `saved`, which are to be the same on all ranks."""
     shapes = {
         fqn: slot.spec.shape
         for place in places
+        # Ranks may have other values of parameters that they do not share, such as experts.
+        if place.unit.topology == places[0].unit.topology
         for fqn, slot in zip(place.fqns, place.handle.layout.slots, strict=True)
     }
     return digest(
@@ -119,7 +121,9 @@ def _digest(places: Iterable[Place], saved: State) -> int:
                 f"{fqn}.{name}": value
                 for fqn, values in saved.items()
                 for name, value in values.items()
-                if isinstance(value, torch.Tensor) and tuple(value.shape) in ((), shapes.get(fqn))
+                if fqn in shapes
+                and isinstance(value, torch.Tensor)
+                and tuple(value.shape) in ((), shapes[fqn])
             }
         )
     )

@@ -108,7 +108,7 @@ def _after(wrapper: nn.Module, incompatible: Any) -> None:
     if interior.is_strict:
         refused += [f"missing key {name!r}" for name in missing]
         refused += [f"unexpected key {name!r}" for name in unexpected]
-    on_any_rank = _tell(interior, refused, load.checksums())
+    on_any_rank = _tell(interior, refused, load.checksums(interior.unit.topology))
     if not on_any_rank:
         load.commit()
     elif not refused:

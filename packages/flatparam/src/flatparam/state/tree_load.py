@@ -7,6 +7,7 @@ from typing import final
 import attrs
 from torch import nn
 
+from flatparam_comm import Topology
 from flatparam_state import ModelLoad
 
 __all__ = ["TreeLoad"]
@@ -59,9 +60,9 @@ class TreeLoad:
         in_flat = {handle for load in self._loads for handle in load.in_flat}
         return [key for key in missing if not any(each.is_in(key, in_flat) for each in self._loads)]
 
-    def checksums(self) -> dict[str, int]:
-        """Checksums of the full tensors that were taken, by the clean names of their parameters."""
-        return {name: each for load in self._loads for name, each in load.checksums().items()}
+    def checksums(self, topology: Topology) -> dict[str, int]:
+        """See `ModelLoad.checksums`."""
+        return {name: each for load in self._loads for name, each in load.checksums(topology).items()}
 
     def commit(self) -> None:
         """Copy what was taken to the shards; every rank calls it."""
