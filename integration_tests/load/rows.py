@@ -70,6 +70,10 @@ def _reference(world: Collectives, steps: int) -> list[float]:
     return train(world, ddp, steps)
 
 
+#: The steps after which a process has the memory that it works in, on a busy machine too.
+_SETTLED: Final = 600
+
+
 def soak(steps: int = 10_000) -> Figures:
     """Two ranks train for long, to the bits of DDP, and neither memory, files nor threads grow."""
     found = run_processes(2, _soak, steps, timeout=_LONG, pg_timeout=120)
@@ -79,6 +83,9 @@ def soak(steps: int = 10_000) -> Figures:
         assert digest(losses) == digest(reference), "the losses are not DDP's"
         settled = seen[len(seen) // 2 :]
         slopes.append(_growth([each.nbytes for each in settled]) / max(1, steps // 50))
+        if slopes[-1] >= 1024 and steps < _SETTLED:
+            # The system may give a young process pages in every part; a leak goes on.
+            return soak(_SETTLED)
         assert slopes[-1] < 1024, f"memory grows by {slopes[-1]:.0f} bytes a step"
         # Each note is an object, too.
         assert _growth([each.objects - number for number, each in enumerate(settled)]) == 0, (
