@@ -114,12 +114,12 @@ class ShardedEMA:
                 parameter has a different shape; nothing is changed.
         """
         self._check_can_update()
+        pairs = [(average.beside(), average.home.now()) for average in self._averages]
+        self._check_shapes(pairs)
         note_between_passes(
             units_in(self._model),
             f"ShardedEMA.update() number {self._updates + 1} with decay={self._decay!r}",
         )
-        pairs = [(average.beside(), average.home.now()) for average in self._averages]
-        self._check_shapes(pairs)
         averaged = [self._is_averaged(average) for average in self._averages]
         _copy([pair for pair, moves in zip(pairs, averaged, strict=True) if not moves])
         for group in _alike([pair for pair, moves in zip(pairs, averaged, strict=True) if moves]):
