@@ -201,6 +201,17 @@ def _operation(options: Any) -> Any:
     return dist.ReduceOp(dist.ReduceOp.SUM) if options is None else options.reduceOp
 
 
+def _as_nccl_reads(factor: Any, dtype: torch.dtype) -> Any:
+    """The factor of PREMUL_SUM, as NCCL gets it from torch 2.11 to 2.13 (pytorch issue 190745).
+
+    For sums in bfloat16 torch hands NCCL the address of a float32, of which NCCL reads the two bytes of a bfloat16: the
+    low ones, which are zero for every power of two.
+    """
+    if dtype != torch.bfloat16 or isinstance(factor, Tensor):
+        return factor
+    return torch.tensor([factor], dtype=torch.float32).view(torch.bfloat16)[0]
+
+
 def _combine(values: list[Tensor], operation: Any) -> Tensor:
     """Reduce in the order of the ranks, in the dtype of the values, as NCCL's rules are."""
     kind, factor = operation.__getstate__()  # torch has no other way to ask PREMUL_SUM for its factor
@@ -211,7 +222,7 @@ def _combine(values: list[Tensor], operation: Any) -> Tensor:
     }
     if kind == dist.ReduceOp.PREMUL_SUM:
         scale = on_cpu(factor) if isinstance(factor, Tensor) and factor.device.type == NAME else factor
-        values = [value * scale for value in values]
+        values = [value * _as_nccl_reads(scale, value.dtype) for value in values]
     elif kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, *pairwise):
         raise RuntimeError(f"the simulated backend does not reduce with {kind}")
     total = functools.reduce(pairwise.get(kind, torch.add), values)

@@ -28,6 +28,8 @@ class Program:
             over all ranks, with nobody to replicate with).
         prefetch: "", "forward" (the next unit before it is needed) or "late" (in the backward pass after, not before).
         precision: "" for float32, or what parameters are computed in: "bfloat16" or "float16".
+        reduce_precision: what gradients are summed in, if `precision` is given.
+        divide_factor: what flatparam divides the sums by, if not by the number of ranks.
         optimizer: "sgd", "adam" or "fused adam".
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
@@ -40,6 +42,8 @@ class Program:
     strategy: str = "full"
     prefetch: str = ""
     precision: str = ""
+    reduce_precision: str = "float32"
+    divide_factor: float = 0.0
     optimizer: str = "sgd"
     offload: bool = False
     use_orig_params: bool = False
@@ -177,9 +181,12 @@ def _flatparam(model: nn.Module, site: Site) -> nn.Module:
     import flatparam
     from flatparam.wrap import ModuleWrapPolicy
 
-    return flatparam.FullyShardedDataParallel(
+    sharded = flatparam.FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy(_wrapped(site)), **_options(flatparam, site)
     )
+    if site.program.divide_factor:
+        sharded.set_gradient_divide_factor(site.program.divide_factor)
+    return sharded
 
 
 def _fsdp1(model: nn.Module, site: Site) -> nn.Module:
@@ -206,8 +213,7 @@ def _options(library: Any, site: Site) -> dict[str, Any]:
     if program.offload:
         options["cpu_offload"] = library.CPUOffload(True)
     if program.precision:
-        dtype = getattr(torch, program.precision)
-        options["mixed_precision"] = library.MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+        options["mixed_precision"] = library.MixedPrecision(*_dtypes(program))
     names = {"full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
     options["sharding_strategy"] = strategy[names.get(program.strategy, "HYBRID_SHARD")]
     if program.strategy.startswith("hybrid"):
@@ -215,6 +221,11 @@ def _options(library: Any, site: Site) -> dict[str, Any]:
         of_one = program.strategy == "hybrid_of_one"
         options["process_group"] = (everybody, alone) if of_one else (alone, everybody)
     return options
+
+
+def _dtypes(program: Program) -> tuple[torch.dtype, torch.dtype]:
+    """What parameters are computed in, and what gradients are summed in."""
+    return getattr(torch, program.precision), getattr(torch, program.reduce_precision)
 
 
 def _group_of_one(site: Site) -> dist.ProcessGroup:
@@ -233,8 +244,7 @@ def _fsdp2(model: nn.Module, site: Site) -> nn.Module:
     if program.offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy()
     if program.precision:
-        dtype = getattr(torch, program.precision)
-        options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(*_dtypes(program))
     model = model.to(site.device)
     for child in reversed(list(model.modules())):
         if child is not model and isinstance(child, tuple(_wrapped(site))):

@@ -121,6 +121,8 @@ def test_collectives_compute(two: Any) -> None:
         assert facts["SUM"] == [12.0, 14.0]
         assert facts["AVG"] == [6.0, 7.0]
         assert facts["PREMUL_SUM"] == [6.0, 7.0]
+        # What torch's NCCL makes of it.
+        assert facts["PREMUL_SUM in bfloat16"] == [0.0, 0.0]
         assert facts["MAX"] == [11.0, 12.0]
         assert facts["MIN"] == [1.0, 2.0]
         assert facts["PRODUCT"] == [11.0, 24.0]

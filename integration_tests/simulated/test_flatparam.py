@@ -29,6 +29,15 @@ FAMILIES: Final = {
         Program(checkpointing="reentrant", prefetch="forward"),
         Program(checkpointing="not reentrant", micro_batches=2, twice=True),
     ],
+    "sums": [
+        Program(precision="bfloat16", reduce_precision="bfloat16"),
+        Program(precision="bfloat16", reduce_precision="bfloat16", strategy="none", use_orig_params=True),
+        Program(precision="bfloat16", reduce_precision="bfloat16", strategy="hybrid"),
+        Program(precision="bfloat16", reduce_precision="bfloat16", strategy="hybrid_of_one"),
+        Program(precision="bfloat16", reduce_precision="bfloat16", divide_factor=3.0, micro_batches=2),
+        Program(divide_factor=4.0, strategy="grad_op"),
+        Program(divide_factor=4.0, strategy="none"),
+    ],
     "offload": [
         Program(offload=True),
         Program(offload=True, prefetch="forward", precision="bfloat16", optimizer="adam"),
@@ -67,6 +76,7 @@ MENDED: Final[dict[str, Program]] = {
     "writing parameters that are still copied": Program(offload=True, scenario="evaluated", ranks=1),
     "inputs that come from the device": Program(scenario="computed_on_the_host"),
     "a backward pass that has failed": Program(scenario="interrupted"),
+    "a divisor in a world of one": Program(divide_factor=4.0, ranks=1),
 }
 """What used to race, to crash or to compute other numbers, and is named after it."""
 

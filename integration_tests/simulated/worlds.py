@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatparam_comm import PREMULTIPLYING
 from flatparam_comm.testing import PATIENCE, run_processes
 from integration_tests.simulated import build
 
@@ -48,7 +47,6 @@ def on_simulated(ranks: int, function: Callable[..., T], *args: Any) -> list[T]:
 def _as_rank(collectives: Any, function: Callable[..., T], args: tuple[Any, ...]) -> T:
     from integration_tests.simulated import device  # registers it, in this process only
 
-    PREMULTIPLYING.add(device.NAME)
     group = dist.new_group(backend=device.NAME, timeout=timedelta(seconds=PATIENCE / 2))
     world = World(collectives.rank, collectives.size, device.DEVICE, group, collectives.group)
     return function(world, *args)

@@ -55,7 +55,6 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_register_state_dict_hook": "torch.nn.Module()",
     "_local_scalar_dense": "torch.ops.aten",
     "_local_tensor": "torch.distributed.tensor.DTensor",
-    "_make_nccl_premul_sum": "torch.distributed",
     "_metadata": "torch.nn.Module().state_dict()",
     "_non_persistent_buffers_set": "torch.nn.Module()",
     "_parameters": "torch.nn.Module()",
@@ -65,6 +64,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
         "torch.distributed._shard.sharded_tensor.ShardedTensor._prepare_init.__code__.co_names))"
     ),
     "_process_group_name": "torch.distributed.distributed_c10d",
+    "_get_split_source": "torch.distributed.distributed_c10d",
     "_schema": "torch.ops.aten.add.Tensor",
     "_sequence_nr": "torch.ones(1, requires_grad=True).exp().grad_fn",
     "_swap_data_ptr_": "torch.UntypedStorage",

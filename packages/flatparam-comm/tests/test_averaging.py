@@ -70,35 +70,43 @@ def test_neither_factor_leaves_the_range(ranks: int) -> None:
 WIDE = frozenset({torch.float32, torch.bfloat16})
 
 
-@given(RANKS, st.booleans(), st.sampled_from([WIDE, frozenset({torch.float16}), WIDE | {torch.float16}]))
-def test_where_a_mean_is_divided(ranks: int, premultiplies: bool, dtypes: frozenset[torch.dtype]) -> None:
-    """All divisions together are by the number of ranks, and those before the last are by powers of two."""
-    averaging = averaging_over(ranks, float(ranks), dtypes, premultiplies=premultiplies)
-    assert averaging.before * averaging.after / averaging.factor == ranks
-    for factor in (averaging.before, averaging.factor):
-        assert math.frexp(factor)[0] == 0.5
-    assert (averaging.before, averaging.factor, averaging.after).count(1.0) >= (
-        1 if averaging.after > 1 else 2
-    )
+@given(
+    RANKS,
+    st.sampled_from([1.0, 0.25, 4.0, 3.0]),
+    st.booleans(),
+    st.sampled_from([WIDE, frozenset({torch.float16}), WIDE | {torch.float16}]),
+)
+def test_where_a_mean_is_divided(
+    ranks: int, times: float, in_copy: bool, dtypes: frozenset[torch.dtype]
+) -> None:
+    """Both divisions together are by the divisor, and the first is by a power of two; wide dtypes need one."""
+    averaging = averaging_over(ranks, ranks * times, dtypes, in_copy=in_copy)
+    assert averaging.before * averaging.after == ranks * times
+    assert math.frexp(averaging.before)[0] == 0.5
+    if dtypes == WIDE:
+        assert 1.0 in (averaging.before, averaging.after)
+        assert in_copy or averaging.before == 1.0
 
 
 @pytest.mark.parametrize(
-    ("ranks", "premultiplies", "dtype", "expected"),
+    ("ranks", "in_copy", "dtype", "expected"),
     [
-        # One division, of the shard, which is copied anyway.
-        (2, False, torch.float32, (2, 1, 1)),
-        (8, False, torch.float32, (1, 1, 8)),
-        (3, False, torch.bfloat16, (1, 1, 3)),
-        (8, True, torch.bfloat16, (1, 1 / 8, 1)),
-        (6, True, torch.float32, (1, 1 / 4, 1.5)),
+        (1, False, torch.float32, (1, 1)),
+        # In the copy, which has to read and write every element anyway.
+        (2, True, torch.float32, (2, 1)),
+        # Of the shard.
+        (2, False, torch.bfloat16, (1, 2)),
+        (8, True, torch.float32, (1, 8)),
+        (3, True, torch.bfloat16, (1, 3)),
+        (6, False, torch.float32, (1, 6)),
         # The range of float16 is too small for the sum.
-        (8, True, torch.float16, (4, 1, 2)),
-        (8, False, torch.float16, (4, 1, 2)),
+        (8, False, torch.float16, (4, 2)),
+        (8, True, torch.float16, (4, 2)),
     ],
 )
 def test_the_places_of_divisions(
-    ranks: int, premultiplies: bool, dtype: torch.dtype, expected: tuple[float, float, float]
+    ranks: int, in_copy: bool, dtype: torch.dtype, expected: tuple[float, float]
 ) -> None:
-    """There is one division if one is enough: in the collective, or of the shard."""
-    found = averaging_over(ranks, float(ranks), frozenset({dtype}), premultiplies=premultiplies)
-    assert (found.before, found.factor, found.after) == expected
+    """There is one division if one is enough: in the copy of the gradients, or of the shard."""
+    found = averaging_over(ranks, float(ranks), frozenset({dtype}), in_copy=in_copy)
+    assert (found.before, found.after) == expected

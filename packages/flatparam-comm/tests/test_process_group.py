@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 import types
@@ -21,9 +22,6 @@ from flatparam_comm import (
     CommError,
     ProcessGroupCollectives,
     ReduceOp,
-    SingleCollectives,
-    premultiplies,
-    scaled,
 )
 from flatparam_comm.process_group import c10d as c10d_names
 from flatparam_comm.process_group import groups
@@ -262,26 +260,57 @@ def test_a_destroyed_group_is_gone() -> None:
         assert threads == 0
 
 
-def test_who_cannot_multiply_refuses_to() -> None:
-    """Only a backend that takes PREMUL_SUM makes scaled sums; another says so, and is told what to do."""
-    alone = SingleCollectives()
-    assert not premultiplies(alone, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"found SingleCollectives.*multiply first, and use their own sums"):
-        scaled(alone, torch.device("cpu"), 0.5)
+def _groups_inside(collectives: Collectives) -> list[object]:
+    """What torch would split the communicator of new groups from: of one in the world, and of one inside that."""
+    module: Any = dist.distributed_c10d
+    makes, found = dist.new_group, []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        # What torch does if the default group is bound to a device. No device of a CPU can be bound.
+        found.append(module._get_split_source(dist.group.WORLD))
+        return makes(*args, **kwargs)
+
+    module._get_split_source = lambda group: "the world's"
+    dist.new_group = make
+    half = collectives.subgroup([0, 1])
+    inner = None if half is None else half.subgroup([1])
+    assert (inner is not None) == (collectives.rank == 1)
+    assert module._get_split_source(dist.group.WORLD) == "the world's"
+    return found
 
 
-def _gloo_multiplies(collectives: Collectives) -> bool:
-    assert isinstance(collectives, ProcessGroupCollectives)
-    for refused in (
-        lambda: collectives.reduce_scatter(torch.zeros(1), torch.ones(1), factor=0.5),
-        lambda: collectives.all_reduce(torch.ones(1), factor=0.5),
-        lambda: scaled(collectives, torch.device("cpu"), 0.5),
-    ):
-        with pytest.raises(ValueError, match="multiply first, and use their own sums"):
-            refused()
-    return premultiplies(collectives, torch.device("cpu"))
+def test_a_group_inside_a_group_splits_nothing_off_the_world() -> None:
+    """Only members make a group inside a smaller one, so torch may not split the world's communicator for it.
+
+    A split waits for every rank of the world, and those outside of the smaller group never call.
+    """
+    alone = ["the world's"]
+    assert run_processes(3, _groups_inside) == [alone, [*alone, None], alone]
 
 
-def test_gloo_does_not_multiply() -> None:
-    """A process group over gloo has sums alone, and refuses a factor instead of leaving it out."""
-    assert run_processes(1, _gloo_multiplies) == [False]
+def _of_one(collectives: Collectives) -> list[Any]:
+    """What collectives of a group of one rank give, and which of torch's are called."""
+    alone = [collectives.subgroup([rank]) for rank in range(collectives.size)][collectives.rank]
+    assert isinstance(alone, ProcessGroupCollectives)
+    called: list[str] = []
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+        setattr(c10d_names, name, lambda *_, name=name, **__: called.append(name))
+    given, output = torch.arange(4.0), torch.zeros(4)
+    found: list[Any] = []
+    to_all = functools.partial(alone.all_to_all, output_numels=[4], given_numels=[4])
+    for copy in (alone.all_gather, alone.reduce_scatter, to_all):
+        pending = copy(output, given)
+        found.append((output.tolist(), pending.done()))
+        given += 1
+    for stay in (alone.all_reduce, alone.broadcast):
+        found.append((output.tolist(), stay(output).done()))
+    with pytest.raises(ValueError, match="expected output.numel"):
+        alone.all_gather(torch.zeros(3), given)
+    return [found, called]
+
+
+def test_a_group_of_one_rank_does_not_call_its_backend() -> None:
+    """Collectives of one rank copy, are complete at once, check what they are given, and call nothing of torch."""
+    values = [0.0, 1.0, 2.0, 3.0]
+    later = [[each + n for each in values] for n in (0, 1, 2, 2, 2)]
+    assert run_processes(2, _of_one) == [[[(each, True) for each in later], []]] * 2

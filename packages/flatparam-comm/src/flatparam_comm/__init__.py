@@ -30,9 +30,7 @@ from flatparam_comm.errors import (
     WorldTimeout,
 )
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
-from flatparam_comm.process_group.c10d import PREMULTIPLYING
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
-from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.rank_texts import said_by_ranks, told_by_ranks, told_ranks
 from flatparam_comm.relay.activity import end_of_call, watch_call
 from flatparam_comm.relay.process import set_relay, tell_failure, telling
@@ -100,7 +98,6 @@ __all__ = [
     "all_thresholds",
     "COMPLETED",
     "FLAT_PARAM",
-    "PREMULTIPLYING",
     "REDUCIBLE",
     "BoundParameter",
     "BufferPool",
@@ -141,7 +138,6 @@ __all__ = [
     "RecordingCollectives",
     "ReduceOp",
     "Residency",
-    "Scaled",
     "SharedMemoryCollectives",
     "SilentCollectives",
     "RanksOnly",
@@ -163,13 +159,11 @@ __all__ = [
     "engine_of",
     "memory_view",
     "owner_of",
-    "premultiplies",
     "process_group_of",
     "resolve_topology",
     "run_threads",
     "said_by_ranks",
     "told_by_ranks",
-    "scaled",
     "sent_nbytes",
     "set_relay",
     "shared_memory",

@@ -9,12 +9,13 @@ when it is called, so that importing this package works on a torch that was buil
 | `ProcessGroup._get_backend` | the backend for one kind of device | an error that names it |
 | `Backend.Options._timeout` | the time limit of a group's collectives | subgroups wait for torch's 30 minutes |
 | `ProcessGroupGloo.Options._devices` | how many connections gloo has to a peer | the first one is closed |
-| `_make_nccl_premul_sum` | a sum of multiplied values | values are multiplied before the sum |
 | `distributed_c10d._process_group_name` | how torch names a group | an error that names it |
+| `distributed_c10d._get_split_source` | what communicators are split from | groups in groups may wait for all |
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
-    "PREMULTIPLYING",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -41,9 +41,8 @@ __all__ = [
     "connections_of",
     "first_of",
     "is_carried",
-    "naming_the_next_group",
+    "making_apart",
     "plain",
-    "premultiplies",
     "reduce_scatter",
     "time_limit_of",
 ]
@@ -62,10 +61,6 @@ _CARRIED: Final = frozenset(
         torch.int64,
     }
 )
-
-
-#: The names of torch's backends that take PREMUL_SUM, of which torch has no list. Add yours if you register one.
-PREMULTIPLYING: Final = {"nccl"}
 
 
 def as_carried(tensor: Tensor) -> Tensor:
@@ -93,20 +88,10 @@ def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
     return call(output, shard, group=group, async_op=True)
 
 
-def reduce_scatter(
-    output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0
-) -> Any:
-    """Issue a reduce-scatter; returns its `Work`. A `factor` that is not 1 multiplies summands, if `premultiplies`."""
+def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
+    """Issue a reduce-scatter; returns its `Work`."""
     call = first_of("reduce_scatter_single", "reduce_scatter_tensor")
-    return call(output, full, op=_c10d_op(op, factor), group=group, async_op=True)
-
-
-def premultiplies(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether sums of tensors on `device` can multiply the summands by a number in the same call."""
-    backend = backend_of(group, device)
-    # Without one the group is a backend itself.
-    name = str((group if backend is None else backend).name()).lower()
-    return name in PREMULTIPLYING and hasattr(dist, "_make_nccl_premul_sum")
+    return call(output, full, op=_c10d_op(op), group=group, async_op=True)
 
 
 def all_to_all(
@@ -121,9 +106,9 @@ def all_to_all(
     return call(output, full, received, sent, group=group, async_op=True)
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup, *, factor: float = 1.0) -> Any:
-    """Issue an all-reduce in place; returns its `Work`. For `factor` see `reduce_scatter`."""
-    return first_of("all_reduce")(tensor, op=_c10d_op(op, factor), group=group, async_op=True)
+def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
+    """Issue an all-reduce in place; returns its `Work`."""
+    return first_of("all_reduce")(tensor, op=_c10d_op(op), group=group, async_op=True)
 
 
 def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
@@ -131,8 +116,8 @@ def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
     return first_of("broadcast")(tensor, group_src=root, group=group, async_op=True)
 
 
-def _c10d_op(op: ReduceOp, factor: float) -> Any:
-    return getattr(dist.ReduceOp, op.name) if factor == 1.0 else first_of("_make_nccl_premul_sum")(factor)
+def _c10d_op(op: ReduceOp) -> Any:
+    return getattr(dist.ReduceOp, op.name)
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
@@ -188,24 +173,31 @@ def call_with_default_group(call: Callable[[], None]) -> None:
 
 
 @contextmanager
-def naming_the_next_group(name: str) -> Iterator[None]:
-    """Inside, torch calls the group that this thread makes `name`, and leaves its own counts of groups as they are."""
+def making_apart(name: str) -> Iterator[None]:
+    """Inside, the group that this thread makes concerns its members alone, and is called `name`.
+
+    torch's own counts of groups stay as they are. And no communicator of NCCL is split off the default group's, which
+    torch does if that group is bound to a device: for a split, every rank of the world has to call.
+    """
     module: Any = dist.distributed_c10d
     thread = threading.get_ident()
-    with _NAMING:
-        of_torch = module._process_group_name
+    answers = {"_process_group_name": name, "_get_split_source": None}
+    with _MAKING:
+        of_torch = {each: getattr(module, each) for each in answers if hasattr(module, each)}
 
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return name if threading.get_ident() == thread else of_torch(*args, **kwargs)
+        def answer(each: str, *args: Any, **kwargs: Any) -> Any:
+            return answers[each] if threading.get_ident() == thread else of_torch[each](*args, **kwargs)
 
-        module._process_group_name = ours
+        for each in of_torch:
+            setattr(module, each, functools.partial(answer, each))
         try:
             yield
         finally:
-            module._process_group_name = of_torch
+            for each, function in of_torch.items():
+                setattr(module, each, function)
 
 
-_NAMING: Final = threading.Lock()
+_MAKING: Final = threading.Lock()
 
 
 def first_of(*names: str) -> Any:

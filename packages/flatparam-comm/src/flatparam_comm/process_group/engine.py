@@ -16,6 +16,7 @@ from torch import Tensor
 from flatparam_comm import checks
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
+from flatparam_comm.pending import COMPLETED, copied
 from flatparam_comm.process_group import c10d, groups
 from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.relay.process import calls_of
@@ -44,13 +45,14 @@ class ProcessGroupCollectives:
 
     Every collective is issued with `async_op=True`. For gloo and NCCL, `wait()` is `Work.wait()`, which blocks for CPU
     tensors and orders the current stream for CUDA tensors. An error of the backend is raised as `CollectiveError`.
+    A group of one rank copies by itself, and does not call the backend, as `SingleCollectives`.
     Raises ValueError if there is no default group, or if this process is not in the group.
 
     The group is held weakly: torch keeps it until `destroy_process_group()`, which then really ends it. A gloo group
     that lives until the interpreter exits can abort the process then.
     """
 
-    __slots__ = ("_calls", "_hash", "_is_gloo", "_premultiplies", "_rank", "_reference", "_sites", "_size")
+    __slots__ = ("_calls", "_hash", "_is_gloo", "_rank", "_reference", "_sites", "_size")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -73,7 +75,6 @@ class ProcessGroupCollectives:
         self._hash = hash(found)
         self._is_gloo = groups.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], checks.Site] = {}
-        self._premultiplies: dict[torch.device, bool] = {}
         self._calls: GroupCalls | None = None
 
     def __repr__(self) -> str:
@@ -113,28 +114,12 @@ class ProcessGroupCollectives:
         """The number of processes in the group."""
         return self._size
 
-    def premultiplies(self, device: torch.device) -> bool:
-        """Whether a reduce-scatter of tensors on `device` takes a `factor`."""
-        if device not in self._premultiplies:
-            self._premultiplies[device] = c10d.premultiplies(self.group, device)
-        return self._premultiplies[device]
-
-    def check_factor(self, device: torch.device, factor: float) -> None:
-        """Make sure that a sum of tensors on `device` takes `factor`.
-
-        Raises:
-            ValueError: if it does not.
-        """
-        if factor != 1.0 and not self.premultiplies(device):
-            raise ValueError(
-                f"expected collectives that multiply before they sum, found {self!r}; multiply first, and use their "
-                "own sums"
-            )
-
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
         site = self._site("all_gather", label)
         checks.check_all_gather(site, output, shard)
+        if site.size == 1:
+            return copied(output, shard)
         calls = self._begin(site, output)
         carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
@@ -150,29 +135,18 @@ class ProcessGroupCollectives:
         return _WorkPending(site, work, (output, shard), calls, calls.issued)
 
     def reduce_scatter(
-        self,
-        output: Tensor,
-        full: Tensor,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        label: str = "",
-        factor: float = 1.0,
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`.
-
-        Args:
-            factor: the multiplier of each rank's `full` before the sum; it may differ from 1 only if `premultiplies`.
-        """
+        """See `Collectives.reduce_scatter`."""
         site = self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
-        self.check_factor(full.device, factor)
+        if site.size == 1:
+            return copied(output, full)
         calls = self._begin(site, full, _REDUCTIONS[op])
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, calls, carried, carried_full)
-        work = _guarded(
-            site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group, factor=factor), calls
-        )
+        work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group), calls)
         return _WorkPending(site, work, (output, full), calls, calls.issued)
 
     def _exchange_and_add(
@@ -198,22 +172,23 @@ class ProcessGroupCollectives:
         sizes[1 - site.rank] = ours.numel()
         return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=(sizes, sizes)), calls)
 
-    def all_reduce(
-        self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "", factor: float = 1.0
-    ) -> Pending:
-        """See `Collectives.all_reduce`; for `factor` see `reduce_scatter`."""
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """See `Collectives.all_reduce`."""
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
-        self.check_factor(tensor.device, factor)
+        if site.size == 1:
+            return COMPLETED
         calls = self._begin(site, tensor, _REDUCTIONS[op])
         carried = c10d.plain(tensor)
-        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group, factor=factor), calls)
+        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group), calls)
         return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """See `Collectives.broadcast`; `root` is a rank of this group."""
         site = self._site("broadcast", label)
         checks.check_broadcast(site, tensor, root)
+        if site.size == 1:
+            return COMPLETED
         calls = self._begin(site, tensor, root)
         carried = c10d.as_carried(tensor)
         work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group), calls)
@@ -231,6 +206,8 @@ class ProcessGroupCollectives:
         """See `Collectives.all_to_all`."""
         site = self._site("all_to_all", label)
         checks.check_all_to_all(site, output, given, output_numels, given_numels)
+        if site.size == 1:
+            return copied(output, given)
         # The numbers of elements differ between ranks that agree.
         calls = self._begin(site)
         # A view as bytes has more elements.

@@ -23,7 +23,7 @@ from flatparam_comm.process_group.c10d import (
     connections_of,
     first_of,
     known_groups,
-    naming_the_next_group,
+    making_apart,
     time_limit_of,
 )
 from flatparam_comm.process_group.exchanging import exchange_bytes
@@ -180,7 +180,7 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
     name = _NAMES.agree(group, chosen)
     if not is_member:
         return None
-    with naming_the_next_group(name):
+    with making_apart(name):
         made = first_of("new_group")(chosen, use_local_synchronization=True, **options)
     return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Final, final
 
 import attrs
@@ -22,8 +21,6 @@ class Averaging:
 
     before: float = 1.0
     """The divisor of gradients when they are collected."""
-    factor: float = 1.0
-    """The multiplier of gradients in the collective that sums them."""
     after: float = 1.0
     """The divisor of the sum."""
     in_parts: bool = False
@@ -36,27 +33,24 @@ def averaging_over(
     divisor: float,
     dtypes: frozenset[torch.dtype],
     *,
-    premultiplies: bool = False,
+    in_copy: bool = True,
     in_parts: bool = False,
 ) -> Averaging:
     """The factors that divide a sum over `ranks` by `divisor`.
 
-    Dividing by a power of two loses no bit, so it happens where it costs least: in the collective if that multiplies,
-    else together with the rest after the sum, which is only a shard. Only float16 needs a part of it before the sum.
+    Dividing by a power of two loses no bit, so it happens where it costs least: in the copy of gradients to the flat
+    buffer if that is enough, else after the sum, which is only a shard. Only float16 needs a part of it before the sum.
+    No collective is asked to divide or to multiply: plain sums are what every backend has, and NVLink's switches.
 
     Args:
         dtypes: the dtypes of the sums.
-        premultiplies: whether the collective can multiply.
-        in_parts: whether gradients are summed without being copied first; a division costs nothing in a copy.
+        in_copy: whether a division costs nothing in the copy, as on a CPU; on an accelerator it is a kernel of its own.
+        in_parts: whether gradients are summed without being copied first.
     """
     before, after = split_divisor(divisor, ranks)
     if not dtypes <= _WIDE:
         return Averaging(before=before, after=after, in_parts=in_parts)
-    if premultiplies:
-        if math.frexp(divisor)[0] == 0.5:
-            return Averaging(factor=1.0 / divisor)
-        return Averaging(factor=1.0 / before, after=after)
-    if after == 1.0 and not in_parts:
+    if after == 1.0 and in_copy and not in_parts:
         return Averaging(before=before)
     return Averaging(after=divisor, in_parts=in_parts)
 

@@ -10,9 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending, TakesParts, takes_parts
+from flatparam_comm.collectives import Pending, TakesParts, takes_parts
 from flatparam_comm.pending import COMPLETED
-from flatparam_comm.process_group.scaled import Scaled, premultiplies, scaled
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.averaging import Averaging, averaging_over
 from flatparam_comm.transfer.comm_hooks import CommHooks
@@ -138,9 +137,8 @@ class Reducer:
             factor = self.divide_factor * size / self._ranks
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
-        multiplies = device.type != "cpu" and premultiplies(self._first_group, device)
         in_parts = self._of_parts is not None and self._are_large(handles)
-        return averaging_over(size, factor, dtypes, premultiplies=multiplies, in_parts=in_parts)
+        return averaging_over(size, factor, dtypes, in_copy=device.type == "cpu", in_parts=in_parts)
 
     @staticmethod
     def _are_large(handles: Sequence[FlatParamHandle]) -> bool:
@@ -148,11 +146,6 @@ class Reducer:
             return False
         nbytes = sum(handle.gradients.buffer.nbytes for handle in handles)
         return nbytes >= PART_NBYTES.value * sum(len(handle.layout.slots) for handle in handles)
-
-    @property
-    def _first_group(self) -> Collectives:
-        topology = self.topology
-        return topology.shard if self._is_sharded or topology.replicate is None else topology.replicate
 
     def issue(
         self, handles: Sequence[FlatParamHandle], *, label: str = "", averaging: Averaging | None = None
@@ -166,7 +159,6 @@ class Reducer:
         if averaging is None:
             averaging = self.averaging(handles)
         shard, hook = self.topology.shard, self.hooks.reduce
-        summing = self._summing(averaging, handles) if self._is_sharded else shard
         parts = []
         for handle in handles:
             pending: Pending | None = None
@@ -181,18 +173,13 @@ class Reducer:
                     check_even(handle.layout, "the hook in the place of the reduce-scatter")
                     hook(full, output)
                 elif uneven:
-                    pending = scatter_sums(summing, handle.layout, output, full, label=label)
+                    pending = scatter_sums(shard, handle.layout, output, full, label=label)
                 else:
-                    pending = summing.reduce_scatter(output, full, label=label)
+                    pending = shard.reduce_scatter(output, full, label=label)
             parts.append(_ShardSum(handle, output, pending))
         return Reduction(self, label, averaging, parts)
 
-    def _summing(self, averaging: Averaging, handles: Sequence[FlatParamHandle]) -> Collectives | Scaled:
-        """The group of the first sum that communicates, with the factor that comes before it."""
-        group = self._first_group
-        return group if averaging.factor == 1.0 else scaled(group, handles[0].device, averaging.factor)
-
-    def sum_over_copies(self, part: _ShardSum, averaging: Averaging, label: str) -> bool:
+    def sum_over_copies(self, part: _ShardSum, label: str) -> bool:
         """Issue the sum of `part` over the copies of its shard; returns False if a later backward pass issues it."""
         part.pending = None
         replicate = self.topology.replicate
@@ -208,8 +195,7 @@ class Reducer:
         if self.hooks.all_reduce is not None:
             self.hooks.all_reduce(part.output, part.output)
         elif self.hooks.reduce is None or self._is_sharded:
-            copies = replicate if self._is_sharded else self._summing(averaging, [part.handle])
-            part.pending = copies.all_reduce(part.output, label=label)
+            part.pending = replicate.all_reduce(part.output, label=label)
         return True
 
     @property
@@ -278,7 +264,7 @@ class Reduction:
             part.arrived = bytes(gradients.deposited)
             gradients.release()
             nbytes += gradients.buffer.nbytes
-            if self._reducer.sum_over_copies(part, self._averaging, self._label):
+            if self._reducer.sum_over_copies(part, self._label):
                 summed.append(part)
         self._parts = summed
         return nbytes

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending
 from flatparam_comm.pending import ContinuedPending
-from flatparam_comm.process_group.scaled import Scaled
 from flatparam_core import FlatLayout, FlatParamError
 
 __all__ = ["check_even", "gather_shards", "scatter_sums"]
@@ -55,7 +54,7 @@ def gather_shards(
 
 
 def scatter_sums(
-    group: Collectives | Scaled, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
+    group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
 ) -> Pending:
     """Fill `output` with this rank's part of the sum of every rank's `full`; the shards differ in length.
 
@@ -66,7 +65,7 @@ def scatter_sums(
         full: 1-D, `layout.numel` elements, of the dtype of `output`.
         label: names the call in errors and ledgers.
     """
-    if not isinstance(group, Scaled) and _takes_any_lengths(group, full):
+    if _takes_any_lengths(group, full):
         return _exchanged_and_added(group, layout, output, full, label)
     longest = max(layout.shard_numels)
     staged = full.new_zeros(layout.world_size * longest)

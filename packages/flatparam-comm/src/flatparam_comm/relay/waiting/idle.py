@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Final, final
 
 from flatparam_comm.relay.activity import ACTIVITY
@@ -19,6 +20,8 @@ __all__ = ["IdleWatch"]
 
 #: The part of the time that a process may compute which does nothing: its threads wake now and then.
 _BUSY: Final = 0.1
+#: What Linux counts of the main thread: nanoseconds on a core, nanoseconds of waiting for one.
+_SCHEDULED: Final = Path("/proc/self/schedstat")
 #: The exceptions by which programs decide what to do next: there is no more data, no cache, no such package.
 _DECIDES: Final = (
     *(StopIteration, StopAsyncIteration, GeneratorExit, LookupError),
@@ -43,13 +46,13 @@ class IdleWatch:
     def look(self, now: float) -> FailureReport | None:
         """The failure of the process, if it has one and does nothing about it."""
         if ACTIVITY.issued != self._issued or any(ACTIVITY.waits.values()):
-            self._issued, self._since, self._computed = ACTIVITY.issued, now, time.process_time()
+            self._issued, self._since, self._computed = ACTIVITY.issued, now, _computed()
         printed = _printed()
         if id(printed) != self._printed:
             self._printed, self._printed_after = id(printed), ACTIVITY.issued
         error = _handled() or (printed if self._printed_after == ACTIVITY.issued else None)
         idle = now - self._since
-        is_busy = time.process_time() - self._computed > _BUSY * idle
+        is_busy = _computed() - self._computed > _BUSY * idle
         if error is None or idle < self.patience or is_busy:
             return None
         main = threading.main_thread().ident or 0
@@ -57,6 +60,16 @@ class IdleWatch:
         return FailureReport.of(
             self._rank, error, f"the program's own code, and is at {place} for {idle:.0f} s,"
         )
+
+
+def _computed() -> float:
+    """The seconds for which this process has computed, or for which its main thread was ready to and had no core."""
+    try:
+        waited = int(_SCHEDULED.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        # Only Linux counts them.
+        waited = 0.0
+    return time.process_time() + waited
 
 
 def _handled() -> BaseException | None:
