@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+#: To look for a sum here takes longer than to know that it is the first.
 _REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 
 
@@ -142,7 +143,7 @@ class ProcessGroupCollectives:
         checks.check_reduce_scatter(site, output, full, op)
         if site.size == 1:
             return copied(output, full)
-        calls = self._begin(site, full, _REDUCTIONS[op])
+        calls = self._begin(site, full, 0 if op is ReduceOp.SUM else _REDUCTIONS[op])
         carried, carried_full = c10d.plain(output), c10d.plain(full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, calls, carried, carried_full)
@@ -178,7 +179,7 @@ class ProcessGroupCollectives:
         checks.check_all_reduce(site, tensor, op)
         if site.size == 1:
             return COMPLETED
-        calls = self._begin(site, tensor, _REDUCTIONS[op])
+        calls = self._begin(site, tensor, 0 if op is ReduceOp.SUM else _REDUCTIONS[op])
         carried = c10d.plain(tensor)
         work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group), calls)
         return _WorkPending(site, work, (tensor,), calls, calls.issued)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import collections
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import attrs
+import torch
 
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
 from flatparam_comm.process_group import c10d, groups
+from flatparam_comm.relay.activity import ACTIVITY
 from flatparam_comm.relay.failure import FailureReport
 from flatparam_comm.relay.positions.board import Board, Offer
-from flatparam_comm.relay.positions.page import CollectiveCount
+from flatparam_comm.relay.positions.page import Page, code_of
 from flatparam_comm.relay.positions.standing import Position, Standing, Standings
 from flatparam_comm.relay.settings import RelaySettings
 
@@ -55,8 +59,10 @@ class TellsOfFailures(Protocol):
 
 
 @final
-class GroupCalls(CollectiveCount):
+class GroupCalls:
     """The collectives of this process on one group, and the failures of the group's ranks.
+
+    Their count is the same on all of its ranks at the same collective.
 
     If a rank fails after its n-th collective, the others wait in vain for its collective n + 1 and those after it.
     """
@@ -69,10 +75,13 @@ class GroupCalls(CollectiveCount):
         "_has_met",
         "_is_forked",
         "_is_meeting",
+        "_page",
         "_relay",
         "_standings",
+        "_takes_care",
         "broken_by",
         "failed_at",
+        "issued",
         "joined",
         "members",
         "name",
@@ -92,7 +101,10 @@ class GroupCalls(CollectiveCount):
         Args:
             goes_through_gloo: the collectives are gloo's, which ends the process if ranks diverge.
         """
-        super().__init__(takes_care=goes_through_gloo)
+        self.issued = 0
+        self._takes_care = goes_through_gloo
+        """Whether to look for failures when the next collective is issued."""
+        self._page: Page | None = None
         self._group = weakref.ref(group)
         self._relay = relay
         self.name = name
@@ -113,6 +125,54 @@ class GroupCalls(CollectiveCount):
         """Whether the group was destroyed."""
         return self._group() is None
 
+    def begin(self, site: Site, dtype: torch.dtype | None = None, numel: int = 0, detail: int = 0) -> None:
+        """Count a collective that is issued now, and compare it with those of the ranks that were here before.
+
+        Args:
+            dtype: the dtype of its tensors.
+            numel: the number of elements of the longest of them.
+            detail: the reduction, or the root.
+
+        Raises:
+            PeerError: if a rank of the group has failed, so that the group is broken.
+            MismatchError: if a rank of this host has issued a different collective.
+        """
+        if self._takes_care:
+            self._look_around(site)
+        other = self.note(site, dtype, numel, detail)
+        if other is not None:
+            raise self._diverged(site, (code_of(site.op, dtype, detail), numel), *other)
+
+    def note(
+        self, site: Site, dtype: torch.dtype | None, numel: int, detail: int
+    ) -> tuple[int, int, int] | None:
+        """Count a collective that is issued now; arguments as `begin`.
+
+        Returns:
+            See `Page.enter`; None if nothing is compared.
+        """
+        self.issued += 1
+        ACTIVITY.issued += 1
+        ACTIVITY.handled = id(sys.exc_info()[1])
+        if self._page is None:
+            return None
+        return self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
+
+    def enter_wait(self, site: Site, number: int) -> tuple[Any, int, str, str] | None:
+        """From now on this thread waits until each rank of the group has issued collective `number`.
+
+        Returns:
+            What it has waited in before, for `end_wait`.
+        """
+        thread = threading.get_ident()
+        before = ACTIVITY.waits.get(thread)
+        ACTIVITY.waits[thread] = (self, number, site.op, site.label)
+        return before
+
+    def end_wait(self, before: tuple[Any, int, str, str] | None) -> None:
+        """This thread waits no longer, or in what it has waited in before."""
+        ACTIVITY.waits[threading.get_ident()] = before
+
     def _look_around(self, site: Site) -> None:
         relay = self._relay
         self._check_process(site)
@@ -127,12 +187,9 @@ class GroupCalls(CollectiveCount):
             self._meet(site)
         final = None if relay is None else relay.final_failure(self)
         if final is not None:
-            # That rank may have issued what this one is about to issue.
             self._takes_care = True
-            self.issued += 1
-            in_vain = self.waits_in_vain_for(final)
-            self.issued -= 1
-            if in_vain:
+            # That rank may have issued what this one is about to issue.
+            if self.waits_in_vain_for(final, self.begun + 1):
                 self.broken_by = final
                 raise self._error(site, final, "")
 
@@ -229,16 +286,17 @@ class GroupCalls(CollectiveCount):
         """Remember that this rank has failed after the collectives that it has issued."""
         self.failed_at.append(self.issued)
 
-    def waits_in_vain_for(self, failure: FailureReport) -> bool:
-        """Whether a collective that was issued here cannot complete, as the rank that failed did not issue it.
+    def waits_in_vain_for(self, failure: FailureReport, begun: int | None = None) -> bool:
+        """Whether collective `begun`, by default the last one here, cannot complete: the rank that failed lacks it.
 
         Ranks that fail alike, after the same collective, and all go on, do not wait for each other in vain.
         """
+        begun = self.begun if begun is None else begun
         if failure.is_death:
-            return self.begun > 0
+            return begun > 0
         count = failure.issued.get(self.name, 0)
         is_alike = self.failed_at.count(count) >= max(1, failure.failures.get(self.name, 1))
-        return self.begun > count and (failure.is_final or not is_alike)
+        return begun > count and (failure.is_final or not is_alike)
 
     def break_by(self, failure: FailureReport) -> None:
         """Make every wait and every later call on the group raise."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
 import torch
-from torch import nn
 
 __all__ = ["PART", "Reader", "ShardedRegistry", "install", "uninstall"]
 
@@ -47,17 +46,17 @@ class ShardedRegistry(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def install(module: nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Have reads of these parameters of `module` ask their readers."""
-    registry = module._parameters
+def install(own: dict[str, Any], readers: Mapping[str, Reader]) -> None:
+    """Have reads of these parameters of a module ask their readers; `own` has the module's attributes."""
+    registry = own["_parameters"]
     if not isinstance(registry, ShardedRegistry):
-        registry = vars(module)["_parameters"] = ShardedRegistry(registry)
+        registry = own["_parameters"] = ShardedRegistry(registry)
     registry.readers.update(readers)
 
 
-def uninstall(module: nn.Module, names: Mapping[str, object]) -> None:
+def uninstall(own: dict[str, Any], names: Mapping[str, object]) -> None:
     """Have reads of the parameters `names` see what is registered; after the last, put the module's dictionary back."""
-    registry = module._parameters
+    registry = own["_parameters"]
     if not isinstance(registry, ShardedRegistry):
         return
     for name in names:
@@ -66,4 +65,4 @@ def uninstall(module: nn.Module, names: Mapping[str, object]) -> None:
         plain = registry.plain
         plain.clear()
         plain.update(registry)
-        vars(module)["_parameters"] = plain
+        own["_parameters"] = plain

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 import torch
@@ -22,8 +21,12 @@ from flatparam_core.exposure.replaced import fitting_replacements, is_harmless, 
 __all__ = ["Sites"]
 
 T = TypeVar("T")
-_put: Final[Callable[[Any, str, Any], None]] = dict.__setitem__
-"""Past the method of a `ShardedRegistry`."""
+Read: TypeAlias = "Callable[[int, torch.Tensor | None], torch.Tensor | None]"
+"""What attributes show, of the parameter with this index, and of what is registered for it."""
+
+_PARAMETERS: Final = "_parameters"
+_ABSENT: Final = object()
+"""What is found under a name that a module does not register."""
 
 
 @final
@@ -31,7 +34,10 @@ _put: Final[Callable[[Any, str, Any], None]] = dict.__setitem__
 class _Attributes:
     """The attributes of all parameters in a row, for loops at each gather; most lists have one entry for each."""
 
-    owners: list[weakref.ReferenceType[nn.Module]]
+    modules: list[weakref.ReferenceType[nn.Module]]
+    """Each module once."""
+    owners: list[int]
+    """The module of each attribute, as an index of `modules`."""
     names: list[str]
     indices: list[int]
     """The parameter of each attribute, as an index in the layout."""
@@ -39,29 +45,115 @@ class _Attributes:
     """The attributes of modules that override `__setattr__`, such as nn.LSTM, which keeps a list beside the names."""
     repeats: bool
     """Whether some parameter has several attributes."""
-    by_module: dict[int, dict[str, int]]
-    """For the first attribute of each module, the names of all of that module's attributes, with their parameters."""
+    by_module: list[dict[str, int]]
+    """For each of `modules`, the names of its attributes, with their parameters."""
+    absent: list[object]
+    """For each attribute, what is found if its module does not register it."""
 
     @classmethod
     def of(cls, infos: Sequence[Sequence[ParamInfo]]) -> Self:
         row = [(info, index) for index, each in enumerate(infos) for info in each]
         # A module that is alive has one weak reference.
-        firsts: dict[int, int] = {}
-        by_module: dict[int, dict[str, int]] = {}
-        for place, (info, index) in enumerate(row):
-            by_module.setdefault(firsts.setdefault(id(info.reference), place), {})[info.param_name] = index
+        numbers: dict[weakref.ReferenceType[nn.Module], int] = {}
+        owners = [numbers.setdefault(info.reference, len(numbers)) for info, _ in row]
+        by_module: list[dict[str, int]] = [{} for _ in numbers]
+        for owner, (info, index) in zip(owners, row, strict=True):
+            by_module[owner][info.param_name] = index
         return cls(
-            [info.reference for info, _ in row],
+            [*numbers],
+            owners,
             [info.param_name for info, _ in row],
             [index for _, index in row],
             [each for each in row if type(each[0].module).__setattr__ is not nn.Module.__setattr__],
             len(row) != len(infos),
             by_module,
+            [_ABSENT] * len(row),
         )
 
     def spread(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
         return [values[index] for index in self.indices]
+
+    def registries(self, owns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """For each attribute, where its module registers parameters; `owns` are the attributes of each module."""
+        return [owns[owner][_PARAMETERS] for owner in self.owners]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Swap:
+    """The registries of modules that are sharded, kept while the modules have their own dictionaries, to be used again.
+
+    To exchange dictionaries takes a fraction of the time that it takes to fill them.
+    """
+
+    registries: list[ShardedRegistry]
+    plain: list[dict[str, Any]]
+    """The modules' own dictionaries."""
+    values: Sequence[torch.Tensor | None]
+    """What the registries have, one for each parameter."""
+    lengths: list[int]
+    readers: list[dict[str, Reader]]
+    sharded: list[int]
+    """The number of each module's names that are sharded here."""
+    others: list[tuple[int, str]]
+    """What else the modules register, a bias that is None, say: its module, as an index, and its name."""
+
+    @classmethod
+    def of(
+        cls,
+        owns: Sequence[dict[str, Any]],
+        names: Sequence[Mapping[str, int]],
+        values: Sequence[torch.Tensor | None],
+    ) -> Self | None:
+        """The swap of modules that are sharded now; None if a registry shows what other sites have, too."""
+        registries: list[ShardedRegistry] = [own[_PARAMETERS] for own in owns]
+        readers = [each.readers for each in registries]
+        sharded = [len(each) for each in names]
+        if [len(each) for each in readers] != sharded:
+            return None
+        plain = [each.plain for each in registries]
+        others = [
+            (number, name)
+            for number, each in enumerate(registries)
+            for name in each
+            if name not in names[number]
+        ]
+        lengths = [len(each) for each in registries]
+        return cls(registries, plain, values, lengths, readers, sharded, others)
+
+    def show_registered(self, owns: Sequence[dict[str, Any]]) -> bool:
+        """Put the modules' own dictionaries in their places; returns False, and does nothing, if that may not be."""
+        if list(map(len, self.readers)) != self.sharded:
+            return False
+        return self._exchange(owns, self.registries, self.plain)
+
+    def show_sharded(self, owns: Sequence[dict[str, Any]], values: Sequence[torch.Tensor | None]) -> bool:
+        """Put the registries in their places; returns False, and does nothing, if they have other values."""
+        is_again = len(values) == len(self.values) and all(map(operator.is_, values, self.values))
+        return is_again and self._exchange(owns, self.plain, self.registries)
+
+    def _exchange(
+        self,
+        owns: Sequence[dict[str, Any]],
+        old: Sequence[dict[str, Any]],
+        new: Sequence[dict[str, Any]],
+    ) -> bool:
+        # Loops: what maps a method of dictionaries takes several times as many instructions. The names that are sharded
+        # here are registered, so equal lengths and the others say that all names are the same.
+        for number, own in enumerate(owns):
+            if own[_PARAMETERS] is not old[number]:
+                return False
+        if list(map(len, old)) != self.lengths or list(map(len, new)) != self.lengths:
+            return False
+        for number, name in self.others:
+            if name not in old[number]:
+                return False
+        for number, name in self.others:
+            dict.__setitem__(new[number], name, dict.__getitem__(old[number], name))
+        for number, own in enumerate(owns):
+            own[_PARAMETERS] = new[number]
+        return True
 
 
 @final
@@ -72,12 +164,9 @@ class Sites:
     infos: list[tuple[ParamInfo, ...]]
     shown: list[torch.Tensor | None]
     _row: _Attributes | None = None
-    _readers: dict[int, dict[str, Reader]] = attrs.field(factory=dict)
-    """For the first attribute of each module, the readers of its names, once they are made."""
-    _registries: dict[int, ShardedRegistry] = attrs.field(factory=dict)
-    """For the first attribute of each module, its registry while it is sharded, to be used again."""
-    _parts: list[torch.Tensor | None] = attrs.field(factory=list)
-    """What was registered when these registries were last put in their places."""
+    _readers: list[dict[str, Reader]] = attrs.field(factory=list)
+    """For each module, the readers of its names, once they are made."""
+    _swap: _Swap | None = None
 
     @classmethod
     def of(cls, bound: Sequence[BoundParameter]) -> Self:
@@ -95,12 +184,16 @@ class Sites:
             self._row = _Attributes.of(self.infos)
         return self._row
 
-    def _modules(self, row: _Attributes) -> list[nn.Module]:
-        modules = [reference() for reference in row.owners]
-        if None in modules:
-            # This raises an error that names the parameter.
-            return [info.module for infos in self.infos for info in infos]
-        return modules  # type: ignore[return-value]  # there is no None
+    def _dictionaries(self, row: _Attributes) -> list[dict[str, Any]]:
+        """The attributes of each module.
+
+        Raises:
+            FlatParamError: if a module is gone; the message names the parameter.
+        """
+        try:
+            return [vars(reference()) for reference in row.modules]
+        except TypeError:
+            return [vars(info.module) for infos in self.infos for info in infos]
 
     def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
@@ -114,107 +207,69 @@ class Sites:
             FlatParamError: if a module is gone.
         """
         row = self._row or self._attributes()
-        registries = [module._parameters for module in self._modules(row)]
-        return list(map(dict.get, registries, row.names))
+        return list(map(dict.get, row.registries(self._dictionaries(row)), row.names))
 
-    def put(
-        self,
-        values: Sequence[torch.Tensor | None],
-        read: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None,
-    ) -> None:
+    def put(self, values: Sequence[torch.Tensor | None], read: Read | None = None) -> None:
         """Register each value under all the names of its parameter.
 
         Args:
             values: one per parameter.
-            read: what attributes show from now on, of the parameter with this index, and of what is registered for it;
-                None shows what is registered.
+            read: what attributes show from now on; None shows what is registered.
 
         Raises:
             FlatParamError: if somebody has put a different parameter there since, other than a frozen one in the same
                 memory; the message names it.
         """
         row = self._row or self._attributes()
-        modules = self._modules(row)
-        registries = [module._parameters for module in modules]
-        repeats = row.repeats
-        shown: Sequence[torch.Tensor | None] = self.shown
-        found = list(map(dict.get, registries, row.names))
-        if repeats:
-            shown = row.spread(shown)
+        owns = self._dictionaries(row)
+        shown: Sequence[object] = row.spread(self.shown) if row.repeats else self.shown
+        found = list(map(dict.get, row.registries(owns), row.names, row.absent))
         # The check comes before any change.
-        if not all(map(operator.is_, found, shown)) and not all(map(is_harmless, found, shown)):
+        is_untouched = all(map(operator.is_, found, shown))
+        if not is_untouched and not all(map(is_harmless, self.registered(), self.at_attributes(self.shown))):
             raise self._first_replaced()
-        spread = row.spread(values) if repeats else values
-        if read is None:
-            self._show_registered(row, modules)
-            registries = [module._parameters for module in modules]
-        is_again = read is not None and len(self._parts) == len(values)
-        # The shortcut for a sharded form that was shown before: the registries have it.
-        if not (is_again and all(map(operator.is_, self._parts, values)) and self._registries):
-            collections.deque(map(_put, registries, row.names, spread), maxlen=0)
-            is_again = False
+        swap = self._swap if is_untouched else None
+        if read is not None:
+            if swap is None or not swap.show_sharded(owns, values):
+                self._register(row, owns, values)
+                self._have_read(row, owns, read, values)
+        elif swap is None or not swap.show_registered(owns):
+            for own, names in zip(owns, row.by_module, strict=True):
+                uninstall(own, names)
+            self._swap = None
+            self._register(row, owns, values)
+        else:
+            plain, owners, indices = swap.plain, row.owners, row.indices
+            for at, name in enumerate(row.names):
+                plain[owners[at]][name] = values[indices[at]]
         for info, index in row.assigned:
             setattr(info.module, info.param_name, values[index])
-        if read is not None:
-            self._have_read(row, modules, read, values, is_again=is_again)
         self.shown = list(values)
 
-    def _show_registered(self, row: _Attributes, modules: Sequence[nn.Module]) -> None:
-        """Have attributes show what is registered: the modules get their own dictionaries back."""
-        for place, names in row.by_module.items():
-            own = modules[place].__dict__
-            registry = own["_parameters"]
-            if type(registry) is not ShardedRegistry:
-                continue
-            # The shortcut for a module whose readers are all of these sites; its registry is used again.
-            if len(registry.readers) == len(names):
-                if len(registry) != len(names):
-                    registry.plain.clear()
-                    registry.plain.update(registry)
-                own["_parameters"] = registry.plain
-                self._registries[place] = registry
-            else:
-                uninstall(modules[place], names)
+    @staticmethod
+    def _register(
+        row: _Attributes, owns: Sequence[dict[str, Any]], values: Sequence[torch.Tensor | None]
+    ) -> None:
+        for registry, name, index in zip(row.registries(owns), row.names, row.indices, strict=True):
+            # Past the method of a `ShardedRegistry`.
+            dict.__setitem__(registry, name, values[index])
 
     def _have_read(
         self,
         row: _Attributes,
-        modules: Sequence[nn.Module],
-        read: Callable[[int, torch.Tensor | None], torch.Tensor | None],
+        owns: Sequence[dict[str, Any]],
+        read: Read,
         values: Sequence[torch.Tensor | None],
-        *,
-        is_again: bool,
     ) -> None:
-        """Have reads of attributes call `read`.
-
-        Args:
-            values: what is registered, one per parameter.
-            is_again: the registries have these values, and the modules' own dictionaries others.
-        """
-        for place, readers in (self._readers or self._make_readers(row, read)).items():
-            own = modules[place].__dict__
-            plain, registry = own["_parameters"], self._registries.get(place)
-            fits = registry is not None and registry.plain is plain
-            if is_again and not (fits and len(plain) == len(readers)):
-                for name, index in row.by_module[place].items():
-                    plain[name] = values[index]
-            if registry is None or not fits:
-                install(modules[place], readers)
-                continue
-            if len(plain) != len(readers):
-                dict.clear(registry)
-                dict.update(registry, plain)
-            elif not is_again:
-                dict.update(registry, plain)
-            own["_parameters"] = registry
-        self._parts = list(values)
-
-    def _make_readers(
-        self, row: _Attributes, read: Callable[[int, torch.Tensor | None], torch.Tensor | None]
-    ) -> dict[int, dict[str, Reader]]:
-        for place, names in row.by_module.items():
-            self._readers[place] = {name: functools.partial(read, index) for name, index in names.items()}
-        return self._readers
+        """Have reads of attributes call `read`, of registries that have these values."""
+        if not self._readers:
+            self._readers = [
+                {name: functools.partial(read, index) for name, index in names.items()}
+                for names in row.by_module
+            ]
+        for own, readers in zip(owns, self._readers, strict=True):
+            install(own, readers)
+        self._swap = _Swap.of(owns, row.by_module, list(values))
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
         """Register again what was registered last, if somebody has registered something else since.
@@ -241,15 +296,15 @@ class Sites:
         self,
         index: int,
         infos: Sequence[ParamInfo],
-        read: Callable[[int, torch.Tensor | None], torch.Tensor | None],
+        read: Read,
     ) -> None:
         """Show parameter `index` under further names too, from now on; it is sharded now, and `read` as in `put`."""
         self.infos[index] += tuple(infos)
         self._row = None
-        self._readers, self._registries, self._parts = {}, {}, []
+        self._readers, self._swap = [], None
         for info in infos:
             _register(info, self.shown[index])
-            install(info.module, {info.param_name: functools.partial(read, index)})
+            install(vars(info.module), {info.param_name: functools.partial(read, index)})
 
 
 def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
