@@ -157,3 +157,64 @@ def test_the_same_on_all_ranks_is_no_divergence(what: str, use_orig_params: bool
     assert run_threads(2, _between_passes, what, use_orig_params, (0, 1)) == [3, 3]
     if what == "zero_grad twice":
         assert run_threads(2, _between_passes, what, use_orig_params, (1,)) == [3, 3]
+
+
+LISTS = ["one of all", "weights and biases", "groups", "one for each"]
+
+
+def _optimizers(model: nn.Module, lists: str, filtered: bool) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers by name; with `filtered`, of what this rank has elements of, and none of nothing."""
+    named = [(name, p) for name, p in model.named_parameters() if p.numel() or not filtered]
+    kinds = {end: [p for name, p in named if name.endswith(end)] for end in ("weight", "bias")}
+    rates = {"weight": 0.1, "bias": 0.2}
+    if lists == "one of all":
+        found = {"all": [p for _, p in named]}
+    elif lists == "weights and biases":
+        found = kinds
+    elif lists == "groups":
+        groups = [{"params": held, "lr": rates[end]} for end, held in kinds.items() if held]
+        return {"all": torch.optim.SGD(groups)} if groups else {}
+    else:
+        found = {name: [p] for name, p in named}
+    return {name: torch.optim.SGD(held, lr=rates.get(name, 0.1)) for name, held in found.items() if held}
+
+
+def _of_lists(world: Collectives, lists: str, filtered: bool, keeps: bool, left_out: str) -> int:
+    notice_optimizers()
+    # Of the second model, the last ranks have nothing; of the first unit, the first rank has no bias.
+    models = [
+        sharded(make, world, units=units, use_orig_params=True, free_after_forward=not keeps)
+        for make, units in ((_model, ["0"]), (lambda: nn.Linear(4, 1, bias=False), []))
+    ]
+    optimizers = [_optimizers(model, lists, filtered) for model in models]
+    for step in range(4):
+        for model in models:
+            model(torch.ones(2, 4)).square().mean().backward()
+        for model, of_model in zip(models, optimizers, strict=True):
+            for name, optimizer in of_model.items():
+                if not (step == 2 and world.rank == 1 and left_out in name):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+                model(torch.ones(2, 4))
+    return step
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
+@pytest.mark.parametrize("filtered", [False, True], ids=["listed", "filtered"])
+@pytest.mark.parametrize("lists", LISTS)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_ranks_may_list_only_what_they_have(world_size: int, lists: str, filtered: bool, keeps: bool) -> None:
+    """An optimizer over a list that leaves out parameters without elements is no divergence, nor is none at all."""
+    assert run_threads(world_size, _of_lists, lists, filtered, keeps, "-") == [3] * world_size
+
+
+@pytest.mark.parametrize("lists", ["one of all", "weights and biases"])
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_step_of_what_some_ranks_have_nothing_of_is_compared(world_size: int, lists: str) -> None:
+    """A rank whose optimizers list everything, and that leaves out the step of one, is told."""
+    with pytest.raises(RankError) as raised:
+        run_threads(world_size, _of_lists, lists, False, False, "bias" if "bias" in lists else "all")
+    assert isinstance(raised.value.__cause__, DivergenceError)
+    assert "the ranks have stepped differently" in str(raised.value.__cause__)

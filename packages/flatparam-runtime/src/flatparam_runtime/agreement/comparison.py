@@ -11,12 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_comm import Collectives, FlatParamHandle, Mark, ReduceOp, streams_of
-from flatparam_runtime.agreement.divergence import (
-    DivergenceError,
-    check_training,
-    exchange_deeds,
-    first_divergence,
-)
+from flatparam_runtime.agreement.divergence import check_deeds, check_training
 from flatparam_runtime.agreement.fingerprint import FLAGS, Fingerprint
 from flatparam_runtime.unit.unit import Unit, device_of
 
@@ -174,8 +169,7 @@ class Comparison:
         assert self._combined is not None, "it has been read"
         if self._combined[:FLAGS] != self._own[:FLAGS]:
             check_training(self._units)
-            deeds = exchange_deeds(self._fingerprint, self._units)
-            raise DivergenceError(first_divergence(deeds, self._units[0].topology.rank))
+            check_deeds(self._fingerprint, self._units)
         self._fingerprint.agreed(self._noted)
 
 

@@ -45,6 +45,8 @@ class Deed:
     nbytes: int
     parameters: tuple[str, ...]
     """The names of the first few parameters in the unit; for a step, its description."""
+    everywhere: bool = True
+    """Whether every rank is to do it; otherwise a rank may have nothing to do it with."""
 
     @classmethod
     def of(cls, kind: DeedKind, unit: Acting, nbytes: int) -> Deed:

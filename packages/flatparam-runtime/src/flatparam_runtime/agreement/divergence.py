@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, final
+
+import attrs
 
 from flatparam_comm import FlatParamError, Topology, told_by_ranks
 from flatparam_runtime.agreement.deed import Deed
@@ -14,10 +16,9 @@ __all__ = [
     "STEP",
     "DivergenceError",
     "agree_on_deed",
+    "check_deeds",
     "check_same_between_passes",
     "check_training",
-    "exchange_deeds",
-    "first_divergence",
     "note_between_passes",
 ]
 
@@ -86,15 +87,30 @@ def check_training(units: Sequence[Unit]) -> None:
                 )
 
 
-def first_divergence(everyone: Sequence[tuple[str, Sequence[Deed]]], rank: int) -> str:
-    """The message about the first thing in which the ranks diverge: of each, the model, and what it has done."""
-    if len({model for model, _ in everyone}) > 1:
+@final
+@attrs.frozen
+class _Told:
+    """What a rank tells of itself when the ranks diverge."""
+
+    model: str
+    value: int
+    """The hash of what every rank notes."""
+    deeds: Sequence[Deed]
+    """Its deeds since the ranks last agreed."""
+    lists_all: bool
+    """Whether its optimizers list what they step also where the rank has no element of it, as far as is known."""
+
+
+def _first_divergence(everyone: Sequence[_Told], rank: int) -> str:
+    """The message about the first thing in which the ranks diverge."""
+    if len({told.model for told in everyone}) > 1:
         return told_by_ranks(
             f"rank {rank}: the ranks run different models",
-            [(r, f"runs {model}") for r, (model, _) in enumerate(everyone)],
+            [(r, f"runs {told.model}") for r, told in enumerate(everyone)],
             "every rank must call the same models in the same order: forward, backward, evaluation",
         )
-    everyone_deeds = [deeds for _, deeds in everyone]
+    lists_all = all(told.lists_all for told in everyone)
+    everyone_deeds = [[deed for deed in told.deeds if deed.everywhere or lists_all] for told in everyone]
     places = range(max(map(len, everyone_deeds)) + 1)
     for place in places:
         deeds = [deeds[place] if place < len(deeds) else None for deeds in everyone_deeds]
@@ -126,25 +142,45 @@ def check_same_between_passes(units: Sequence[Unit], *, label: str) -> None:
     if not units or units[0].topology.data_parallel_size == 1:
         return
     # A rank may have no tree yet, if a call that makes one has failed there.
-    told = [(0, 0) if each is None else (each.value, each.noted) for each in known]
+    told = [b"" if each is None or not each.noted else each.flags() for each in known]
     everyone = units[0].topology.exchange(told, label=label)
-    place = next((i for i, row in enumerate(zip(*everyone, strict=False)) if len({*row}) > 1), -1)
-    if place < 0:
-        for fingerprint in dict.fromkeys(known):
-            if fingerprint is not None:
-                fingerprint.agreed(fingerprint.noted)
-        return
-    members = [unit for unit, each in zip(units, known, strict=True) if each is known[place]]
-    deeds = exchange_deeds(known[place] or Fingerprint(), members)
-    raise DivergenceError(first_divergence(deeds, units[0].topology.rank))
+    for place, row in enumerate(zip(*everyone, strict=False)):
+        if len({*row}) > 1:
+            members = [unit for unit, each in zip(units, known, strict=True) if each is known[place]]
+            check_deeds(known[place] or Fingerprint(), members)
+    for fingerprint in dict.fromkeys(known):
+        if fingerprint is not None:
+            fingerprint.agreed(fingerprint.noted)
 
 
-def exchange_deeds(fingerprint: Fingerprint, units: Sequence[Unit]) -> list[tuple[str, Sequence[Deed]]]:
-    """For each rank the model that it runs, and what it has done since the ranks last agreed; every rank calls it.
+def check_deeds(fingerprint: Fingerprint, units: Sequence[Unit]) -> None:
+    """Tell the ranks, whose fingerprints differ, what each has done since they last agreed; every rank calls it.
+
+    If they differ only in steps of what some ranks have nothing of, and the optimizers there do not list it, such steps
+    are not compared from then on.
 
     Args:
         units: units of the model, with the first of the ranks that take part.
+
+    Raises:
+        DivergenceError: on every rank, if the ranks diverge.
     """
     by_number = {unit.observers.number: unit for unit in units}
-    told = (fingerprint.model, fingerprint.deeds(by_number))
-    return units[0].topology.exchange(told, label="order")
+    lists_all = fingerprint.compares_own_steps and _lists_all(fingerprint, units)
+    told = _Told(fingerprint.model, fingerprint.value, fingerprint.deeds(by_number), lists_all)
+    everyone = units[0].topology.exchange(told, label="order")
+    if len({each.value for each in everyone}) > 1 or all(each.lists_all for each in everyone):
+        raise DivergenceError(_first_divergence(everyone, units[0].topology.rank))
+    fingerprint.forget_own_steps()
+
+
+def _lists_all(fingerprint: Fingerprint, units: Sequence[Unit]) -> bool:
+    """Whether the optimizers that have stepped list every trained parameter of which this rank has no element."""
+    for unit in units:
+        for handle in unit.handles:
+            for index, parameter in enumerate(handle.exposure.parameters()):
+                is_elsewhere = parameter is handle.flat_param or handle.layout.slots[index].span
+                is_left_out = (id(handle), index) not in fingerprint.listed
+                if parameter.requires_grad and not parameter.numel() and is_elsewhere and is_left_out:
+                    return False
+    return True

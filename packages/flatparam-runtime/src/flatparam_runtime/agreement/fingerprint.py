@@ -19,6 +19,8 @@ FLAGS: Final = 16
 
 
 _KINDS: Final[dict[DeedKind, int]] = {"step": 0, "gather": 1, "reduce": 2, "train": 3}
+#: The code of a step that ranks may leave out, if their optimizers list only what they have.
+_OWN_STEP: Final = -1
 #: The kinds of steps that are remembered for messages.
 _STEPS: Final = 64
 # The multiplier of Knuth's linear congruential generator for MMIX.
@@ -42,7 +44,13 @@ class Fingerprint:
     """
 
     value: int = 0
-    """A 64-bit hash of everything that was noted since the beginning."""
+    """A 64-bit hash of everything that was noted since the beginning, and that every rank notes."""
+    own_steps: int = 0
+    """A hash of the steps of what some ranks have nothing of: these may leave them out, and then list less."""
+    compares_own_steps: bool = True
+    """Whether no rank has been found to list less than there is."""
+    listed: set[tuple[int, int]] = attrs.field(factory=set)
+    """The parameters without elements on this rank that its optimizers list: the handle's identity, and the index."""
     before_each: Callable[[Topology, Deed], None] | None = None
     """A check before each collective, until the ranks have completed a whole pass together; then `None`."""
     noted: int = 0
@@ -51,8 +59,8 @@ class Fingerprint:
     """What messages call the tree, once its ranks have agreed on it."""
     reductions: int = 0
     """The number of reductions since the beginning."""
-    _has_dropped: bool = False
-    """Whether gradients were dropped since the last reduction."""
+    _dropped: set[bool] = attrs.field(factory=set)
+    """How gradients were dropped since the last reduction: on every rank, or on some."""
     _steps: dict[int, str] = attrs.field(factory=dict)
     """By the checksum of what was done between passes, its description."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
@@ -63,36 +71,51 @@ class Fingerprint:
         if self.before_each is not None:
             self.before_each(unit.topology, Deed.of(kind, unit, nbytes))
         if kind == "reduce":
-            if self._has_dropped:
-                self._has_dropped = False
-                self.note_step("zero_grad()")
+            if self._dropped:
+                self.note_step("zero_grad()", everywhere=True in self._dropped)
+                self._dropped.clear()
             self.reductions += 1
         self._add(number * 4 + _KINDS[kind], nbytes)
 
-    def note_drop(self) -> None:
+    def note_drop(self, *, everywhere: bool = True) -> None:
         """Note that the gradients are dropped; how often, and when, does not matter until the next reduction."""
-        self._has_dropped = self.reductions > 0
+        if self.reductions:
+            self._dropped.add(everywhere)
 
     def identify(self, number: int, model: str) -> None:
         """Be the fingerprint of the tree that the first rank counts as `number`, and `model` in messages."""
         self.value ^= (number * _MULTIPLIER) & _MASK
         self.model = model
 
-    def note_step(self, step: str) -> None:
+    def note_step(self, step: str, *, everywhere: bool = True) -> None:
         """Add to the hash what is about to be done between passes: an optimizer's step, for example, and its settings.
 
         Args:
             step: in words, with the values that are to be the same on all ranks.
+            everywhere: every rank has something of what is changed; otherwise some ranks may have no such step.
         """
+        if not (everywhere or self.compares_own_steps):
+            return
         checksum = crc32(step.encode())
         if checksum not in self._steps and len(self._steps) >= _STEPS:
             # A schedule changes the learning rate all the time.
             del self._steps[next(iter(self._steps))]
         self._steps[checksum] = step
-        self._add(_KINDS["step"], checksum)
+        if everywhere:
+            self._add(_KINDS["step"], checksum)
+        else:
+            self.own_steps = ((self.own_steps ^ self.value) * _MULTIPLIER + checksum) & _MASK
+            self._log_one(_OWN_STEP, checksum)
+
+    def forget_own_steps(self) -> None:
+        """Leave out, from now on, what not every rank notes: the optimizers of some list only what these have."""
+        self.own_steps, self.compares_own_steps = 0, False
 
     def _add(self, what: int, nbytes: int) -> None:
         self.value = ((self.value ^ what) * _MULTIPLIER + nbytes) & _MASK
+        self._log_one(what, nbytes)
+
+    def _log_one(self, what: int, nbytes: int) -> None:
         if len(self._log) >= LOG_LENGTH.value:
             del self._log[:]
         self._log.append(what)
@@ -101,8 +124,8 @@ class Fingerprint:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was noted since the ranks last agreed."""
-        return not self._log
+        """Whether nothing was noted since the ranks last agreed that every rank notes."""
+        return all(what == _OWN_STEP for what in self._log[::2])
 
     def deeds(self, units: Mapping[int, Acting]) -> list[Deed]:
         """The deeds that were noted since the ranks last agreed, for a message.
@@ -113,15 +136,16 @@ class Fingerprint:
         kinds = {number: kind for kind, number in _KINDS.items()}
         pairs = zip(self._log[::2], self._log[1::2], strict=True)
         return [
-            self._step(checksum)
-            if what == _KINDS["step"]
+            self._step(checksum, everywhere=what != _OWN_STEP)
+            if what <= _KINDS["step"]
             else Deed.of(kinds[what % 4], units[what // 4], checksum)
             for what, checksum in pairs
-            if what == _KINDS["step"] or what // 4 in units
+            if what <= _KINDS["step"] or what // 4 in units
         ]
 
-    def _step(self, checksum: int) -> Deed:
-        return Deed("step", "", checksum, (self._steps.get(checksum, "step of an optimizer"),))
+    def _step(self, checksum: int, *, everywhere: bool) -> Deed:
+        told = self._steps.get(checksum, "step of an optimizer")
+        return Deed("step", "", checksum, (told,), everywhere)
 
     def agreed(self, noted: int) -> None:
         """Drop the collectives up to number `noted` from the log: after that one all ranks had the same value."""
@@ -130,5 +154,5 @@ class Fingerprint:
 
     def flags(self) -> bytes:
         """16 bytes whose bytewise maximum over ranks is this rank's own exactly if all ranks have the same value."""
-        value = self.value.to_bytes(8, "little")
+        value = (self.value ^ self.own_steps).to_bytes(8, "little")
         return value + bytes(255 - byte for byte in value)

@@ -15,11 +15,11 @@ from typing import Any, Final, final
 
 import attrs
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import Self
 
-from flatparam_comm import FlatParameter, end_of_call, owner_of, watch_call
+from flatparam_comm import FlatParameter, FlatParamHandle, end_of_call, handle_of, owner_of, watch_call
 from flatparam_runtime.agreement.divergence import STEP
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
@@ -138,38 +138,37 @@ def _note_step(optimizer: optim.Optimizer) -> bool:
 
     Returns whether there is such a tree.
 
-    An optimizer of one original parameter is left out, and one that steps inside backward: a rank that has no part of
-    the parameter need not step it.
+    An optimizer that steps inside backward is left out: a rank that has no part of a parameter need not step it.
     """
-    if in_backward() or _is_of_one_parameter(optimizer):
+    if in_backward():
         return False
     stepped = _fingerprints_of(optimizer)
     for fingerprint, groups in stepped.items():
-        # Another rank may list the groups in another order.
-        settings = sorted({_hyper_parameters(optimizer.param_groups[number]) for number in groups})
-        fingerprint.note_step(f"{STEP}{type(optimizer).__name__}({'; '.join(settings)})")
+        for everywhere in (True, False):
+            # Another rank may list the groups in another order.
+            of_kind = (number for number, spread in groups.items() if spread is everywhere)
+            settings = sorted({_hyper_parameters(optimizer.param_groups[number]) for number in of_kind})
+            if settings:
+                step = f"{STEP}{type(optimizer).__name__}({'; '.join(settings)})"
+                fingerprint.note_step(step, everywhere=everywhere)
     return bool(stepped)
 
 
 def note_step_of(optimizer: optim.Optimizer, what: str) -> None:
     """Note that this rank is about to do `what`, in words, to the models that `optimizer` steps; see `_note_step`."""
-    if not in_backward() and not _is_of_one_parameter(optimizer):
-        for fingerprint in _fingerprints_of(optimizer):
-            fingerprint.note_step(what)
+    if not in_backward():
+        for fingerprint, groups in _fingerprints_of(optimizer).items():
+            fingerprint.note_step(what, everywhere=any(groups.values()))
 
 
 def _note_zero_grad(optimizer: optim.Optimizer) -> None:
     """Have the fingerprints know, at the next reduction, that the gradients were dropped."""
-    if not _is_of_one_parameter(optimizer):
-        for fingerprint in _fingerprints_of(optimizer):
-            fingerprint.note_drop()
+    for fingerprint, groups in _fingerprints_of(optimizer).items():
+        fingerprint.note_drop(everywhere=any(groups.values()))
 
 
-def _fingerprints_of(optimizer: optim.Optimizer) -> dict[Fingerprint, set[int]]:
-    """Those of the trees whose parameters `optimizer` has, each with the numbers of the groups that have some.
-
-    A tree is left out if each of its units in the optimizer lies on some ranks only: the others need not have it.
-    """
+def _fingerprints_of(optimizer: optim.Optimizer) -> dict[Fingerprint, dict[int, bool]]:
+    """Those of the trees whose parameters `optimizer` has, each with its groups; see `_Stepped.groups`."""
     lists = [group["params"] for group in optimizer.param_groups]
     key = [(id(each), len(each)) for each in lists]
     known: _Stepped | None = vars(optimizer).get(_STEPPED)
@@ -185,8 +184,11 @@ class _Stepped:
 
     key: list[tuple[int, int]]
     """Of each list of parameters, its identity and its length."""
-    groups: dict[Fingerprint, set[int]]
-    """By tree, the numbers of the groups that have parameters of it."""
+    groups: dict[Fingerprint, dict[int, bool]]
+    """By tree, the numbers of the groups that have parameters of it, and whether each of its ranks has elements of one.
+
+    If not, a rank without elements may list none of them (`if p.numel()`), and have no such group or optimizer.
+    """
     firsts: list[tuple[weakref.ReferenceType[Unit], Fingerprint | None]]
     """A unit of each tree: it gets another fingerprint when the units become part of a larger tree."""
 
@@ -201,33 +203,34 @@ class _Stepped:
     @classmethod
     def by(cls, lists: Sequence[Sequence[torch.Tensor]], key: list[tuple[int, int]]) -> Self:
         """The trees of the parameters in `lists`, one for each group."""
-        groups: dict[Fingerprint, set[int]] = {}
+        groups: dict[Fingerprint, dict[int, bool]] = {}
         firsts: dict[Fingerprint | None, weakref.ReferenceType[Unit]] = {}
         for number, parameters in enumerate(lists):
-            for unit in dict.fromkeys(filter(None, map(holder_of_parameter, parameters))):
+            for parameter in parameters:
+                unit = holder_of_parameter(parameter)
+                if unit is None:
+                    continue
                 fingerprint = unit.observers.fingerprint
                 firsts.setdefault(fingerprint, weakref.ref(unit))
-                if fingerprint is not None and _is_everywhere(unit):
-                    groups.setdefault(fingerprint, set()).add(number)
+                if fingerprint is None:
+                    continue
+                of_tree = groups.setdefault(fingerprint, {})
+                handle, index, everywhere = _place_of(parameter)
+                of_tree[number] = of_tree.get(number, False) or everywhere
+                if not parameter.numel():
+                    fingerprint.listed.add((id(handle), index))
         return cls(key, groups, [(reference, each) for each, reference in firsts.items()])
 
 
-def _is_everywhere(unit: Unit) -> bool:
-    """Whether every rank has something of the unit that its optimizer holds."""
-    for handle in unit.handles:
-        layout = handle.layout
-        flat = handle.exposure.parameters()[:1] == (handle.flat_param,)
-        if (
-            flat
-            or len({r for i in range(len(layout.slots)) for r in layout.ranks_of(i)}) == layout.world_size
-        ):
-            return True
-    return False
-
-
-def _is_of_one_parameter(optimizer: optim.Optimizer) -> bool:
-    found = [parameter for group in optimizer.param_groups[:2] for parameter in group["params"][:2]]
-    return len(found) == 1 and not isinstance(found[0], FlatParameter)
+def _place_of(parameter: torch.Tensor) -> tuple[FlatParamHandle | None, int, bool]:
+    """The handle of a parameter of a unit, its index, and whether every rank that shares it has elements of it."""
+    if isinstance(parameter, FlatParameter):
+        lengths = parameter.flat_layout.shard_numels
+        return handle_of(parameter), 0, all(lengths)
+    owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+    assert owner is not None, "a unit holds it"
+    handle, index = owner
+    return handle, index, len(handle.layout.ranks_of(index)) == handle.layout.world_size
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> str:
