@@ -194,6 +194,9 @@ def test_a_module_with_its_own_setattr_is_told() -> None:
 
     module = Watching(2, 2)
     handle = flatten_alone(module)
+    # The first time they are shown several times, to count who refers to them.
+    gather([handle])
+    handle.reshard()
     module.__dict__["seen"].clear()
     gather([handle])
     assert module.__dict__["seen"] == ["weight", "bias"]

@@ -46,6 +46,8 @@ class Reader(nn.Module):
                 x = self.head(x)
             elif step == "read gain":
                 x = x * self.scale.gain
+            elif step == "keep":
+                vars(self)["kept"] = self.head.weight
             elif step == "penalty":
                 x = x + self.body.weight.square().sum() + self.head.weight.abs().sum()
         return x
@@ -272,3 +274,118 @@ def test_at_rest_a_flat_part_has_a_gradient(ranks: int) -> None:
         return [weight.dim(), module.head._parameters.get("weight")]
 
     assert run(ranks, read) == [[1, None]] * ranks
+
+
+class Tied(Reader):
+    """A reader that returns a weight of its head, before or after it calls the head, or without."""
+
+    def forward(self, x: Tensor, *way: str) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weight = self.head.weight if "first" in way else None
+        x = super().forward(x, *(step for step in way if step != "first"))
+        return x, self.head.weight if weight is None else weight
+
+
+def _with_what_is_returned(module: nn.Module, rank: int, *way: str) -> Tensor:
+    out, weight = module(batch(rank), *way)
+    return (out @ weight.T).square().mean() + weight.abs().sum()
+
+
+@pytest.mark.parametrize("way", [[], ["call head"], ["read head"], ["first"]], ids=" ".join)
+def test_a_parameter_that_is_returned_is_whole(
+    way: Sequence[str], ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
+    """The caller computes with a parameter that a forward returns, of a unit that it calls or reads, and trains it."""
+    steps = [lambda module, rank: _with_what_is_returned(module, rank, *way)] * 3
+    plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+    check_training(Tied, steps, ranks, units=UNITS, exact=False, **plan)
+
+
+KEPT = r"rank \d: the full parameter 'weight' of unit 'head' was kept .*detach\(\)\.clone\(\)"
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["no-grad", "recorded"])
+def test_a_full_parameter_that_is_kept_is_no_crash(
+    recorded: bool, ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
+    """A use of one while its memory is free names it, at its print too; the next passes are as ever."""
+
+    def keep(collectives: Collectives) -> None:
+        plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+        module = sharded(Reader, collectives, units=UNITS, **plan)
+        for _ in range(2):
+            with torch.set_grad_enabled(recorded):
+                out = module(batch(0), "keep", "read head")
+            kept: Tensor = vars(module)["kept"]
+            if recorded:
+                out.sum().backward()
+            # A world of one shows the shard itself, which stays.
+            if ranks > 1 or not use_orig_params:
+                for use in (lambda w: w + 1, lambda w: w.T, torch.clone, lambda w: torch.stack([w])):
+                    with pytest.raises(FlatParamError, match=KEPT):
+                        use(kept)
+                assert "weight" in repr(kept)
+            else:
+                assert (kept + 1).shape == (WIDTH, WIDTH)
+            assert (kept.shape, kept.dtype) == ((WIDTH, WIDTH), torch.float32)
+            check_at_rest(module)
+        loss(module, collectives.rank, "read head").backward()
+
+    run(ranks, keep)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["no-grad", "recorded"])
+def test_a_view_that_a_hook_keeps_stays_right(
+    recorded: bool, ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
+    """What a forward hook has made of a full parameter, by `detach()` or a slice, has its values after the pass."""
+
+    def keep(collectives: Collectives) -> list[Tensor]:
+        plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+        module = sharded(Reader, collectives, units=UNITS, **plan)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        kept: list[Tensor] = []
+        module.head.register_forward_hook(
+            lambda head, *_: kept.extend([head.weight.detach(), head.weight.data[1:]])
+        )
+        for _ in range(2):
+            with torch.set_grad_enabled(recorded):
+                out = module(batch(collectives.rank), "call head")
+            if recorded:
+                out.sum().backward()
+                optimizer.step()
+            check_at_rest(module)
+        return [each.clone() for each in kept]
+
+    first = seeded(Reader).head.weight.detach()
+    for found in run(ranks, keep):
+        assert torch.equal(found[1], found[0][1:])
+        # A world of one that shows the originals gives out the memory that the optimizer steps.
+        if ranks > 1 or not use_orig_params:
+            assert torch.equal(found[0], first)
+            assert torch.equal(found[0], found[2]) is not recorded
+
+
+def test_a_backward_hook_reads_whole_parameters(
+    ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
+    """A full backward hook that reads a parameter of another unit has it whole, and the pass frees it."""
+
+    def read(collectives: Collectives) -> list[Tensor]:
+        plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+        module = sharded(Reader, collectives, units=UNITS, **plan)
+        found: list[Tensor] = []
+        for name in ("head", "body", "scale"):
+            module.get_submodule(name).register_full_backward_hook(
+                lambda *_: found.extend([module.head.weight.clone(), module.body.weight.clone()])
+            )
+        for _ in range(2):
+            loss(module, collectives.rank, "call head").backward()
+            check_at_rest(module)
+        return found
+
+    local = seeded(Reader)
+    for found in run(ranks, read):
+        assert len(found) == 8
+        for head, body in zip(found[::2], found[1::2], strict=True):
+            assert torch.equal(head, local.head.weight)
+            assert torch.equal(body, local.body.weight)

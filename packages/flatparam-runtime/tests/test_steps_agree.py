@@ -218,3 +218,18 @@ def test_a_step_of_what_some_ranks_have_nothing_of_is_compared(world_size: int, 
         run_threads(world_size, _of_lists, lists, False, False, "bias" if "bias" in lists else "all")
     assert isinstance(raised.value.__cause__, DivergenceError)
     assert "the ranks have stepped differently" in str(raised.value.__cause__)
+
+
+def test_a_refused_call_is_no_divergence(use_orig_params: bool) -> None:
+    """A rank whose `clip_grad_norm_` was refused for its arguments, and which calls again, has clipped once."""
+
+    def clip(world: Collectives) -> None:
+        model = sharded(_model, world, units=["0"], use_orig_params=use_orig_params)
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            if world.rank == 1:
+                with pytest.raises(ValueError, match="order of a norm"):
+                    clip_grad_norm_(model, 1.0, 0.0)
+            clip_grad_norm_(model, 1.0)
+
+    run_threads(2, clip)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure import Exposure, ParamInfo, clear_owner, mark_owner
+from flatparam_core.exposure import Exposure, FreedParameter, ParamInfo, clear_owner, mark_owner
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Unflattened
 from flatparam_core.storage import (
@@ -60,6 +60,8 @@ class FlatParamCycle:
     """For each parameter, whether it was to get a gradient when the full parameters were last shown."""
     taken_over: tuple[str, ...] = ()
     """The parameters that the user gave other data, which the last unshard copied to the shard."""
+    unit: str = ""
+    """What messages call the module that the parameters belong to, if a runtime says it."""
 
     def __attrs_post_init__(self) -> None:
         self.flat_param._held_by = weakref.ref(self)
@@ -242,9 +244,13 @@ class FlatParamCycle:
         shard, dtype = self._shard.values, self.forms.dtype(full_precision=full_precision)
         lends = self.is_whole and not (copied or self.is_offloaded or self.exposure.lists_shard)
         lends = lends and shard.dtype == dtype
-        buffer = self.forms.choose(dtype, over=shard if lends else None).buffer
-        buffer.allocate()
-        return buffer.tensor
+        form = self.forms.choose(dtype, over=shard if lends else None)
+        form.buffer.allocate()
+        if form.kept:
+            for index in form.kept:
+                FreedParameter.release(form.leaves[index])
+            form.kept = []
+        return form.buffer.tensor
 
     def take_over(self) -> None:
         """Have the shard hold what the user gave a parameter since (`.data =`, or a new object), while it is SHARDED.
@@ -270,12 +276,22 @@ class FlatParamCycle:
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         unsharded = RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
+        is_new = not self.forms.current.leaves
         self.follow_training()
-        form = self.forms.current
-        self.exposure.show(self.forms.presented())
+        form, presented = self.forms.current, self.forms.presented()
+        self.exposure.show(presented)
+        if is_new:
+            self._count_references(form, presented)
         form.note_filled()
         # Last: if showing is refused, the buffer can still be given back.
         self.residency = unsharded
+
+    def _count_references(self, form: FullForm, presented: Sequence[torch.Tensor]) -> None:
+        """Count the references to new leaves that are there while nobody else has any, as after the first pass."""
+        for _ in range(2):
+            self.exposure.show_shard()
+            form.count_own()
+            self.exposure.show(presented)
 
     def follow_training(self) -> None:
         """Have the full parameters require gradients as the parameters that the user sees do now."""
@@ -300,8 +316,15 @@ class FlatParamCycle:
             moved = form.reclaim()
         self.residency = RESIDENCY.move(self.residency, Residency.SHARDED, who=self)
         form.free()
+        for index in form.kept:
+            FreedParameter.guard(form.leaves[index])
         if moved:
             raise self._refusal(moved)
+
+    def told(self, index: int) -> str:
+        """Parameter `index`, its unit and this rank, in words."""
+        unit = f" of unit {self.unit!r}" if self.unit else ""
+        return f"rank {self.rank}: the full parameter {self.layout.fqns[index]!r}{unit}"
 
     def check_leaves(self) -> None:
         """Check that the full parameters, which the module shows, are those that were gathered.

@@ -2,6 +2,7 @@
 
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover, each_module
 from flatparam_core.exposure.flat import FlatExposure
+from flatparam_core.exposure.freed import FreedParameter
 from flatparam_core.exposure.original import OriginalExposure
 from flatparam_core.exposure.owners import MARKS, clear_owner, mark_owner, marked_owner
 from flatparam_core.exposure.protocol import Exposure
@@ -10,6 +11,7 @@ __all__ = [
     "BoundParameter",
     "Exposure",
     "FlatExposure",
+    "FreedParameter",
     "MARKS",
     "OriginalExposure",
     "ParamInfo",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import attrs
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from typing_extensions import Self
 
 from flatparam_core.geometry import FlatLayout
@@ -51,6 +54,13 @@ class FullForm:
     """The version of the leaves, which they share, when the buffer was last filled."""
     _holders: int = 0
     """The references to the memory when they were counted; 0 if they were not."""
+    _own_holders: int = 0
+    """The references to the memory while nobody else has any."""
+    _references: list[int] = attrs.field(factory=list)
+    """For each leaf, the references to it, from Python, while it is not shown and nobody else has any."""
+    _has_nodes: bool = False
+    kept: list[int] = attrs.field(factory=list)
+    """The leaves that somebody else has now, though the memory is free."""
 
     @classmethod
     def create(
@@ -105,8 +115,28 @@ class FullForm:
         """Have whoever gets a view of the memory from now on keep it, and its values, when it is freed next."""
         self._holders = self.buffer.holders
 
+    def count_own(self) -> None:
+        """Count the references that there are before anybody has seen the new leaves, while they are not shown."""
+        self._own_holders = self.buffer.holders
+        self._references = [*map(sys.getrefcount, self.leaves)]
+
+    def note_nodes(self, nodes: Sequence[object]) -> None:
+        """Note that somebody has nodes of autograd, for good: for each leaf the one that has it, or None."""
+        if not self._has_nodes:
+            self._has_nodes = True
+            by_node = [0 if node is None else _by_a_node() for node in nodes]
+            self._references = [*map(operator.add, self._references, by_node)]
+
+    def leave_to_holders(self) -> None:
+        """Have whoever has a view of the memory keep it when it is freed next: no graph has one.
+
+        On an accelerator streams would have to agree on the memory, so it is freed.
+        """
+        if not self._holders and self.buffer.tensor.is_cpu:
+            self._holders = self._own_holders
+
     def free(self) -> None:
-        """Free the memory; the leaves stay.
+        """Free the memory; the leaves stay, and `kept` has those that somebody else has.
 
         What somebody has by its address alone, such as the array of `Tensor.numpy()`, keeps the memory and its values.
         """
@@ -117,6 +147,10 @@ class FullForm:
                 for index, leaf in enumerate(self.leaves):
                     leaf.data = buffer.view(index)
             self._holders = 0
+            found = [*map(sys.getrefcount, self.leaves)]
+            if found != self._references:
+                pairs = zip(found, self._references, strict=False)
+                self.kept = [index for index, (now, own) in enumerate(pairs) if now > own]
         buffer.free()
 
     def note_filled(self) -> None:
@@ -164,6 +198,16 @@ class FullForm:
         for leaf in leaves:
             leaf.grad = None
         return indices, [each if each.layout is torch.strided else each.to_dense() for each in gradients]
+
+
+@functools.cache
+def _by_a_node() -> int:
+    """The references from Python that a leaf has, in this version of torch, because a node of autograd has it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = nn.Parameter(torch.empty(0, device="cpu"))
+        before = sys.getrefcount(leaf)
+        nodes = [get_gradient_edge(leaf).node]
+        return (sys.getrefcount(leaf) - before) * len(nodes)
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatparam_comm import Collectives, FlatParameter, ReduceOp, streams_of
 from flatparam_runtime.agreement.divergence import note_between_passes
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
-from flatparam_runtime.unit import units_in
+from flatparam_runtime.unit import Unit, units_in
 
 __all__ = ["clip_grad_norm_", "clip_gradients_"]
 
@@ -46,9 +46,6 @@ def clip_grad_norm_(
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
         ValueError: if `norm_type` is 0 or not a number.
     """
-    note_between_passes(
-        units_in(module), f"clip_grad_norm_(max_norm={_told(max_norm)}, norm_type={norm_type!r})"
-    )
     sharded = _sharded_gradients(module)
     known = {id(g) for gradients in sharded.values() for g in gradients}
     whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
@@ -71,6 +68,7 @@ def clip_grad_norm_(
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
         blame=functools.partial(_blame, module),
+        units=units_in(module),
     )
     trained = (handle for unit in units_in(module) for handle in unit.trainable)
     found = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
@@ -90,6 +88,7 @@ def clip_gradients_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     blame: Callable[[], str] | None = None,
+    units: Iterable[Unit] = (),
 ) -> Tensor:
     """Scale gradients down to a total norm of at most `max_norm`; every rank calls it.
 
@@ -101,6 +100,7 @@ def clip_gradients_(
         error_if_nonfinite: see `clip_grad_norm_`.
         foreach: see `clip_grad_norm_`.
         blame: says which gradients are not finite, for the error; every rank calls it then.
+        units: those that have the gradients: the ranks compare `max_norm` and `norm_type` at the end of the next pass.
 
     Returns:
         The total norm before scaling, 0-d, in fp32, on `device`.
@@ -111,6 +111,8 @@ def clip_gradients_(
     """
     if not norm_type or math.isnan(norm_type):
         raise ValueError(f"expected the order of a norm, such as 2.0 or inf, found norm_type={norm_type!r}")
+    # Behind the checks: what was refused on one rank has not happened.
+    note_between_passes(units, f"clip_grad_norm_(max_norm={_told(max_norm)}, norm_type={norm_type!r})")
     everything = [g for gradients in sharded.values() for g in gradients] + list(whole)
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():

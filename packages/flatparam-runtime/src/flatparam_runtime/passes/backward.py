@@ -133,6 +133,8 @@ class BackwardPass:
     """The comparison of the ranks at the end."""
     run: int = attrs.field(factory=current_run)
     """The autograd run that the pass began in."""
+    is_last: bool = False
+    """Whether, as far as is known, nobody has another graph for a backward pass to come."""
     lent: dict[Unit, list[Unit]] = attrs.field(factory=dict)
     """For each unit, those of which its forward calls have read parameters, and that lend them again."""
     _callback: weakref.ReferenceType[_EndOfBackward] | None = None
@@ -376,8 +378,13 @@ class BackwardPass:
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
         is_lent = not self.active.keys().isdisjoint(unit.links.borrowers)
-        if not is_lent and (unit.reducer.synchronises or unit.plan.free_after_unsynced_backward):
-            unit.reshard()
+        if not is_lent:
+            self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit.reducer.synchronises or unit.plan.free_after_unsynced_backward:
+            # The graph of a gradient may have full parameters.
+            unit.reshard(is_computed=self.is_last and not torch.is_grad_enabled())
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
         """Issue the reductions whose turn has come: of the complete units, the last to begin first."""
@@ -409,8 +416,7 @@ class BackwardPass:
                 self._activate(unit)
         for unit in self.units:
             # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
-            if unit.reducer.synchronises or unit.plan.free_after_unsynced_backward:
-                unit.reshard()
+            self._reshard(unit)
         for unit in list(self.active):
             self._complete(unit)
         self._reduce_ready(all_of_them=True)

@@ -29,10 +29,19 @@ from flatparam_runtime.autograd import (
     untraced,
 )
 from flatparam_runtime.optimizers import check_in_backward_optimizers
+from flatparam_runtime.passes.lending import lend_what_is_read, take_back_unused
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
-from flatparam_runtime.unit import ForwardCall, LeafWatch, Phase, Unit, calls_module, running_calls
+from flatparam_runtime.unit import (
+    ForwardCall,
+    LeafWatch,
+    Phase,
+    Unit,
+    calls_module,
+    holder_of_parameter,
+    running_calls,
+)
 
 __all__ = ["after_forward", "before_forward", "call_between", "call_unit", "cast_output"]
 
@@ -123,7 +132,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
         tree.begin_forward()
         call.is_top = True
         if not tree.lends:
-            _lend_what_is_read(tree)
+            lend_what_is_read(tree, _watch_unit)
     call.full_precision = unit.computes_in_full_precision
     unit.shed(full_precision=call.full_precision)
     if unit.phase is not Phase.FORWARD:
@@ -134,7 +143,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
     for reader in list(unit.links.borrowers):
         for theirs in reader.calls:
             if unit in theirs.lent:
-                _take_back_unused(reader, theirs, unit)
+                take_back_unused(reader, theirs, unit)
     unit.begin_unshard(full_precision=call.full_precision)
     if tree.forward is not None and not inside_backward:
         _prefetch(tree, tree.forward, unit)
@@ -147,79 +156,6 @@ def _begin(unit: Unit, call: ForwardCall) -> None:
     unit.held.begin_call(call)
     for each in (unit, *unit.links.lenders):
         each.list_flat_parameters(False)
-
-
-def _lend_what_is_read(tree: UnitTree) -> None:
-    """Have the units of `tree` lend a parameter that another unit's forward call reads (`self.head.weight`)."""
-    for unit in tree.units:
-        for number, handle in enumerate(unit.handles):
-            handle.exposure.reading = functools.partial(_read_in_call, weakref.ref(unit), number)
-    tree.lends = True
-
-
-@functools.partial(untraced, with_callees=False)
-def _read_in_call(reference: weakref.ReferenceType[Unit], number: int, index: int) -> Tensor | None:
-    """The full parameter `index`, if a forward call reads it past its unit, which is sharded; None outside of calls.
-
-    The unit lends its parameters until that call is over, and again for the backward pass of the call.
-    """
-    unit = reference()
-    if unit is None or unit.phase is Phase.INSPECTING or unit.held.calls or _is_for_words():
-        return None
-    tree = tree_of(unit)
-    reader = tree.innermost
-    if reader is None or reader is unit:
-        return None
-    lend = functools.partial(_lend, tree, unit, reader, unit.handles[number].layout.fqns[index])
-    apart_from_checkpoints(lend) if dispatch_modes() else lend()
-    return unit.handles[number].exposure.shown(index)
-
-
-def _is_for_words() -> bool:
-    """Whether the attribute is read to print a module, as `nn.Linear.extra_repr` does, maybe on one rank."""
-    # The frames are this one, the two of ours, the registry's, that of torch's `__getattr__`, and the reader's.
-    frame = sys._getframe(1)
-    for _ in range(6):
-        if frame.f_code.co_name in ("extra_repr", "__repr__"):
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
-
-
-def _lend(tree: UnitTree, unit: Unit, reader: Unit, fqn: str) -> None:
-    call = reader.calls[-1]
-    for other in list(call.lent):
-        _take_back_unused(reader, call, other)
-    reader.borrow(unit, fqn)
-    # At once: an exception has to find it.
-    call.lent[unit] = []
-    unit.unshard(full_precision=call.full_precision)
-    _watch_unit(tree, unit)
-    call.lent[unit] = _holders(unit)
-
-
-_use_count: Final[Callable[[Tensor], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # it has no stub
-
-
-def _holders(unit: Unit) -> list[int]:
-    """The references to the full parameters of `unit`, from C++ and from Python, and to their memory."""
-    return [
-        each
-        for handle in unit.handles
-        for leaf in handle.leaves
-        for each in (_use_count(leaf), sys.getrefcount(leaf), handle.buffer.holders)
-    ]
-
-
-def _take_back_unused(reader: Unit, call: ForwardCall, unit: Unit) -> None:
-    """End the loan of `unit` if nobody has kept or computed with what was read, such as a dtype."""
-    if call.lent[unit] == _holders(unit):
-        del call.lent[unit]
-        reader.give_back(unit)
-        if not unit.is_needed and unit.phase is Phase.IDLE and unit.plan.free_after_forward:
-            unit.reshard()
 
 
 def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
@@ -373,23 +309,30 @@ def _leave(
     inside_backward = in_backward()
     if not unit.held.calls:
         unit.move(Phase.IDLE)
+        around = tree.forward
+        is_inference = around is not None and not around.recorded
+        is_computed = is_inference and not tree.graphs
         for lender in unit.links.lenders:
             # Nothing would gather it again for the backward pass of outputs that hide their tensors.
-            goes = lender.plan.free_after_forward and (watched or not recorded)
+            goes = is_inference or (lender.plan.free_after_forward and (watched or not recorded))
+            # Whoever called computes with what was returned.
+            goes = goes and lender not in call.returned
             if goes and not lender.is_needed and lender.phase is Phase.IDLE:
-                lender.reshard()
+                lender.reshard(is_computed=is_computed)
         # A recomputation stops early, with an exception, as soon as it has what it needs; the gradients come at once.
         keeps = inside_backward or (
-            not failed and _keeps_full_parameters(tree.forward, unit, call, recorded, watched)
+            not failed and _keeps_full_parameters(around, unit, call, recorded, watched)
         )
         if not keeps and not (recorded and _is_first_of_backward(tree, unit)):
-            unit.reshard()
+            unit.reshard(is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)
     if tree.forward is not None and not inside_backward:
         tree.forward.ended.append(unit)
     if call.is_top:
         _drop_unused_prefetches(tree)
+        if recorded:
+            tree.graphs.add(call)
         tree.end_forward()
 
 
@@ -455,7 +398,11 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
             continue
         # The module passed a leaf on: no unit waits for it, but it may be a parameter.
         if tensor.grad_fn is None:
-            opaque.extend(leaf for handle in unit.handles for leaf in handle.leaves if leaf is tensor)
+            holder = holder_of_parameter(tensor)
+            if holder is unit:
+                opaque.append(tensor)
+            elif holder is not None:
+                call.returned.add(holder)
             continue
         found.setdefault(tensor.grad_fn)
         # If the view is changed in place outside, the gradient comes by the tensor that it is a view of.
@@ -473,7 +420,9 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:
     check_in_backward_optimizers(handle, is_guarded=unit.observers.guard is not None)
     arrived = functools.partial(functools.partial, _gradient_arrived, weakref.ref(unit), number)
-    unit.held.watch(handle.form, LeafWatch.over(handle, arrived, stream), unit.handles)
+    watch = LeafWatch.over(handle, arrived, stream)
+    handle.form.note_nodes(watch.nodes)
+    unit.held.watch(handle.form, watch, unit.handles)
 
 
 def _hook_every_leaf(unit: Unit) -> None:

@@ -20,7 +20,7 @@ A wrapper calls its unit's module by `call_unit`, around all hooks of that modul
 instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
 two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
-begins. A forward call that reads a parameter of a sharded unit (`self.head.weight`) reaches `forward._read_in_call`.
+begins. A forward call that reads a parameter of a sharded unit (`self.head.weight`) reaches `lending._read`.
 
 Three more are for the whole process, and are installed when a wrapper is made: `optimizers/stepping.py` has a hook
 before and one after each optimizer's step, and replaces `Optimizer.zero_grad` (`notice_optimizers`); and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -20,6 +21,7 @@ from flatparam_runtime.autograd import in_backward, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit import (
+    ForwardCall,
     Phase,
     Unit,
     broadcast_buffers,
@@ -71,6 +73,8 @@ class UnitTree:
     """The comparison of the ranks after the last pass, until it is checked."""
     lends: bool = False
     """Whether its units lend parameters that a forward call of another unit reads."""
+    graphs: weakref.WeakSet[ForwardCall] = attrs.field(factory=weakref.WeakSet)
+    """The outermost calls that autograd has recorded, and whose graph somebody has for a backward pass to come."""
     _backward: BackwardPass | None = None
     _has_begun: bool = False
     """Whether the ranks have compared their units."""
@@ -120,11 +124,14 @@ class UnitTree:
             current = self._backward = BackwardPass.begin(
                 self.units, self._differentiated(), self.fingerprint, self.pool, self.end_backward
             )
+            current.is_last = len(self.graphs) <= 1
         return current
 
     def end_backward(self, synced: bool) -> None:
         """Forget the backward pass, which has finished."""
         ended, self._backward = self._backward, None
+        if ended is not None:
+            self.graphs.difference_update(ended.calls.values())
         self._end_pooling()
         if ended is not None and not self.streams.is_capturing:
             self._compare(ended.comparison)

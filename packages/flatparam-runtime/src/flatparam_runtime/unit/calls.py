@@ -34,6 +34,7 @@ class ForwardCall:
         inputs: for each input tensor with a gradient, by a token: the graph node that its gradient arrives at, and its
             device.
         thread: the thread that makes the call.
+        returned: other units of which the call has returned a parameter.
         lent: the units of which the call has read a parameter past their own calls, each with those who had its full
             parameters when they were lent.
     """
@@ -48,6 +49,7 @@ class ForwardCall:
     restored: torch.dtype | None = None
     thread: int = attrs.field(factory=threading.get_ident)
     lent: dict[Any, list[int]] = attrs.field(factory=dict)
+    returned: set[Any] = attrs.field(factory=set)
 
     @property
     def runs_elsewhere(self) -> bool:

@@ -296,13 +296,19 @@ class Unit:
         self.begin_unshard(full_precision=full_precision)
         self.showing.hold(bool(self.handles))
 
-    def reshard(self) -> None:
+    def reshard(self, *, is_computed: bool = False) -> None:
         """Free the full parameters, if there are any, even if their gather is still in flight.
 
         While a context keeps the full parameters, this does nothing.
+
+        Args:
+            is_computed: no graph has any of them for a backward pass: somebody else who has a view keeps the memory.
         """
         if self._gather is None or self.showing.pins:
             return
+        if is_computed:
+            for handle in self.handles:
+                handle.form.leave_to_holders()
         self._gather.drop()
         self._gather = None
         self.list_flat_parameters(True)
@@ -360,6 +366,8 @@ class Unit:
     def join(self, name: str, number: int, fingerprint: Fingerprint) -> None:
         """Join a tree, as its unit `number`, under `name`; the tree has this `fingerprint`."""
         self.name = name
+        for handle in self.handles:
+            handle.unit = name
         self.observers.number, self.observers.fingerprint = number, fingerprint
 
     def change_plan(self, **changes: Any) -> None:

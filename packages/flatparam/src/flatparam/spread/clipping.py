@@ -11,7 +11,7 @@ from torch import Tensor
 from flatparam.compat.clipping import route_torchs_clipping
 from flatparam.spread.parameters import unit_that_spreads
 from flatparam_core import FlatParamError
-from flatparam_runtime import Collectives, clip_gradients_, note_between_passes
+from flatparam_runtime import Collectives, clip_gradients_
 
 __all__ = ["clip_grad_norm_", "have_torch_clip"]
 
@@ -63,9 +63,6 @@ def clip_grad_norm_(
     if device is None:
         device = next((parameter.device for parameter in given), torch.device("cpu"))
     units = [unit for each in given if (unit := unit_that_spreads(each)) is not None]
-    note_between_passes(
-        units, f"clip_grad_norm_(max_norm={float(max_norm)!r}, norm_type={float(norm_type)!r})"
-    )
     total = clip_gradients_(
         sharded,
         whole,
@@ -74,6 +71,7 @@ def clip_grad_norm_(
         device=device,
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
+        units=units,
     )
     return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
 
