@@ -10,6 +10,7 @@ from typing import Final
 
 _COMM: Final = "packages/flatparam-comm/tests"
 _RUNTIME: Final = "packages/flatparam-runtime/tests"
+_STATE: Final = "packages/flatparam-state/tests"
 _LIFTED: Final = "integration_tests/lifted"
 _INTERFACE: Final = "packages/flatparam/tests"
 
@@ -25,6 +26,7 @@ _FUSED: Final = (
     "a real accelerator steps a whole unit by one fused kernel; the simulated one takes the CPU's, which rounds a "
     "tensor's end otherwise"
 )
+_STAYS: Final = "it says what moves on a machine without an accelerator: nothing, or the parameters alone"
 _SPARSE: Final = "the simulated device has no sparse tensors"
 _WEAK_REFERENCES: Final = (
     "torch cannot take a parameter with weak references to a device that is none of its own list"
@@ -73,6 +75,10 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_RUNTIME}/optimizers/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
         f"{_INTERFACE}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_offloading.py::test_the_bytes_that_are_freed": _STAYS,
+        f"{_INTERFACE}/test_offloading.py::test_host_memory_of_a_host": _STAYS,
+        f"{_INTERFACE}/test_offloading.py::test_between_forward_and_backward": _STAYS,
+        f"{_STATE}/test_between_uses.py::test_offloading": _STAYS,
         f"{_INTERFACE}/test_optim_state.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_policies.py::test_a_subclass_is_called_with_fsdp1s_arguments": _CPU_BY_NAME,
         f"{_INTERFACE}/optimizers/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"

@@ -10,7 +10,7 @@ the checker finds something in what its ranks have done. Tests that start proces
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -50,11 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+MOVING: Final = {"test_offloading.py", "test_between_uses.py"}
+"""Files whose tests take parameters to the host and back by `.data =`, as torch allows it for CUDA."""
+
+
 @pytest.fixture(autouse=True)
-def _on_device() -> Iterator[None]:
+def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     device.start_log()
     try:
-        with device.DEVICE:
+        with device.DEVICE, device.behaving("data_changes_device", request.path.name in MOVING):
             yield
     finally:
         records = device.stop_log()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +51,76 @@ def _update(optimizer: torch.optim.Optimizer, site: Site, step: int) -> None:
     site.mark(f"step {step} optimizer")
     optimizer.step()
     optimizer.zero_grad()
+
+
+# A model that leaves the device between two steps
+
+
+def asleep(site: Site) -> dict[str, Tensor]:
+    """Gradients, parameters and the optimizer's state go to the host and come back."""
+    return _asleep(site, None)
+
+
+def asleep_on_a_disk(site: Site) -> dict[str, Tensor]:
+    """The same, to files."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _asleep(site, folder)
+
+
+def asleep_after_failures(site: Site) -> dict[str, Tensor]:
+    """The same, each time after the last rank has failed while its copies were queued."""
+    return _asleep(site, None, fails=not site.is_cpu)
+
+
+def asleep_in_parts(site: Site) -> dict[str, Tensor]:
+    """The gradients and the state come back after the parameters, one by one."""
+    from flatparam import offload, onload
+
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+        with device_changes():
+            offload(model, optimizer=optimizer)
+            onload(model, gradients=False)
+            onload(model, optimizer=optimizer)
+        _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+def _asleep(site: Site, folder: str | None, *, fails: bool = False) -> dict[str, Tensor]:
+    from flatparam import offload, onload
+
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+        for name, travel in (("sleep", functools.partial(offload, folder=folder)), ("wake", onload)):
+            with device_changes():
+                if fails:
+                    _fail(lambda travel=travel: travel(model, optimizer=optimizer), site)
+                site.mark(f"{name} {step}")
+                travel(model, optimizer=optimizer)
+        _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+def _fail(travel: Callable[[], Any], site: Site) -> None:
+    from flatparam_comm import FlatParamError
+    from flatparam_state.offloading import memory
+
+    last = site.program.ranks - 1
+    unlucky = mock.patch.object(memory, "_like", side_effect=RuntimeError("no memory is left"))
+    told = pytest.raises(FlatParamError, match=f"nothing was changed: rank {last}: .*no memory is left")
+    with told, unlucky if site.rank == last else contextlib.nullcontext():
+        travel()
+
+
+def device_changes() -> AbstractContextManager[None]:
+    """Inside, `.data =` can take a parameter to a different device, as torch allows it for CUDA."""
+    from integration_tests.simulated import device
+
+    return device.behaving("data_changes_device", True)
 
 
 # The optimizer

@@ -18,12 +18,19 @@ from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.checkpoint.save import optimizers_by_name
 from flatparam_state.homes import Home, homes_in
 from flatparam_state.model import refused_anywhere
-from flatparam_state.offloading.memory import Relocation, is_mapped, mapped_in, to_device
+from flatparam_state.offloading.memory import (
+    Move,
+    finish_copies,
+    is_mapped,
+    mapped_in,
+    pinned,
+    relocated,
+    to_device,
+)
 from flatparam_state.steps_refused import allow_steps, refuse_steps
 
 __all__ = ["offload", "onload"]
 
-_HOST: Final = torch.device("cpu")
 _OFFLOADED: Final = "the model's parameters are offloaded; call flatparam.onload(model) on every rank first"
 
 
@@ -45,8 +52,9 @@ def offload(
     Args:
         model: sharded by the wrapper, by `fully_shard` or by `shard_module`.
         folder: a folder on a disk of this host. The files have no name, so nobody else can read or change them, and
-            their space is free again when they are not needed, even if the process is killed. None: to host memory;
-            what is there already stays, so on the CPU nothing moves.
+            their space is free again when they are not needed, even if the process is killed. None: to host memory,
+            which is pinned, less than twice the bytes that move; what is there already stays, so on the CPU nothing
+            moves.
         parameters: move the shards, and parameters that are whole on every rank.
         gradients: move `.grad` of these. On an accelerator gradients go with the parameters in any case, because torch
             wants them on one device; with `folder` those then go to host memory.
@@ -64,12 +72,11 @@ def offload(
     """
     trip = _Trip(model, parameters, gradients, optimizer)
     where = "host memory" if folder is None else f"the folder {os.fspath(folder)!r}"
-    host = Relocation(to_device(_HOST))
-    chosen = host if folder is None else Relocation(mapped_in(Path(folder)))
+    chosen = pinned if folder is None else mapped_in(Path(folder))
 
-    def choose(tensor: Tensor, kind: _Kind, home: torch.device) -> Relocation | None:
-        wanted = chosen if trip.wants[kind] else host
-        if tensor.is_cpu and (wanted is host or is_mapped(tensor)):
+    def choose(tensor: Tensor, kind: _Kind, _: _Belongs) -> Move | None:
+        wanted = chosen if trip.wants[kind] else pinned
+        if tensor.is_cpu and (wanted is pinned or is_mapped(tensor)):
             return None
         goes_along = kind is _Kind.GRADIENT and parameters and not tensor.is_cpu
         return wanted if trip.wants[kind] or goes_along else None
@@ -82,7 +89,7 @@ def offload(
     if parameters:
         _say_where(trip, where)
     _release_caches(trip.units)
-    return chosen.nbytes + (host.nbytes if host is not chosen else 0)
+    return trip.nbytes
 
 
 @torch.no_grad()
@@ -108,20 +115,22 @@ def onload(
         ValueError: if the model has no unit.
     """
     trip = _Trip(model, parameters, gradients, optimizer)
-    relocations: dict[torch.device, Relocation] = {}
+    moves: dict[tuple[torch.device, bool], Move] = {}
 
-    def choose(tensor: Tensor, kind: _Kind, home: torch.device) -> Relocation | None:
+    def choose(tensor: Tensor, kind: _Kind, belongs: _Belongs) -> Move | None:
+        home = belongs.device
         goes_along = kind is _Kind.GRADIENT and parameters and tensor.device != home
         is_here = tensor.device == home and not is_mapped(tensor)
         if is_here or not (trip.wants[kind] or goes_along):
             return None
-        return relocations.setdefault(home, Relocation(to_device(home)))
+        pin_memory = belongs.is_pinned and kind is _Kind.PARAMETER
+        return moves.setdefault((home, pin_memory), to_device(home, pin_memory=pin_memory))
 
     _on_every_rank(trip.units, "onload", lambda: trip.prepare(choose))
     trip.install()
     if parameters:
         _say_where(trip, "")
-    return sum(each.nbytes for each in relocations.values())
+    return trip.nbytes
 
 
 class _Kind(enum.Enum):
@@ -132,11 +141,31 @@ class _Kind(enum.Enum):
     STATE = "state of the optimizer"
 
 
-_Choose: TypeAlias = Callable[[Tensor, _Kind, torch.device], "Relocation | None"]
-"""From a tensor and the device where its parameter belongs, to what moves the tensor; None leaves it."""
+@final
+@attrs.frozen
+class _Belongs:
+    """The memory where a parameter is while the model is not offloaded."""
+
+    device: torch.device
+    is_pinned: bool
+
+
+@final
+@attrs.frozen(eq=False)
+class _Moving:
+    """A tensor that is to move, and who gets the new one: a home, a parameter, or the state's tensor itself."""
+
+    kind: _Kind
+    owner: Any
+    tensor: Tensor
+    belongs: _Belongs
+
+
+_Choose: TypeAlias = Callable[[Tensor, _Kind, _Belongs], "Move | None"]
+"""From a tensor and the memory where its parameter belongs, to what moves the tensor; None leaves it."""
 
 _HOMES: Final[Any] = WeakIdKeyDictionary()
-"""The device where each parameter that is offloaded belongs."""
+"""Where each parameter that is offloaded belongs."""
 
 
 @final
@@ -151,10 +180,10 @@ class _Trip:
     units: tuple[Unit, ...] = attrs.field(init=False)
     homes: list[Home] = attrs.field(init=False)
     wants: Mapping[_Kind, bool] = attrs.field(init=False)
-    _data: list[tuple[Home, Tensor]] = attrs.field(factory=list)
-    _grads: dict[int, Tensor] = attrs.field(factory=dict)
-    """The new gradients, by the identity of their parameter."""
-    _states: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
+    nbytes: int = 0
+    """The bytes of the storages that have moved."""
+    _new: dict[_Kind, list[tuple[Any, Tensor]]] = attrs.field(factory=dict)
+    """For each kind, who gets a new tensor, and the tensor."""
 
     @units.default
     def _find_units(self) -> tuple[Unit, ...]:
@@ -198,64 +227,77 @@ class _Trip:
                 )
 
     def prepare(self, choose: _Choose) -> None:
-        """Copy what moves to its new memory; the model is not changed."""
+        """Copy what moves to its new memory, and wait once until it is there; the model is not changed."""
         for unit in self.units:
             _check_reduced(unit)
         bring_to_rest(self.model)
-        for home in self.homes:
-            data = home.now()
-            belongs = _belongs(home)
-            moves = choose(data, _Kind.PARAMETER, belongs)
-            if moves is not None:
-                self._data.append((home, moves.of(data)))
-            for parameter, gradient in _gradients_of(home):
-                moves = choose(gradient, _Kind.GRADIENT, belongs)
-                if moves is not None:
-                    self._grads[id(parameter)] = moves.of(gradient)
-        for device, tensor in self._states_with_devices():
-            moves = choose(tensor, _Kind.STATE, device)
-            if moves is not None:
-                self._states.append((tensor, moves.of(tensor)))
+        by_move: dict[Move, list[_Moving]] = {}
+        for each in self._movable():
+            move = choose(each.tensor, each.kind, each.belongs)
+            if move is not None:
+                by_move.setdefault(move, []).append(each)
+        moving = [each for group in by_move.values() for each in group]
+        try:
+            for move, group in by_move.items():
+                tensors, nbytes = relocated(
+                    [each.tensor for each in group], [each.kind for each in group], move
+                )
+                self.nbytes += nbytes
+                for each, tensor in zip(group, tensors, strict=True):
+                    self._new.setdefault(each.kind, []).append((each.owner, tensor))
+        finally:
+            # Also after an error: what the copies read and write is freed next.
+            finish_copies(device for each in moving for device in (each.tensor.device, each.belongs.device))
 
     def install(self) -> None:
         """Give the model, the gradients and the optimizers their new memory."""
         kept = [pair for home in self.homes for pair in _gradients_of(home)]
+        new = {id(parameter): gradient for parameter, gradient in self._new.get(_Kind.GRADIENT, ())}
         for parameter, _ in kept:
             parameter.grad = None
-        for home, data in self._data:
+        for home, data in self._new.get(_Kind.PARAMETER, ()):
             home.give(data)
         for parameter, gradient in kept:
-            parameter.grad = self._grads.get(id(parameter), gradient)
-        for tensor, moved in self._states:
+            parameter.grad = new.get(id(parameter), gradient)
+        for tensor, moved in self._new.get(_Kind.STATE, ()):
             tensor.data = moved
 
-    def _states_with_devices(self) -> Iterator[tuple[torch.device, Tensor]]:
-        """The tensors of the optimizers' states, each with the device where its parameter belongs."""
-        devices = {id(p): _belongs(home) for home in self.homes for p in home.parameters()}
+    def _movable(self) -> Iterator[_Moving]:
+        for home in self.homes:
+            data, belongs = home.now(), _belongs(home)
+            yield _Moving(_Kind.PARAMETER, home, data, belongs)
+            for parameter, gradient in _gradients_of(home):
+                yield _Moving(_Kind.GRADIENT, parameter, gradient, belongs)
+        for belongs, tensor in self._states():
+            yield _Moving(_Kind.STATE, tensor, tensor, belongs)
+
+    def _states(self) -> Iterator[tuple[_Belongs, Tensor]]:
+        """The tensors of the optimizers' states, each with where its parameter belongs."""
+        found = {id(p): _belongs(home) for home in self.homes for p in home.parameters()}
         for optimizer in optimizers_by_name(self.optimizer).values():
             for parameter, state in optimizer.state.items():
-                device = devices.get(id(parameter))
+                belongs = found.get(id(parameter))
                 # Counters are read by the host; other models' parameters stay as they are.
                 tensors = (each for each in state.values() if isinstance(each, Tensor) and each.dim())
-                yield from ((device, each) for each in tensors if device is not None)
+                yield from ((belongs, each) for each in tensors if belongs is not None)
 
 
 def _gradients_of(home: Home) -> list[tuple[nn.Parameter, Tensor]]:
     return [(each, each.grad) for each in home.parameters() if each.grad is not None]
 
 
-def _belongs(home: Home) -> torch.device:
-    """The device where a parameter is while the model is not offloaded."""
+def _belongs(home: Home) -> _Belongs:
     noted = (_HOMES.get(parameter) for parameter in home.parameters())
-    device: torch.device | None = next((each for each in noted if each is not None), None)
-    return home.now().device if device is None else device
+    found: _Belongs | None = next((each for each in noted if each is not None), None)
+    data = home.now()
+    return _Belongs(data.device, data.is_pinned()) if found is None else found
 
 
 def _note_homes(homes: Sequence[Home]) -> None:
     for home in homes:
-        device = _belongs(home)
+        belongs = _belongs(home)
         for parameter in home.parameters():
-            _HOMES[parameter] = device
+            _HOMES[parameter] = belongs
 
 
 def _say_where(trip: _Trip, where: str) -> None:
