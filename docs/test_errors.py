@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 from flatparam import (
     Checkpointer,
@@ -487,6 +488,12 @@ def stepped_while_offloaded() -> None:
     optimizer.step()
 
 
+def averaged_an_early_copy() -> None:
+    module = nn.Linear(2, 2)
+    average = AveragedModel(module)
+    average.update_parameters(wrapped(module))
+
+
 def updated_while_applied() -> None:
     model = wrapped()
     ema = ShardedEMA(model, 0.9)
@@ -605,6 +612,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "stepped while the model is offloaded": stepped_while_offloaded,
         "offloaded a model that is not sharded": lambda: offload(nn.Linear(2, 2)),
         "updated averages while the model shows them": updated_while_applied,
+        "updated torch's average of an early copy": averaged_an_early_copy,
         "loaded averages that were not saved": in_a_run(
             lambda directory, _: Checkpointer(
                 directory, model := nn.Linear(2, 2), averages=ShardedEMA(model, 0.9), ranks=ALONE

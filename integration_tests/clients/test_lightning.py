@@ -105,3 +105,31 @@ def test_trainer_on_other_ranks(form: str, tmp_path: Path) -> None:
     assert_goes_on(one, losses, 2, ranks=1)
     three = trainer(tmp_path, form, "--epochs=3", "--resume=2", "--ranks=3")
     assert_goes_on(three, losses, 4, ranks=3)
+
+
+def validations(*arguments: object, run: tuple[str, ...] = OURS) -> list[list[str]]:
+    """What each rank computes in validation, in order: rank, epoch, loss."""
+    lines = [
+        line.split() for line in output_of(*run, PROGRAMS / "lightning_trainer.py", *arguments).splitlines()
+    ]
+    return sorted((words[1:] for words in lines if words[:1] == ["validation"]), key=lambda words: words[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_average_of_the_weights(form: str, tmp_path: Path) -> None:
+    """With `ShardedEMA` in the callback of the guide, validation is that of DDP with Lightning's own average, up to rounding."""
+    found = validations(tmp_path, form, "--sharded-average")
+    expected = validations(tmp_path / "ddp", "ddp", "--average", run=())
+    assert [words[:2] for words in found] == [words[:2] for words in expected]
+    assert [float(loss) for *_, loss in found] == pytest.approx(
+        [float(loss) for *_, loss in expected], rel=1e-4
+    )
+    assert len(found) == 2 * (2 + 2 * 2)
+
+
+def test_lightnings_average_is_refused(tmp_path: Path) -> None:
+    """Lightning copies the model before it is sharded: its average is refused by name, with the line that works."""
+    with pytest.raises(
+        AssertionError, match=r"before the model was sharded.*ema = flatparam.ShardedEMA\(model"
+    ):
+        trainer(tmp_path, "full", "--average")

@@ -1,8 +1,9 @@
 """Training with Lightning's Trainer, as its users write it: `lightning_trainer.py FOLDER FORM`.
 
 It saves after each epoch of two steps on six rows, and has two epochs, or as many as with `--epochs=3`. With `--resume=1` it
-goes on after the first one. FORM is `sharded` or `full`. With `--bf16`, `--checkpointing`, `--accumulate`, `--clip` (by
-value), and `--ranks=3`.
+goes on after the first one. FORM is `sharded` or `full`, or `ddp` for no FSDP. With `--bf16`, `--checkpointing`, `--accumulate`, `--clip` (by
+value), and `--ranks=3`. With `--average` it validates with Lightning's moving average of the weights, and with
+`--sharded-average` with flatparam's.
 """
 
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning_on_cpu import TrainerStrategy
+
+import flatparam
 
 
 def number(name: str, default: int) -> int:
@@ -51,8 +54,30 @@ class Net(LightningModule):
         )
         return loss
 
+    def validation_step(self, batch: torch.Tensor, number: int) -> None:
+        loss = self.net(batch).square().mean()
+        print(f"\nvalidation {self.global_rank} {self.current_epoch} {loss.item()!r}\n", end="", flush=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class ShardedAverage(Callback):
+    """Validate with a moving average of the weights, of which each rank keeps its part."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.average = flatparam.ShardedEMA(trainer.strategy.model, decay=0.9)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step > self.average.updates:
+            self.average.update()
+
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        self.applied = self.average.applied(trainer.strategy.model)
+        self.applied.__enter__()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.applied.__exit__(None, None, None)
 
 
 def main() -> None:
@@ -62,7 +87,9 @@ def main() -> None:
     options: dict[str, Any] = {}
     if "--checkpointing" in sys.argv:
         options["activation_checkpointing_policy"] = {torch.nn.Linear}
-    strategy = TrainerStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type=form, **options)
+    strategy: Any = "ddp"
+    if form != "ddp":
+        strategy = TrainerStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type=form, **options)
     if "--clip" in sys.argv:
         # By norm is refused by Lightning with FSDP.
         options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -75,7 +102,11 @@ def main() -> None:
         precision=precision,
         max_epochs=number("epochs", 2),
         accumulate_grad_batches=parts,
-        callbacks=[ModelCheckpoint(folder / f"after-{resumed}", filename="{epoch}", save_top_k=-1)],
+        callbacks=[
+            ModelCheckpoint(folder / f"after-{resumed}", filename="{epoch}", save_top_k=-1),
+            *([EMAWeightAveraging(decay=0.9)] if "--average" in sys.argv else []),
+            *([ShardedAverage()] if "--sharded-average" in sys.argv else []),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -84,7 +115,8 @@ def main() -> None:
     rows = torch.utils.data.DataLoader(Rows(12 * parts), batch_size=6 // ranks)
     # What a run that was resumed one epoch before has saved, too.
     saved = folder / f"after-{max(0, resumed - 1)}" / f"epoch={resumed - 1}.ckpt"
-    trainer.fit(Net(), rows, ckpt_path=saved if resumed else None)
+    validated = rows if {"--average", "--sharded-average"} & set(sys.argv) else None
+    trainer.fit(Net(), rows, validated, ckpt_path=saved if resumed else None)
     print(f"\nclass {type(trainer.strategy.model).__module__}\n", end="", flush=True)
 
 
