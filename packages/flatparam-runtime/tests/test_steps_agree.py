@@ -133,6 +133,21 @@ def _between_passes(world: Collectives, what: str, use_orig_params: bool, ranks:
     return step
 
 
+def test_clipping_that_is_refused_is_not_noted(use_orig_params: bool) -> None:
+    """A rank whose norm is refused and which then clips as the others do has done the same."""
+
+    def rank(world: Collectives) -> None:
+        model = sharded(_model, world, units=["0"], use_orig_params=use_orig_params)
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            if world.rank:
+                with pytest.raises(ValueError, match="expected the order of a norm"):
+                    clip_grad_norm_(model, 1.0, 0.0)
+            clip_grad_norm_(model, 1.0)
+
+    run_threads(2, rank)
+
+
 CHANGES = {
     "max_norm": r"rank 0 was at the clip_grad_norm_\(max_norm=1.0, norm_type=2.0\); rank 1 was at the clip_grad_norm_\(max_norm=2.0",
     "norm_type": r"rank 1 was at the clip_grad_norm_\(max_norm=1.0, norm_type=3.0\)",

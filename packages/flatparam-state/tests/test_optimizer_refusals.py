@@ -147,3 +147,26 @@ def test_none_values_of_old_torch_versions_are_loaded(use_orig_params: bool) -> 
         return optimizer_state_dict(model, optimizer)["param_groups"][0]["params"]
 
     assert same_on_all(2, rank) == [list(mlp().state_dict())] * 2
+
+
+def test_a_refused_load_is_not_noted() -> None:
+    """Ranks that each load a different state, which is refused at its last value, go on as if they had not tried."""
+
+    def rank(ranks: Collectives) -> int:
+        model = shard(mlp(), ranks, ("2", ""), use_orig_params=False)
+        optimizer = adam(model.parameters())
+        state = saved()
+        first, *_ = state["state"]
+        # Of two parameters in one flat parameter only one can have stepped so often.
+        state["state"][first]["step"] = torch.tensor(7.0)
+        state["state"]["2.weight"]["exp_avg"].fill_(ranks.rank)
+        for steps in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not steps:
+                with pytest.raises(FlatParamError, match="can have only one"):
+                    load_optimizer_state(model, optimizer, state)
+        return steps
+
+    assert same_on_all(2, rank) == [1, 1]

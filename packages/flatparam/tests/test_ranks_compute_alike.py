@@ -276,3 +276,18 @@ def test_groups_of_several_models(swapped: bool) -> None:
             on_ranks(2, rank)
     else:
         on_ranks(2, rank)
+
+
+def test_clipping_of_spread_parameters_that_is_refused_is_not_noted() -> None:
+    """A rank whose norm is refused by torch's function and which then clips as the others do has done the same."""
+
+    def rank(world: Collectives) -> None:
+        model = SHARDINGS["in-place"]()
+        for _ in range(2):
+            model(inputs(world.rank)[0]).square().mean().backward()
+            if world.rank:
+                with pytest.raises(ValueError, match="expected the order of a norm"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0, 0.0)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    on_ranks(2, rank)

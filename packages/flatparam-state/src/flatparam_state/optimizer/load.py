@@ -76,9 +76,6 @@ def load_optimizer_state(
         if moves_between_ranks:
             agree_on_holdings(places, (), error=error)
         raise
-    if not (rank0_only or is_compared):
-        what = f"load of an optimizer state with the values {_digest(places, saved):016x}"
-        note_between_passes((place.unit for place in places), what)
     held = agree_on_holdings(places, holding.by_group) if moves_between_ranks else {}
     states = SavedStates.of(holding, saved, chunker or OWN_CHUNKER)
     loaded = _loaded(model, places, holding, held, states)
@@ -103,6 +100,10 @@ def load_optimizer_state(
         of_parameters = {fqn for group in saved_groups for fqn in group["params"]}
     others = {key: arrived(value) for key, value in saved.items() if key not in of_parameters}
     told = {"state": {**state, **others}}
+    # Not before: what is refused is not noted.
+    if not (rank0_only or is_compared):
+        what = f"load of an optimizer state with the values {_digest(places, saved):016x}"
+        note_between_passes((place.unit for place in places), what)
     return told if saved_groups is None else {**told, "param_groups": groups}
 
 
