@@ -14,6 +14,7 @@ from flatparam_state.checkpoint import (
     verify_checkpoint,
 )
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
+from flatparam_state.collector import without_collector
 from flatparam_state.files import (
     CHUNK_NBYTES,
     DTYPES,
@@ -200,4 +201,5 @@ __all__ = [
     "write_dcp",
     "write_hugging_face",
     "write_torch_file",
+    "without_collector",
 ]

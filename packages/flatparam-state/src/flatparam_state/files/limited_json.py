@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+from flatparam_state.collector import without_collector
 from flatparam_state.files.limits import allowed_nbytes
 
-__all__ = ["check_cost", "collecting_later", "parse_json"]
+__all__ = ["check_cost", "parse_json"]
 
 _TIMES: Final = 16
 """The most bytes of Python objects for each byte of a large text. Manifests and headers take up to twelve."""
@@ -33,7 +32,7 @@ def parse_json(data: bytes) -> Any:
     # To look at each integer takes as long as everything else; the digits may be those of a string.
     parse_int = _short_integer if _LONG in data.translate(_DIGITS) else None
     try:
-        with collecting_later():
+        with without_collector():
             return json.loads(
                 data.decode("utf-8"),
                 object_pairs_hook=_without_twins,
@@ -42,18 +41,6 @@ def parse_json(data: bytes) -> Any:
             )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-@contextlib.contextmanager
-def collecting_later() -> Iterator[None]:
-    """Inside, Python looks for no garbage, which takes half of the time among millions of new values that are none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def check_cost(data: bytes) -> None:

@@ -6,19 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["with_little_to_collect", "without_collector"]
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Inside, nothing is freed at a time that depends on what ran before: no collector of cycles runs."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+__all__ = ["with_little_to_collect"]
 
 
 @contextmanager

@@ -8,11 +8,11 @@ import itertools
 from typing import Any
 
 from flatparam.observing.allocations import allocations, mark
-from flatparam.planning.collector import without_collector
 from flatparam.planning.costs import Costs
 from flatparam.planning.counting import Counting
 from flatparam.planning.training import Setup, TrainingProgram, train
 from flatparam_comm import ByteLedger, RecordingCollectives, Topology
+from flatparam_state import without_collector
 
 __all__ = ["measure", "recorded"]
 

@@ -10,11 +10,11 @@ import attrs
 from torch import nn
 
 from flatparam.api import ShardingStrategy
-from flatparam.planning.collector import without_collector
 from flatparam.planning.hollow import Blank, HollowMemory, without_compiler
 from flatparam.planning.training import Setup, TrainingProgram
 from flatparam.policies.policy import _Policy
 from flatparam_core import clean_fqn
+from flatparam_state import without_collector
 
 __all__ = ["NamedUnits", "Outline", "outline_of", "with_blocks"]
 

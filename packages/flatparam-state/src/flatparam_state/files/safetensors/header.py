@@ -15,9 +15,10 @@ from typing import Any, Final, TypeAlias, final
 import attrs
 import torch
 
+from flatparam_state.collector import without_collector
 from flatparam_state.files.byte_file import AnyPath, ByteFile
 from flatparam_state.files.errors import CheckpointError
-from flatparam_state.files.limited_json import collecting_later, parse_json
+from flatparam_state.files.limited_json import parse_json
 from flatparam_state.files.source import TensorInfo
 
 __all__ = ["DTYPES", "SafetensorsHeader", "StoredTensor", "decode_header", "encode_header", "read_header"]
@@ -133,7 +134,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
         raise ValueError(f"{_METADATA} must be an object of strings")
     data_start = 8 + len(data)
     infos: _Infos = {}
-    with collecting_later():
+    with without_collector():
         tensors = {name: _entry(name, entry, data_start, infos) for name, entry in tree.items()}
         order = sorted((each.offset, tree[name]["data_offsets"][1], name) for name, each in tensors.items())
     end = data_start

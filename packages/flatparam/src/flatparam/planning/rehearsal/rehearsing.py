@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 from flatparam.observing.whole_program import nothing_recorded
-from flatparam.planning.collector import without_collector
 from flatparam.planning.hollow import HollowMemory, without_compiler
 from flatparam.planning.measuring import recorded
 from flatparam.planning.rehearsal.observer import Observer
@@ -13,6 +12,7 @@ from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
 from flatparam.planning.training import Setup, TrainingProgram, train
 from flatparam_comm import ByteLedger, NoStreams, Topology, acting_as
 from flatparam_runtime import Unit, units_in
+from flatparam_state import without_collector
 
 __all__ = ["rehearse"]
 
