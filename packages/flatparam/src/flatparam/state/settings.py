@@ -100,7 +100,8 @@ def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig)
         dim_0_chunks=chunks_by_default if chunks is None else chunks,
         use_dtensor=bool(getattr(config, "_use_dtensor", False)),
         chunker=cutting,
-        # torchsnapshot divides by the size of each part.
+        # No form serves both: torchsnapshot divides by a part's size in the first dimension, and then by the bytes of
+        # one of its rows, of which an empty part has a zero; without a part torch's planners forget the tensor.
         empty_parts="torchsnapshot" not in sys.modules,
     )
 
