@@ -59,7 +59,7 @@ const c10::Device the_device() { return {SIMULATED, 0}; }
 
 enum class Kind : int {
   KERNEL, COLLECTIVE, TO_HOST, TO_DEVICE, HOST_ACCESS, ALLOCATE, FREE,
-  RECORD, WAIT, SYNC_STREAM, SYNC_EVENT, SYNC_DEVICE, QUERY, RECORD_STREAM, MARK,
+  RECORD, WAIT, SYNC_STREAM, SYNC_EVENT, SYNC_DEVICE, QUERY, RECORD_STREAM, MARK, PRIORITY,
 };
 
 struct Access {
@@ -81,6 +81,7 @@ struct Record {
 struct Behaviour {
   bool host_waits = true;            // if not, `synchronize` returns at once
   bool records_streams = true;       // if not, the allocator does not hear of `record_stream`
+  bool has_priorities = true;        // if not, a stream with one is refused
   bool data_changes_device = false;  // torch refuses `.data =` between the CPU and a device that it does not know
 } behaviour;
 
@@ -112,6 +113,7 @@ using Clock = std::map<int64_t, int64_t>;  // of each stream, how many of its op
 std::unordered_map<int64_t, Clock> clocks;  // of each stream
 Clock host_clock;
 int64_t next_stream = 1, next_event = 1;
+std::map<int64_t, int64_t> priorities;  // of each stream that was given one; the lower the number, the sooner it is served
 
 void join(Clock& clock, const Clock& other) {
   for (auto& [stream, position] : other) clock[stream] = std::max(clock[stream], position);
@@ -330,8 +332,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(int64_t number) { return c10::Stream(c10::Stream::UNSAFE, the_device(), number); }
   c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
-  c10::Stream getNewStream(c10::Device, int) const override {
+  c10::Stream getNewStream(c10::Device, int priority) const override {
+    TORCH_CHECK(behaviour.has_priorities || priority == 0, "the simulated device has no priorities now");
     Lock lock(mutex);
+    if (priority) {
+      priorities[next_stream] = priority;
+      log_locked({Kind::PRIORITY, next_stream, "", {}, 0, priority});
+    }
     return stream(next_stream++);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
@@ -495,7 +502,8 @@ at::Tensor to_device_memory(const at::Tensor& result) {
 bool reads_on_host(const std::string& name, const std::vector<c10::IValue>& arguments) {
   static const std::set<std::string> waiting = {
       "aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::_unique2",
-      "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::repeat_interleave"};
+      "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::repeat_interleave",
+      "aten::_linalg_eigh", "aten::_linalg_svd"};  // CUDA's look whether they have converged
   if (waiting.count(name)) return true;
   if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
   for (auto& argument : arguments) {
@@ -922,6 +930,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock(mutex);
     records.clear();
     logging = true;
+    for (auto& [stream, priority] : priorities) log_locked({Kind::PRIORITY, stream, "", {}, 0, priority});
   }, WithoutPython());
   module.def("stop_log", [] {
     Lock lock(mutex);
@@ -946,6 +955,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("behave", [](const std::string& how, bool value) {
     Lock lock(mutex);
     if (how == "host_waits") return std::exchange(behaviour.host_waits, value);
+    if (how == "has_priorities") return std::exchange(behaviour.has_priorities, value);
     if (how == "records_streams") return std::exchange(behaviour.records_streams, value);
     TORCH_CHECK(how == "data_changes_device", "the simulated device has no behaviour ", how);
     return std::exchange(behaviour.data_changes_device, value);

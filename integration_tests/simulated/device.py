@@ -83,7 +83,7 @@ def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def _stream(device: Any = None, priority: int = 0, **_: Any) -> torch.Stream:
-    return torch.Stream(device=NAME)
+    return torch.Stream(device=NAME, priority=priority)
 
 
 def _event(enable_timing: bool = False, **_: Any) -> torch.Event:

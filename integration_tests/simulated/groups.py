@@ -168,6 +168,27 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
 
     allreduce_coalesced = allreduce
 
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> Work:
+        """Give each rank a slice, and take one of each; without sizes they are equal."""
+
+        def move() -> None:
+            sizes = torch.tensor(sent or [given.numel() // self.size()] * self.size(), device="cpu")
+            ours = on_cpu(given).reshape(-1)
+            rows = [torch.empty_like(sizes) for _ in range(self.size())]
+            self._bytes.allgather([rows], [sizes]).wait()
+            longest = max(int(row.sum()) for row in rows)
+            padded = torch.cat([ours, ours.new_zeros(longest - ours.numel())])
+            everybodys, own = self._everybodys(padded), self.rank()
+            theirs = [
+                all_of_rank[: int(row.sum())].split(row.tolist())[own]
+                for all_of_rank, row in zip(everybodys, rows, strict=True)
+            ]
+            on_cpu(output).view(-1).copy_(torch.cat(theirs))
+
+        return self._queue("all_to_all", [given], [output], move)
+
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         """Give everybody what the root has."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -32,6 +32,8 @@ class Kind(enum.IntEnum):
     """The host has asked, without waiting, whether an event (or a stream) is over, and it is."""
     RECORD_STREAM = 13
     MARK = 14
+    PRIORITY = 15
+    """The priority of a stream that has one; the lower the number, the sooner it is served."""
 
     @property
     def runs_on_device(self) -> bool:
@@ -62,7 +64,7 @@ class Record:
         stream: on which, or by which; for ALLOCATE and FREE whose pool it is; HOST for the host.
         name: the operator, the collective or the mark; for ALLOCATE and FREE "device" or "pinned".
         subject: the number of the event or of the block that it is about.
-        extra: the event's version; or a number of bytes.
+        extra: the event's version; or a number of bytes; or a priority.
         thread: of the host's threads, which.
     """
 

@@ -23,14 +23,14 @@ class Program:
     """How a model is sharded and trained.
 
     Attributes:
-        library: "flatparam", "fsdp1" or "fsdp2".
+        library: "flatparam", "fully_shard" (flatparam's function), "fsdp1" or "fsdp2".
         strategy: "full", "grad_op", "none" (NO_SHARD), "hybrid" (replicated over all ranks) or "hybrid_of_one" (sharded
             over all ranks, with nobody to replicate with).
         prefetch: "", "forward" (the next unit before it is needed) or "late" (in the backward pass after, not before).
         precision: "" for float32, or what parameters are computed in: "bfloat16" or "float16".
         reduce_precision: what gradients are summed in, if `precision` is given.
         divide_factor: what flatparam divides the sums by, if not by the number of ranks.
-        optimizer: "sgd", "adam" or "fused adam".
+        optimizer: a name of `OPTIMIZERS`.
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
         chain: whether the model is a chain of matrices, and not the one with blocks.
@@ -253,8 +253,22 @@ def _fsdp2(model: nn.Module, site: Site) -> nn.Module:
     return model
 
 
+def _fully_shard(model: nn.Module, site: Site) -> nn.Module:
+    import flatparam
+
+    options: dict[str, Any] = {"mesh": site.group}
+    if site.program.precision:
+        dtype = getattr(torch, site.program.precision)
+        options["mp_policy"] = flatparam.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = model.to(site.device)
+    for child in [child for child in model.modules() if isinstance(child, tuple(_wrapped(site)))]:
+        flatparam.fully_shard(child, **options)
+    return flatparam.fully_shard(model, **options)
+
+
 LIBRARIES: Final[dict[str, Callable[[nn.Module, Site], nn.Module]]] = {
     "flatparam": _flatparam,
+    "fully_shard": _fully_shard,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
 }
@@ -267,11 +281,30 @@ def _wrapped(site: Site) -> set[type[nn.Module]]:
 # What is common to all libraries
 
 
+OPTIMIZERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "sgd": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "adam": ("AdamW", {"lr": 1e-2, "fused": False}),
+    "fused adam": ("AdamW", {"lr": 1e-2, "fused": True}),
+    "muon": ("Muon", {"lr": 0.02, "adamw_lr": 0.01}),
+    "adafactor": ("Adafactor", {"lr": 1e-2, "weight_decay": 0.1}),
+    "transformers adafactor": ("TransformersAdafactor", {"weight_decay": 0.1, "beta1": 0.9}),
+    "shampoo": ("Shampoo", {"every": 3}),
+    "shampoo with roots": ("Shampoo", {"every": 1}),
+}
+"""The class of each optimizer, of `flatparam.optim` if it has one of this name, and its settings."""
+
+
 def optimizer_of(model: nn.Module, site: Site) -> torch.optim.Optimizer:
     """The optimizer of the program."""
-    if site.program.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=site.program.optimizer == "fused adam")
+    import flatparam.optim
+
+    name, *rest = site.program.optimizer.split(", ")
+    make, settings = OPTIMIZERS[name]
+    if rest:  # "rate on the device"
+        settings = settings | {"lr": torch.tensor(settings["lr"], device=site.device)}
+    library: Any = flatparam.optim if hasattr(flatparam.optim, make) else torch.optim
+    optimizer: torch.optim.Optimizer = getattr(library, make)(model.parameters(), **settings)
+    return optimizer
 
 
 @contextlib.contextmanager
@@ -304,7 +337,10 @@ def parameters_of(model: nn.Module, site: Site) -> dict[str, Tensor]:
     if site.program.library == "fsdp2":
         whole = {name: value.to(site.device) for name, value in model.state_dict().items()}
         return {name: value.full_tensor() for name, value in whole.items()}
-    library: Any = type(model)
+    import flatparam
+
+    is_in_place = site.program.library == "fully_shard"
+    library: Any = flatparam.FullyShardedDataParallel if is_in_place else type(model)
     with library.summon_full_params(model):
         found = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
         return {name: parameter.detach().cpu().clone() for name, parameter in found.items()}

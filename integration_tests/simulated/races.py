@@ -225,6 +225,7 @@ _HANDLERS: Final = {
     Kind.QUERY: Checker._query,
     Kind.RECORD_STREAM: Checker._record_stream,
     Kind.MARK: Checker._mark,
+    Kind.PRIORITY: lambda checker, record: None,  # it orders nothing
 }
 
 

@@ -138,6 +138,67 @@ def optimizer_in_backward(site: Site) -> dict[str, Tensor]:
     return parameters_of(model, site)
 
 
+def one_unit_ahead(site: Site) -> dict[str, Tensor]:
+    """Units are as large as they are in earnest: only one is gathered ahead of the one that computes."""
+    with _threshold("runtime.prefetch_nbytes").set_to(1):
+        return train(site)
+
+
+def _threshold(name: str) -> Any:
+    from flatparam_runtime import all_thresholds
+
+    return next(each for each in all_thresholds() if each.name == name)
+
+
+def stepped_in_buckets(site: Site) -> dict[str, Tensor]:
+    """Matrices travel in several buckets, and in every other step a block has no gradient."""
+    model: Any = build(site)
+    optimizer = optimizer_of(model, site)
+    with _threshold("runtime.matrix_bucket_numel").set_to(600):
+        for step in range(site.program.steps):
+            _pass(model, site, step)
+            for name, parameter in model.named_parameters() if step % 2 else ():
+                if "blocks.1" in name:
+                    parameter.grad = None
+            _update(optimizer, site, step)
+    return parameters_of(model, site)
+
+
+def resumed(site: Site) -> dict[str, Tensor]:
+    """After the first step the optimizer's state is saved, and loaded into a new optimizer."""
+    from flatparam import FullyShardedDataParallel
+
+    model: Any = build(site)
+    optimizer = optimizer_of(model, site)
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+        _update(optimizer, site, step)
+        if step == 0:
+            site.mark("step 0 saved")
+            state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            optimizer = optimizer_of(model, site)
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
+            )
+    return parameters_of(model, site)
+
+
+def averaged(site: Site) -> dict[str, Tensor]:
+    """An average of the parameters is kept."""
+    from flatparam_state import ShardedEMA
+
+    model = build(site)
+    optimizer = optimizer_of(model, site)
+    average = ShardedEMA(model, 0.9)
+    for step in range(site.program.steps):
+        _pass(model, site, step)
+        _update(optimizer, site, step)
+        site.mark(f"step {step} average")
+        average.update()
+    with average.applied(model):
+        return parameters_of(model, site)
+
+
 def gradients_kept(site: Site) -> dict[str, Tensor]:
     """Nobody sets gradients to None, so that each backward pass adds to those of the steps before."""
     model = build(site)

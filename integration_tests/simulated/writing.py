@@ -22,6 +22,10 @@ class Writer:
     def _add(self, record: Record) -> None:
         self.records.append(record)
 
+    def prioritise(self, stream: int, priority: int) -> None:
+        """A stream has a priority."""
+        self._add(Record(Kind.PRIORITY, stream, extra=priority))
+
     def mark(self, name: str) -> None:
         """A phase begins."""
         self._add(Record(Kind.MARK, 0, name))

@@ -63,7 +63,7 @@ class Streams:
     def uploading(self) -> Iterator[Copies]:
         """See `OnDevice.uploading`."""
         if self._up is None:
-            self._up = torch.Stream(self.device)
+            self._up = _stream_for_copies(self.device)
         with self._on(self._up) as copies:
             yield copies
         self._uploaded = copies.end
@@ -82,7 +82,7 @@ class Streams:
 
     def _for_downloads(self) -> torch.Stream:
         if self._down is None:
-            self._down = torch.Stream(self.device)
+            self._down = _stream_for_copies(self.device)
         return self._down
 
     def wait_for_uploads(self) -> None:
@@ -118,3 +118,15 @@ class Streams:
         event = torch.Event(self.device)
         event.record(stream)
         return event
+
+
+def _stream_for_copies(device: torch.device) -> torch.Stream:
+    """A new stream that the device serves before its other streams, if it has priorities.
+
+    What is queued here is short, and a collective waits for it. With equal priorities it comes after all of a long
+    product that has begun, and so does the collective.
+    """
+    try:
+        return torch.Stream(device, priority=-1)
+    except (RuntimeError, TypeError, ValueError):
+        return torch.Stream(device)
