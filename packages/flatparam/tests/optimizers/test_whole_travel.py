@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from flatparam_comm import (
     ByteLedger,
     Collectives,
     FaultyCollectives,
+    NoStreams,
     RecordingCollectives,
+    acting_as,
     current_collectives,
     shared_memory,
 )
@@ -53,7 +56,7 @@ KINDS: dict[str, tuple[Any, int, int]] = {
 )
 @pytest.mark.parametrize("case", few_cases(), ids=str)
 def test_bytes_are_the_formula(case: Case, kind: str, bucket: int) -> None:
-    """A rank sends its parts of cut matrices to their owners, and gets as much back, with a flag for each, also replicas."""
+    """A rank sends its parts of cut matrices to their owners, and gets as much back, also replicas."""
     make, given, returned = KINDS[kind]
     streams = 2 if kind == "Adafactor" else 1
 
@@ -79,9 +82,9 @@ def test_bytes_are_the_formula(case: Case, kind: str, bucket: int) -> None:
                 continue
             for holder, span in matrix.spans.items():
                 if holder == own != owner:
-                    to_owners += span.numel * given + given // streams
+                    to_owners += span.numel * given
                 if own == owner != holder:
-                    from_owner += (span.numel + 1) * returned
+                    from_owner += span.numel * returned
         numels = routes.sent_numels(world.rank, streams)
         nbytes = (given // streams, returned, returned)
         planned = [each * numel for each, numel in zip(nbytes, numels, strict=True)]
@@ -108,7 +111,7 @@ def test_parts_are_equal_for_replicas() -> None:
         optimizer.step()
         return ledger.by_label()[LABELS[2]].sent_nbytes, optimizer.whole_steps
 
-    assert on_ranks(2, rank) == [(2 * (64 + 1) * 2, 2)] * 2
+    assert on_ranks(2, rank) == [(2 * 64 * 2, 2)] * 2
 
 
 def test_buckets_change_nothing() -> None:
@@ -279,52 +282,104 @@ def test_frozen_matrices_do_not_travel(use_orig_params: bool) -> None:
     assert on_ranks(2, rank)[0] == ([2, 0] if use_orig_params else [2, 2])
 
 
-def test_a_gradient_on_some_ranks_only_is_refused() -> None:
-    """If somebody drops a gradient on one rank, each rank with a part of the matrix says which, before it changes."""
+class Dropped(nn.Module):
+    """A matrix that loses its gradient on one rank, and a vector."""
 
-    def rank(world: Collectives) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(7, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.matrix(x)
+        return out
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", HYBRID])
+@pytest.mark.parametrize("kind", [Muon, Shampoo])
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["CPU", "accelerator"])
+def test_a_gradient_on_some_ranks_only_is_refused(kind: Any, strategy: str, runs_ahead: bool) -> None:
+    """If somebody drops a gradient on one rank, every rank says so before anything changes; an accelerator's in the next step.
+
+    States change neither, nor vectors.
+    """
+
+    def rank(world: Collectives) -> str:
+        torch.manual_seed(0)
+        model = Case(4, "one unit", strategy, use_orig_params=True).wrap(world, Dropped())
+        optimizer = kind(model.parameters())
+        step(model, optimizer)
+        model(batch(0, 1)).square().mean().backward()
+        matrix = model.module.matrix.weight
+        if world.rank == 1:
+            assert matrix.numel()
+            matrix.grad = None
+        if runs_ahead:
+            optimizer.step()
+        before = [each.clone() for each in [*model.parameters(), *states_of(optimizer)]]
+        with pytest.raises(
+            FlatParamError, match=rf"rank {world.rank}: parameter 'matrix.weight', .*"
+        ) as caught:
+            optimizer.step()
+        assert all(map(torch.equal, before, [*model.parameters(), *states_of(optimizer)]))
+        optimizer.zero_grad()
+        step(model, optimizer)
+        return str(caught.value)
+
+    told = on_ranks(4, acting(rank, runs_ahead))
+    when = "the step before this one was wrong" if runs_ahead else "nothing was stepped"
+    for number, message in enumerate(told):
+        assert ("has no gradient on this rank" if number == 1 else "has a gradient on this rank") in message
+        assert when in message
+
+
+def acting(rank: Callable[..., Any], runs_ahead: bool = True) -> Callable[..., Any]:
+    """The same function of a rank whose host does as that of an accelerator, if it runs ahead."""
+
+    def on_rank(world: Collectives) -> Any:
+        with acting_as(NoStreams(runs_ahead=runs_ahead)):
+            return rank(world)
+
+    return on_rank
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_saving_a_state_looks_at_the_last_step() -> None:
+    """Where the host runs ahead, the state that a wrong step has left is not saved."""
+
+    def rank(world: Collectives) -> None:
         model = FSDP(nn.Linear(8, 8, bias=False), world, use_orig_params=True)
         optimizer = Muon(model.parameters())
         model(torch.ones(1, 8)).sum().backward()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
         if world.rank == 1:
             next(model.parameters()).grad = None
-        has = "no gradient" if world.rank == 1 else "a gradient"
-        with pytest.raises(
-            FlatParamError, match=rf"rank {world.rank}: parameter 'weight', .* has {has} on this rank"
-        ):
-            optimizer.step()
-        return all(map(torch.equal, before, model.parameters()))
+        optimizer.step()
+        with pytest.raises(FlatParamError, match="the step before this one was wrong"):
+            optimizer.state_dict()
 
-    assert on_ranks(3, rank) == [True] * 3
+    on_ranks(2, acting(rank))
 
 
-@pytest.mark.parametrize("kind", [Muon, Shampoo])
-def test_a_gradient_in_one_replica_only_is_refused(kind: Any) -> None:
-    """If each replica has the whole matrix, the one whose gradient differs from the owner's says so."""
+@pytest.mark.parametrize("kind", [Muon, Adafactor, Shampoo])
+def test_a_host_that_runs_ahead_has_the_same_bits(kind: Any, use_orig_params: bool) -> None:
+    """An owner that holds no part of a matrix does not know whether it has a gradient; that changes nothing."""
+    uses = ["left", "right", "left", "right"]
 
-    def rank(world: Collectives) -> str:
-        model = FSDP(
-            nn.Linear(8, 8, bias=False),
-            world,
-            use_orig_params=True,
-            sharding_strategy=ShardingStrategy.NO_SHARD,
-        )
+    def rank(world: Collectives) -> Any:
+        torch.manual_seed(0)
+        model = FSDP(Branches(), world, use_orig_params=use_orig_params)
         optimizer = kind(model.parameters())
-        model(torch.ones(1, 8)).sum().backward()
-        before = next(model.parameters()).detach().clone()
-        if world.rank == 1:
-            next(model.parameters()).grad = None
-        try:
+        for name in uses:
+            optimizer.zero_grad()
+            model(torch.ones(2, 6), name).square().mean().backward()
             optimizer.step()
-        except FlatParamError as error:
-            assert torch.equal(before, next(model.parameters()))
-            return str(error)
-        return ""
+        return results(model, optimizer)
 
-    told = on_ranks(3, rank)
-    assert "has no gradient on this rank" in told[1]
-    assert not told[0]
+    expected = on_ranks(4, rank)
+    for one, other in zip(on_ranks(4, acting(rank)), expected, strict=True):
+        assert_same(one, other)
 
 
 def test_other_parameters_on_other_ranks_are_refused() -> None:

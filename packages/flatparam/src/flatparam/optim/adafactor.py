@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatparam.optim.matrix_step import count_step
-from flatparam.optim.whole_optimizer import WholeOptimizer
+from flatparam.optim.whole_optimizer import WholeOptimizer, add_scaled, at_least, decay, number
 
 __all__ = ["Adafactor", "NewValues", "are_all"]
 
@@ -67,14 +67,18 @@ class _Factored(NewValues):
 
     def step(self, whole: Sequence[Tensor], state: Any, settings: Any) -> Tensor:
         values, gradient = whole
-        rate, eps = float(settings["lr"]), settings["eps"][1]
-        size = max(eps, values.norm(2).item() / math.sqrt(values.numel()))
-        alpha = size * min(rate, 1 / state["step"].item() ** 0.5)
+        rate, eps = number(settings["lr"]), settings["eps"][1]
+        size = at_least(eps, number(values.norm(2)) / math.sqrt(values.numel()))
+        alpha = size * -at_least(-1 / state["step"].item() ** 0.5, -rate)
         if settings["weight_decay"] != 0:
-            values.mul_(1 - rate * settings["weight_decay"])
+            decay(values, 1 - rate * settings["weight_decay"])
         update = self._factored(gradient, state, settings) if values.dim() > 1 else gradient
-        norm = update.norm(2).item() / (math.sqrt(update.numel()) * settings["d"])
-        values.add_(update, alpha=-alpha / max(1.0, norm))
+        norm = number(update.norm(2)) / (math.sqrt(update.numel()) * settings["d"])
+        scale = -alpha / at_least(1.0, norm)
+        if isinstance(scale, Tensor):
+            add_scaled(values, update, scale)
+        else:
+            values.add_(update, alpha=scale)
         return values
 
     @staticmethod

@@ -15,6 +15,8 @@ from flatparam.optim.whole_optimizer import (
     adamw_settings,
     add_scaled,
     are_matrices,
+    decay,
+    number,
 )
 
 __all__ = ["MatrixOptimizer", "MatrixStep"]
@@ -82,15 +84,16 @@ class _FunctionRule:
         return update
 
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
-        rate = float(settings["lr"])
-        part.mul_(1 - rate * settings["weight_decay"])
+        rate = number(settings["lr"])
+        decay(part, 1 - rate * settings["weight_decay"])
         add_scaled(part, update, -rate)
 
 
 def count_step(state: Any) -> None:
-    """Count a step in the state of a part."""
+    """Count a step in the state of a part, on the host, which reads it in each step."""
     if "step" not in state:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.tensor(0.0, device="cpu")
+    state["step"] = state["step"].cpu()
     state["step"] += 1
 
 

@@ -16,6 +16,8 @@ from flatparam.optim.whole_optimizer import (
     adamw_settings,
     add_scaled,
     are_matrices,
+    decay,
+    number,
 )
 from flatparam_runtime import newton_schulz_flops
 
@@ -101,12 +103,12 @@ class _Orthogonal:
         )
 
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
-        rate = float(settings["lr"])
-        part.mul_(1 - rate * settings["weight_decay"])
+        rate = number(settings["lr"])
+        decay(part, 1 - rate * settings["weight_decay"])
         add_scaled(part, update, -_adjusted(rate, settings["adjust_lr_fn"], shape))
 
 
-def _adjusted(rate: float, rule: AdjustRate | None, shape: Sequence[int]) -> float:
+def _adjusted(rate: Any, rule: AdjustRate | None, shape: Sequence[int]) -> Any:
     """The learning rate of a matrix of `shape`, for which see `Muon`."""
     rows, columns = shape
     if rule == "match_rms_adamw":

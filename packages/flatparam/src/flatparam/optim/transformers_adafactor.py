@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatparam.optim.adafactor import NewValues, are_all
 from flatparam.optim.matrix_step import count_step
-from flatparam.optim.whole_optimizer import HALF, WholeOptimizer
+from flatparam.optim.whole_optimizer import HALF, WholeOptimizer, add_scaled, number
 
 __all__ = ["TransformersAdafactor"]
 
@@ -58,7 +58,7 @@ class _Relative(NewValues):
         if beta is not None:
             update = _average(state, "exp_avg", update).mul_(beta).add_(update, alpha=1 - beta)
         if settings["weight_decay"] != 0:
-            values.add_(values, alpha=float(-settings["weight_decay"] * rate))
+            add_scaled(values, values, number(-settings["weight_decay"] * rate))
         return values.add_(-update)
 
     @staticmethod
@@ -72,7 +72,10 @@ class _Relative(NewValues):
         rate, step = settings["lr"], float(state["step"])
         if settings["relative_step"]:
             rate = min(1e-6 * step if settings["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
-        return max(settings["eps"][1], state["RMS"]) * rate if settings["scale_parameter"] else rate
+        if not settings["scale_parameter"]:
+            return rate
+        size, least = state["RMS"], settings["eps"][1]
+        return (max(least, size) if size.device.type == "cpu" else size.clamp(min=least)) * rate
 
     def _factored(self, gradient: Tensor, state: Any, settings: Any) -> Tensor:
         keep = self._kept(state, settings)

@@ -19,7 +19,18 @@ from flatparam_runtime import (
     step_in_segments,
 )
 
-__all__ = ["ADAMW", "HALF", "Choice", "WholeOptimizer", "adamw_settings", "add_scaled", "are_matrices"]
+__all__ = [
+    "ADAMW",
+    "HALF",
+    "Choice",
+    "WholeOptimizer",
+    "adamw_settings",
+    "add_scaled",
+    "are_matrices",
+    "at_least",
+    "decay",
+    "number",
+]
 
 ADAMW: Final = "adamw"
 """The value under `RULE` of a group of parameters that AdamW steps."""
@@ -43,12 +54,43 @@ def are_matrices(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2
 
 
-def add_scaled(part: Tensor, update: Tensor, scale: float) -> None:
+def number(value: Tensor | float) -> Any:
+    """`value` as a float; on an accelerator it stays a tensor, in double precision, so that the host need not wait."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        # Apple's devices have no double precision.
+        return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    return float(value)
+
+
+def at_least(least: float, value: Tensor | float) -> Any:
+    """The larger one of two numbers; one of them may be what `number` returns."""
+    return value.clamp(min=least) if isinstance(value, Tensor) else max(least, value)
+
+
+def decay(part: Tensor, factor: Tensor | float) -> None:
+    """Multiply `part` by a number, which may be what `number` returns."""
+    if isinstance(factor, Tensor) and part.dtype in HALF:
+        # Torch would round the factor to half precision first, but not a float.
+        part.copy_(part.to(torch.float32) * factor.to(torch.float32))
+    else:
+        part.mul_(factor)
+
+
+def add_scaled(part: Tensor, update: Tensor, scale: Tensor | float) -> None:
     """Add `scale` times `update` to `part`, each element as torch adds it in the middle of a tensor, wherever it lies.
 
     On a CPU torch rounds the last elements of a tensor in half precision otherwise than those before, which it takes a
     register at a time: those it computes in float32, with the scale in half precision.
+
+    Args:
+        part: is changed.
+        update: of its shape.
+        scale: a float, or what `number` returns.
     """
+    if isinstance(scale, Tensor):
+        wide = torch.float32 if part.dtype in HALF else part.dtype
+        part.copy_(torch.addcmul(part.to(wide), update.to(wide), scale.to(wide)))
+        return
     if part.dtype != update.dtype or part.dtype not in HALF or part.device.type != "cpu":
         part.add_(update, alpha=scale)
         return
@@ -162,11 +204,17 @@ class WholeOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient; every rank calls it.
 
+        The host does not wait for an accelerator, but once for each bucket of offloaded parameters.
+
         Args:
             closure: computes the loss anew, and its gradients.
 
         Returns:
             What the closure returns.
+
+        Raises:
+            FlatParamError: on every rank, if only some ranks that hold a part of a parameter have its gradient. On the
+                CPU nothing has changed then; on an accelerator the error comes one step late.
         """
         loss = None
         if closure is not None:
@@ -179,6 +227,15 @@ class WholeOptimizer(torch.optim.Optimizer):
         whole = [group for group in self.param_groups if group[RULE] != ADAMW]
         self._stepper.step(whole, self.state.__getitem__, self._step_others)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as any optimizer of torch.
+
+        Raises:
+            FlatParamError: if the last step was wrong, of which the host of an accelerator learns now; see `step`.
+        """
+        self._stepper.check_gradients()
+        return super().state_dict()
 
     def first_state_of(self, parameter: nn.Parameter, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """The state of a parameter before its first step, for what is loaded into it; `None` if AdamW steps it."""

@@ -2,8 +2,7 @@
 
 Rank `s` of replica `r` sends its part of a matrix to the owner in its own replica; the update comes back the same way,
 and then goes to the ranks `s` of the other replicas. A message has, for one matrix after the other, the sender's part
-in the parameter's memory order, and behind them a flag for each of these parts: whether there is a gradient. The own
-part of an owner does not travel.
+in the parameter's memory order. The own part of an owner does not travel.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class Routes:
             rank: whose parts.
             streams: the tensors that travel for each matrix, such as its gradient.
         """
-        return sum(streams * span.numel + 1 for _, span in self.parts(numbers, rank))
+        return sum(streams * span.numel for _, span in self.parts(numbers, rank))
 
     def replica_numel(self, bucket: int, rank: int) -> int:
         """The elements that each replica gives the others of `bucket`: as many as the one that has most to give."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatparam_comm import FlatParamError, Topology
 from flatparam_runtime.optimizers.matrices.members import Member
+from flatparam_runtime.optimizers.matrices.presence import Presence
 from flatparam_runtime.optimizers.matrices.routes import Matrix, Routes
 from flatparam_runtime.optimizers.matrices.travel import Travel
 from flatparam_runtime.optimizers.matrices.whole_step import Settings, StateOf, WholeStep
@@ -32,6 +33,8 @@ class MatrixStepper:
     _alone: list[Member] = attrs.field(factory=list)
     _travels: list[Travel] = attrs.field(factory=list)
     _stepped_alone: int = 0
+    _unread: list[Presence] = attrs.field(factory=list)
+    """What the ranks have told each other in the last step, if the host has not looked at it."""
 
     @property
     def stepped(self) -> int:
@@ -58,18 +61,38 @@ class MatrixStepper:
             meanwhile: is called once, when the first matrices are on their way.
 
         Raises:
-            FlatParamError: on every rank, if the ranks' optimizers have different parameters; nothing has changed then.
+            FlatParamError: on every rank, if the ranks' optimizers have different parameters, or if only some ranks
+                that hold a part of a parameter have its gradient. Nothing has changed then; but the host of an
+                accelerator learns of such a gradient in the step after.
         """
+        self.check_gradients()
         members = [Member.of(parameter, group) for group in groups for parameter in group["params"]]
         self._plan([member for member in members if member.parameter.requires_grad], state_of)
-        for travel in self._travels:
+        presences = [Presence.begin(each.members, each.topology, each.device) for each in self._travels]
+        for presence in presences:
+            if not presence.is_late:
+                presence.check()
+        for travel, presence in zip(self._travels, presences, strict=True):
             if self.rule.keeps_state:
                 self._drop_others_state(travel, state_of)
-            travel.run(meanwhile)
+            travel.run(meanwhile, presence.to_step())
             meanwhile = _nothing
         meanwhile()
         for member in self._alone:
             self._step_alone(member, state_of(member.parameter))
+        self._unread = [each for each in presences if each.is_late]
+        for presence in self._unread:
+            presence.look()
+
+    def check_gradients(self) -> None:
+        """Check what the ranks told each other in the last step, if the host has not looked at it.
+
+        Raises:
+            FlatParamError: on every rank, if only some ranks that hold a part of a parameter had its gradient.
+        """
+        unread, self._unread = self._unread, []
+        for presence in unread:
+            presence.check()
 
     def _drop_others_state(self, travel: Travel, state_of: Callable[[Any], StateOf]) -> None:
         """Drop what only owners keep and other ranks have loaded, too: it would grow old here."""

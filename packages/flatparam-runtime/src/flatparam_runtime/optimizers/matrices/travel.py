@@ -6,22 +6,18 @@ While a bucket is stepped, the next one is under way to its owners, and the upda
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm import COMPLETED, FlatParamError, Pending, Span, Topology
+from flatparam_comm import COMPLETED, Pending, Span, Topology, streams_of
 from flatparam_runtime.optimizers.matrices.members import Member
 from flatparam_runtime.optimizers.matrices.routes import Routes
 from flatparam_runtime.optimizers.matrices.whole_step import StateOf, WholeStep
 
 __all__ = ["Travel"]
-
-_GIVEN: Final = 1.0
-_MIXED: Final = -1.0
-"""The flag of an update whose matrix had a gradient on some ranks only."""
 
 
 @final
@@ -34,8 +30,6 @@ class _BucketUnderWay:
     received: Tensor | None = None
     own: dict[int, Sequence[Tensor]] = attrs.field(factory=dict)
     """The parts of its own matrices that this rank has prepared, which do not travel."""
-    absent: set[int] = attrs.field(factory=set)
-    """The matrices of which this rank has a part and no gradient."""
     updates: dict[int, Tensor] = attrs.field(factory=dict)
     """This rank's parts of updates, 1-D, by matrix."""
     whole: dict[int, Tensor] = attrs.field(factory=dict)
@@ -60,8 +54,8 @@ class Travel:
     """The dtype in which updates travel back."""
     stepped: int = 0
     """The matrices that this rank has stepped, since the object was made."""
-    _refusals: list[str] = attrs.field(factory=list)
-    """The faults of the gradients of matrices in this step: told at its end, so that no rank waits in vain."""
+    _to_step: Sequence[bool] = ()
+    """Of each matrix, whether it is stepped this time."""
 
     @property
     def rank(self) -> int:
@@ -80,12 +74,15 @@ class Travel:
         return self.replica * self.routes.ranks + self.rank
 
     @torch.no_grad()
-    def run(self, meanwhile: Callable[[], object]) -> None:
+    def run(self, meanwhile: Callable[[], object], to_step: Sequence[bool]) -> None:
         """Step all matrices that have gradients, and call `meanwhile` once the first of them are under way.
 
-        Raises:
-            FlatParamError: if only some ranks that hold a part of a matrix have its gradient; on each that holds one.
+        Args:
+            meanwhile: is called once.
+            to_step: for each matrix, whether it is stepped; a rank that holds no part of it may not know better than
+                that it is.
         """
+        self._to_step = to_step
         stages = (self._send, self._step, self._spread, self._finish)
         under_way: list[_BucketUnderWay] = []
         for tick in range(self.routes.buckets + len(stages) - 1):
@@ -102,10 +99,6 @@ class Travel:
                 under_way[tick - len(stages) + 1] = _BucketUnderWay(-1)
         if not self.routes.buckets:
             meanwhile()
-        if self._refusals:
-            refusal = self._refusals[0]
-            self._refusals.clear()
-            raise FlatParamError(refusal)
 
     # To the owners
 
@@ -115,19 +108,15 @@ class Travel:
         for replica in range(routes.replicas):
             for owner in range(routes.ranks):
                 numbers = routes.owned(replica * routes.ranks + owner, bucket.number)
-                flags = []
                 for number, span in routes.parts(numbers, rank):
-                    prepared = self._prepare(bucket, number)
+                    prepared = self._prepare(number)
                     if replica != self.replica:
                         continue
                     if owner == rank:
                         bucket.own[number] = prepared
                         continue
-                    flags.append(_GIVEN if prepared else 0.0)
                     nothing = [self._zeros(span.numel)] * self.rule.streams
                     messages[owner] += [self._carried(each) for each in prepared] or nothing
-                if flags:
-                    messages[owner].append(torch.tensor(flags, dtype=self.given, device=self.device))
         if not routes.travels(self.replica, bucket.number):
             return
         mine = routes.owned(self.place, bucket.number)
@@ -139,17 +128,19 @@ class Travel:
             messages, received, self.given, "matrices to their owners"
         )
 
-    def _prepare(self, bucket: _BucketUnderWay, number: int) -> Sequence[Tensor]:
+    def _prepare(self, number: int) -> Sequence[Tensor]:
         """The tensors that travel of this rank's part of a matrix; none if it has no gradient."""
         member = self.members[number]
         gradient = member.parameter.grad
         if gradient is None:
-            bucket.absent.add(number)
             return ()
         return self.rule.prepare(member.parameter, gradient, self.state_of(member.parameter), member.settings)
 
     def _carried(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1).to(self.device, self.given)
+        carried = tensor.reshape(-1).to(self.given)
+        if carried.device == self.device:
+            return carried
+        return streams_of(self.device).to_device(carried, self.device)
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.given, device=self.device)
@@ -176,29 +167,21 @@ class Travel:
         bucket.pending.wait()
         routes, mine = self.routes, self.routes.owned(self.place, bucket.number)
         arrived = self._arrived(bucket, mine)
-        flags: dict[int, float] = {}
         for number in mine:
-            parts = arrived[number]
-            present = [bool(part) for _, part in parts]
-            flags[number] = _GIVEN if all(present) else _MIXED if any(present) else 0.0
-            numel = routes.matrices[number].numel
-            if flags[number] == _GIVEN:
-                bucket.whole[number] = self._stepped(number, parts)
+            if self._to_step[number]:
+                bucket.whole[number] = self._stepped(number, arrived[number])
             else:
+                numel = routes.matrices[number].numel
                 bucket.whole[number] = torch.zeros(numel, dtype=self.returned, device=self.device)
         bucket.own.clear()
         messages: list[list[Tensor]] = [[] for _ in range(routes.ranks)]
         for rank in range(routes.ranks):
-            parts_of_rank = routes.parts(mine, rank)
-            for number, span in parts_of_rank:
+            for number, span in routes.parts(mine, rank):
                 part = bucket.whole[number][span.as_slice()]
                 if rank == self.rank:
-                    self._take(bucket, number, part, flags[number])
+                    self._take(bucket, number, part)
                 else:
                     messages[rank].append(part)
-            if parts_of_rank and rank != self.rank:
-                told = [flags[number] for number, _ in parts_of_rank]
-                messages[rank].append(torch.tensor(told, dtype=self.returned, device=self.device))
         bucket.pending = COMPLETED
         if routes.travels(self.replica, bucket.number):
             received = [
@@ -216,7 +199,7 @@ class Travel:
     def _arrived(
         self, bucket: _BucketUnderWay, mine: Sequence[int]
     ) -> dict[int, list[tuple[Span, Sequence[Tensor]]]]:
-        """For each own matrix its parts, each with what was prepared of it; nothing if that rank has no gradient."""
+        """For each own matrix its parts, each with what was prepared of it: zeros if there is no gradient."""
         found: dict[int, list[tuple[Span, Sequence[Tensor]]]] = {number: [] for number in mine}
         start = 0
         for rank in range(self.routes.ranks):
@@ -225,16 +208,12 @@ class Travel:
                 for number, span in parts:
                     found[number].append((span, [self._carried(each) for each in bucket.own[number]]))
                 continue
-            if not parts or bucket.received is None:
+            if bucket.received is None:
                 continue
-            streams = self.rule.streams
-            end = start + self.routes.message_numel(mine, rank, streams)
-            flags = bucket.received[end - len(parts) : end].tolist()
-            for (number, span), flag in zip(parts, flags, strict=True):
-                pieces = torch.split(bucket.received[start : start + streams * span.numel], span.numel)
-                found[number].append((span, pieces if flag else ()))
-                start += streams * span.numel
-            start = end
+            for number, span in parts:
+                end = start + self.rule.streams * span.numel
+                found[number].append((span, torch.split(bucket.received[start:end], span.numel)))
+                start = end
         bucket.received = None
         return found
 
@@ -258,25 +237,10 @@ class Travel:
 
     # Back
 
-    def _take(self, bucket: _BucketUnderWay, number: int, update: Tensor, flag: float) -> None:
+    def _take(self, bucket: _BucketUnderWay, number: int, update: Tensor) -> None:
         """Note this rank's part of an update."""
-        if flag == _MIXED:
-            spec = self.members[number].spec
-            has = "no gradient" if number in bucket.absent else "a gradient"
-            self._refusals.append(
-                f"rank {self.rank}: parameter {spec.fqn!r}, of shape {spec.shape}, has {has} on this rank, unlike on "
-                "another rank that holds it or a part of it, so it was not stepped: give or drop the gradient of a "
-                "parameter on all ranks"
-            )
-        elif flag == _GIVEN:
+        if self._to_step[number]:
             bucket.updates[number] = update
-
-    def _check_replica(self, bucket: _BucketUnderWay, parts: Sequence[tuple[int, Span]]) -> None:
-        """Refuse parts that were stepped by a different replica, if only one of the two has a gradient."""
-        for number, span in parts:
-            if (number in bucket.updates) == (number in bucket.absent):
-                bucket.updates.pop(number, None)
-                self._take(bucket, number, torch.empty(span.numel), _MIXED)
 
     def _spread(self, bucket: _BucketUnderWay) -> None:
         bucket.pending.wait()
@@ -296,11 +260,10 @@ class Travel:
         self, bucket: _BucketUnderWay, parts: Sequence[tuple[int, Span]], received: Tensor, start: int
     ) -> int:
         """Note the updates in a message that begins at `start`; returns its end."""
-        end = start + sum(span.numel + 1 for _, span in parts)
-        for (number, span), flag in zip(parts, received[end - len(parts) : end].tolist(), strict=True):
-            self._take(bucket, number, received[start : start + span.numel], flag)
+        for number, span in parts:
+            self._take(bucket, number, received[start : start + span.numel])
             start += span.numel
-        return end
+        return start
 
     def _give_replicas(self, bucket: _BucketUnderWay) -> None:
         """Begin to give the other replicas this rank's parts of the updates that come from this one."""
@@ -312,11 +275,9 @@ class Travel:
         message = torch.zeros(numel, dtype=self.returned, device=self.device)
         start = 0
         parts = self.routes.parts(self.routes.in_replica(self.replica, bucket.number), self.rank)
-        end = sum(span.numel + 1 for _, span in parts)
-        for at, (number, span) in enumerate(parts):
+        for number, span in parts:
             if number in bucket.updates:
                 message[start : start + span.numel] = bucket.updates[number]
-                message[end - len(parts) + at] = _GIVEN
             start += span.numel
         bucket.received = torch.empty(numel * replicate.size, dtype=self.returned, device=self.device)
         bucket.pending = replicate.all_gather(bucket.received, message, label="updates to replicas")
@@ -331,9 +292,18 @@ class Travel:
                     numbers = self.routes.in_replica(replica, bucket.number)
                     parts = self.routes.parts(numbers, self.rank)
                     self._take_all(bucket, parts, bucket.received, replica * numel)
-                    self._check_replica(bucket, parts)
-        for number, update in bucket.updates.items():
+        for number, update in self._beside_parts(bucket.updates).items():
             member = self.members[number]
             part = member.parameter
-            update = update.to(part.device).view(part.shape)
-            self.rule.apply(part, update, member.spec.shape, member.settings)
+            self.rule.apply(part, update.view(part.shape), member.spec.shape, member.settings)
+
+    def _beside_parts(self, updates: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The updates on the devices of their parts: those of offloaded ones come to the host, which waits once."""
+        far = [number for number in updates if self.members[number].parameter.device != self.device]
+        if far:
+            streams = streams_of(self.device)
+            with streams.downloading() as copies:
+                updates = updates | {number: streams.to_host(updates[number]) for number in far}
+            if copies.end is not None:
+                copies.end.synchronize()
+        return updates

@@ -52,6 +52,8 @@ class WholeStep(Protocol):
     def step(self, whole: Sequence[Tensor], state: StateOf, settings: Settings) -> Tensor:
         """The update of the whole parameter, on its owner.
 
+        A rule that keeps no state may be called with zeros for a parameter without a gradient; its update is dropped.
+
         Args:
             whole: what `prepare` returned, in the parameter's shape and strides; may be changed.
             state: the same that `prepare` gets on this rank.
