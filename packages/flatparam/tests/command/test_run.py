@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import zipapp
 from pathlib import Path
 
@@ -231,6 +232,66 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 assert not [folder for folder in sys.path if folder.endswith("startup")]
 print(f"{FullyShardedDataParallel.__module__.split('.')[0]} {builtins.before}\\n", end="", flush=True)
 """
+
+
+NOT_REACHED = "flatparam run: no FullyShardedDataParallel was made in this process"
+WORKERS = """
+import os, subprocess, sys
+import torch.multiprocessing as mp
+
+def wrap(rank=0):
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    print(type(FSDP(torch.nn.Linear(2, 2), device_id=torch.device("cpu"))).__module__, flush=True)
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    ways = sys.argv[1:]
+    for way in ways:
+        if way == "wrap":
+            wrap()
+        elif way == "spawn":
+            mp.spawn(wrap)
+        elif way == "ray":
+            sys.modules["ray"] = sys
+        elif way == "fail":
+            sys.exit(3)
+        elif way == "end":
+            sys.exit()
+        elif way == "git":
+            subprocess.run(["true", "python-like"], check=True)
+        else:
+            options, _, inner = way.partition(" ")
+            command = [sys.executable, options, os.path.abspath("worker.py" if inner else "driver.py"), *inner.split()]
+            subprocess.run(command, check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ways", "is_told"),
+    [
+        (["-I wrap", "end"], True),
+        (["ray"], True),
+        # The program itself, which runs by `flatparam run` again, and says nothing twice.
+        (["-u "], True),
+        (["-I wrap", "fail"], False),
+        (["-u wrap"], False),
+        (["-I wrap", "spawn"], False),
+        (["wrap", "ray"], False),
+        (["git"], False),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_a_driver_whose_workers_are_not_reached(folder: Path, ways: list[str], is_told: bool) -> None:
+    """One line at the end says that no model was wrapped, if the program started workers and ended well."""
+    for name in ("driver.py", "worker.py"):
+        (folder / name).write_text(WORKERS)
+    before = set(Path(tempfile.gettempdir()).glob("flatparam-run-*"))
+    status, _, errors = outcome(folder, "-m", "flatparam", "run", "driver.py", *ways)
+    assert status == (3 if "fail" in ways else 0), errors
+    assert errors.count(NOT_REACHED) == is_told, errors
+    assert set(Path(tempfile.gettempdir()).glob("flatparam-run-*")) <= before
 
 
 def test_processes_that_are_none_of_fsdps(folder: Path) -> None:

@@ -109,13 +109,21 @@ def run_program(arguments: Sequence[str]) -> int:
         # Before the packages around a module are imported; torch's names are early there.
         from flatparam.compat.children import carry_to_processes, patch_of_reruns
         from flatparam.compat.installing import install
+        from flatparam.compat.reaching import Reach
 
         install()
         carry_to_processes()
+        reach = Reach()
+        reach.watch()
         is_module = find == Program.module
         program = find(rest[0])
         patch_of_reruns(rest[0] if is_module else os.path.abspath(rest[0]), is_module=is_module).put()
-        program.run(rest[1:])
+        try:
+            program.run(rest[1:])
+        except SystemExit as end:
+            reach.has_ended_well = not end.code
+            raise
+        reach.has_ended_well = True
     except CannotRun as error:
         sys.stderr.write(f"flatparam run: {error}\n")
         return 2

@@ -33,6 +33,7 @@ from flatparam.compat.names import FSDP, fsdp1_names
 from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.compat.patching import Patch, apply, restore
 from flatparam.compat.planning import patch_of_planner
+from flatparam.compat.reaching import note_wrapped
 from flatparam.compat.reading import patches_of_reader
 
 __all__ = ["Installation", "install", "torchs_own", "uninstall"]
@@ -102,6 +103,7 @@ def uninstall() -> None:
 
 def _notice_programs() -> None:
     """Patch PEFT if it was imported since `install`; it may be its model that is being wrapped."""
+    note_wrapped()
     with _LOCK:
         if _in_place:
             _in_place.extend(apply(patches_of_adapters()))
