@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import zipapp
 from pathlib import Path
 
@@ -283,15 +282,17 @@ if __name__ == "__main__":
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
-def test_a_driver_whose_workers_are_not_reached(folder: Path, ways: list[str], is_told: bool) -> None:
+def test_a_driver_whose_workers_are_not_reached(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, ways: list[str], is_told: bool
+) -> None:
     """One line at the end says that no model was wrapped, if the program started workers and ended well."""
     for name in ("driver.py", "worker.py"):
         (folder / name).write_text(WORKERS)
-    before = set(Path(tempfile.gettempdir()).glob("flatparam-run-*"))
+    monkeypatch.setenv("TMPDIR", str(folder))
     status, _, errors = outcome(folder, "-m", "flatparam", "run", "driver.py", *ways)
     assert status == (3 if "fail" in ways else 0), errors
     assert errors.count(NOT_REACHED) == is_told, errors
-    assert set(Path(tempfile.gettempdir()).glob("flatparam-run-*")) <= before
+    assert list(folder.glob("flatparam-run-*")) == []
 
 
 def test_processes_that_are_none_of_fsdps(folder: Path) -> None:

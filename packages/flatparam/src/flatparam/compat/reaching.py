@@ -24,11 +24,13 @@ from flatparam.compat.patching import Patch
 __all__ = ["Reach", "note_wrapped"]
 
 _VARIABLE: Final = "FLATPARAM_RUN"
-"""The variable with the path of a file that a process makes when it wraps a model; `flatparam run` sets it."""
+"""The variable with the path of a file that another process makes when it wraps a model; `flatparam run` sets it."""
 _STARTERS: Final = re.compile(
     r"(?:^|[\s/])(?:python[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ssh)(?:\s|$)"
 )
 """A word of a command that may start a worker."""
+_wrapped_here: list[bool] = []
+"""Not empty if the process of `flatparam run` has wrapped a model itself: it needs no file."""
 
 
 @final
@@ -45,7 +47,8 @@ class Reach:
 
     @_path.default
     def _new_path(self) -> str:
-        return os.path.join(tempfile.gettempdir(), f"flatparam-run-{secrets.token_hex(8)}")
+        name = f"flatparam-run-{secrets.token_hex(8)}-{os.getpid()}"
+        return os.path.join(tempfile.gettempdir(), name)
 
     def watch(self) -> None:
         """Begin, unless a process around this one does it."""
@@ -53,7 +56,7 @@ class Reach:
             os.environ[_VARIABLE] = self._path
             self._patch_of_starts().put()
             # It is the last, after threads and whatever the program registers.
-            atexit.register(self._end, os.getpid())
+            atexit.register(self._end)
 
     def _patch_of_starts(self) -> Patch:
         made = subprocess.Popen.__init__
@@ -67,16 +70,16 @@ class Reach:
 
         return Patch(subprocess.Popen, "__init__", init)
 
-    def _end(self, process: int) -> None:
-        # A process that was forked ends here too, perhaps.
-        if os.getpid() != process:
+    def _end(self) -> None:
+        # A process that was forked may end here too.
+        if not _is_own(self._path):
             return
         try:
             os.unlink(self._path)
-        except OSError:
+        except FileNotFoundError:
             # The processes of ray are no children of this one.
             starts = self._has_started or "ray" in sys.modules
-            if starts and self.has_ended_well and sys.stderr is not None:
+            if starts and self.has_ended_well and not _wrapped_here and sys.stderr is not None:
                 sys.stderr.write(
                     "flatparam run: no FullyShardedDataParallel was made in this process, nor in one that it started "
                     "and that was reached; workers that were started with python -I, with a different PYTHONPATH or on "
@@ -87,6 +90,15 @@ class Reach:
 def note_wrapped() -> None:
     """Note that this process has wrapped a model, if `flatparam run` has started it, at any distance."""
     path = os.environ.get(_VARIABLE)
-    if path is not None:
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    if path is None:
+        return
+    if _is_own(path):
+        _wrapped_here[:] = [True]
+        return
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def _is_own(path: str) -> bool:
+    """Whether this is the process that looks for the file."""
+    return path.endswith(f"-{os.getpid()}")
