@@ -18,7 +18,7 @@ from flatparam_runtime import Threshold
 __all__ = [
     "PIECE_NBYTES",
     "Move",
-    "Piece",
+    "PinnedPiece",
     "finish_copies",
     "is_mapped",
     "mapped_in",
@@ -111,7 +111,7 @@ def pinned(wholes: Sequence[Tensor]) -> list[Tensor]:
 
 @final
 @attrs.frozen
-class Piece:
+class PinnedPiece:
     """Some pinned memory, and the storages that lie in it.
 
     Attributes:
@@ -125,7 +125,7 @@ class Piece:
     starts: Mapping[int, int]
 
 
-def pieces_of(sizes: Sequence[int], most: int) -> list[Piece]:
+def pieces_of(sizes: Sequence[int], most: int) -> list[PinnedPiece]:
     """Where storages of `sizes` bytes lie in pinned memory, of which less than half is empty.
 
     Args:
@@ -145,14 +145,14 @@ def pieces_of(sizes: Sequence[int], most: int) -> list[Piece]:
     return pieces
 
 
-def _piece(lengths: Mapping[int, int], room: int) -> Piece:
+def _piece(lengths: Mapping[int, int], room: int) -> PinnedPiece:
     """A piece of at most `room` bytes, with each storage, in this order, that still fits."""
     end, starts = 0, {}
     for number, length in lengths.items():
         if end + length <= room:
             starts[number] = end
             end += length
-    return Piece(_power_of_two(end), end, starts)
+    return PinnedPiece(_power_of_two(end), end, starts)
 
 
 def _power_of_two(least: int) -> int:
