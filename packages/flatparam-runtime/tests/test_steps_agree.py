@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives, RankError, run_threads
-from flatparam_runtime import DivergenceError, clip_grad_norm_, notice_optimizers
+from flatparam_runtime import (
+    DivergenceError,
+    clip_grad_norm_,
+    holder_of_parameter,
+    notice_optimizers,
+    unit_of,
+)
 
 from .worlds import sharded
 
@@ -248,3 +254,24 @@ def test_a_refused_call_is_no_divergence(use_orig_params: bool) -> None:
             clip_grad_norm_(model, 1.0)
 
     run_threads(2, clip)
+
+
+def test_an_optimizer_that_leaves_out_a_unit_is_named(use_orig_params: bool) -> None:
+    """A rank whose optimizer has no parameter of one unit is told, with the units that each rank steps."""
+
+    def train(world: Collectives) -> None:
+        notice_optimizers()
+        model = sharded(_model, world, units=["0"], use_orig_params=use_orig_params)
+        held = [p for p in model.parameters() if world.rank == 0 or holder_of_parameter(p) is unit_of(model)]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(RankError) as raised:
+        run_threads(2, train)
+    error = raised.value.__cause__
+    assert isinstance(error, DivergenceError)
+    assert re.search(
+        r"rank 0 was at the step of SGD.* on 2 units, '\(root\)' to '0'; rank 1 .* on unit '", str(error)
+    ), error

@@ -142,39 +142,45 @@ def _note_step(optimizer: optim.Optimizer) -> bool:
     """
     if in_backward():
         return False
-    stepped = _fingerprints_of(optimizer)
-    for fingerprint, groups in stepped.items():
+    stepped = _stepped_by(optimizer)
+    for fingerprint, groups in stepped.groups.items():
         for everywhere in (True, False):
             # Another rank may list the groups in another order.
             of_kind = (number for number, spread in groups.items() if spread is everywhere)
             settings = sorted({_hyper_parameters(optimizer.param_groups[number]) for number in of_kind})
             if settings:
                 step = f"{STEP}{type(optimizer).__name__}({'; '.join(settings)})"
+                step += f" on {stepped.units[fingerprint]}" if everywhere else ""
                 fingerprint.note_step(step, everywhere=everywhere)
-    return bool(stepped)
+    return bool(stepped.groups)
 
 
 def note_step_of(optimizer: optim.Optimizer, what: str) -> None:
     """Note that this rank is about to do `what`, in words, to the models that `optimizer` steps; see `_note_step`."""
     if not in_backward():
-        for fingerprint, groups in _fingerprints_of(optimizer).items():
+        for fingerprint, groups in _stepped_by(optimizer).groups.items():
             fingerprint.note_step(what, everywhere=any(groups.values()))
 
 
 def _note_zero_grad(optimizer: optim.Optimizer) -> None:
     """Have the fingerprints know, at the next reduction, that the gradients were dropped."""
-    for fingerprint, groups in _fingerprints_of(optimizer).items():
+    for fingerprint, groups in _stepped_by(optimizer).groups.items():
         fingerprint.note_drop(everywhere=any(groups.values()))
 
 
-def _fingerprints_of(optimizer: optim.Optimizer) -> dict[Fingerprint, dict[int, bool]]:
-    """Those of the trees whose parameters `optimizer` has, each with its groups; see `_Stepped.groups`."""
+def _told(units: Mapping[int, str]) -> str:
+    names = [repr(units[number]) for number in sorted(units)]
+    return f"{len(names)} units, {names[0]} to {names[-1]}" if len(names) > 1 else f"unit {names[0]}"
+
+
+def _stepped_by(optimizer: optim.Optimizer) -> _Stepped:
+    """The trees whose parameters `optimizer` has."""
     lists = [group["params"] for group in optimizer.param_groups]
     key = [(id(each), len(each)) for each in lists]
     known: _Stepped | None = vars(optimizer).get(_STEPPED)
     if known is None or known.key != key or not known.is_up_to_date:
         known = vars(optimizer)[_STEPPED] = _Stepped.by(lists, key)
-    return known.groups
+    return known
 
 
 @final
@@ -189,6 +195,8 @@ class _Stepped:
 
     If not, a rank without elements may list none of them (`if p.numel()`), and have no such group or optimizer.
     """
+    units: dict[Fingerprint, str]
+    """By tree, the units, in words, of which it has a parameter that each of the ranks has elements of."""
     firsts: list[tuple[weakref.ReferenceType[Unit], Fingerprint | None]]
     """A unit of each tree: it gets another fingerprint when the units become part of a larger tree."""
 
@@ -204,6 +212,7 @@ class _Stepped:
     def by(cls, lists: Sequence[Sequence[torch.Tensor]], key: list[tuple[int, int]]) -> Self:
         """The trees of the parameters in `lists`, one for each group."""
         groups: dict[Fingerprint, dict[int, bool]] = {}
+        units: dict[Fingerprint, dict[int, str]] = {}
         firsts: dict[Fingerprint | None, weakref.ReferenceType[Unit]] = {}
         for number, parameters in enumerate(lists):
             for parameter in parameters:
@@ -217,9 +226,12 @@ class _Stepped:
                 of_tree = groups.setdefault(fingerprint, {})
                 handle, index, everywhere = _place_of(parameter)
                 of_tree[number] = of_tree.get(number, False) or everywhere
+                if everywhere:
+                    units.setdefault(fingerprint, {})[unit.observers.number] = unit.name
                 if not parameter.numel():
                     fingerprint.listed.add((id(handle), index))
-        return cls(key, groups, [(reference, each) for each, reference in firsts.items()])
+        told = {each: _told(of_tree) for each, of_tree in units.items()}
+        return cls(key, groups, told, [(reference, each) for each, reference in firsts.items()])
 
 
 def _place_of(parameter: torch.Tensor) -> tuple[FlatParamHandle | None, int, bool]:
