@@ -19,6 +19,7 @@ from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
+from flatparam_runtime.passes.graphs import check_no_graphs
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit import (
     ForwardCall,
@@ -202,6 +203,7 @@ class UnitTree:
         else:
             self.check_comparison()
         if not self._has_begun:
+            check_no_graphs(self.root, self.units)
             agree_on_units(self.units)
             for unit in self.units:
                 # A new object in the place of an original is no newcomer.
