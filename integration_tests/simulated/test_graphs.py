@@ -24,6 +24,7 @@ ROWS: Final = {
     "clipped": Program(clip=True),
     "checkpointing": Program(checkpointing="not reentrant"),
     "accumulation": Program(micro_batches=2, no_sync=True),
+    "matrices": Program(optimizer="muon", chain=True),
     "new gradients": Program(scenario="graphed_with_new_gradients"),
     "evaluation": Program(scenario="evaluation_graphed"),
     "FSDP2": Program("fsdp2"),
@@ -35,6 +36,7 @@ REFUSED: Final = {
     "FSDP1": Program("fsdp1", scenario="graphed"),
     "offload": Program(offload=True, scenario="graphed"),
     "first pass": Program(scenario="graphed_at_once"),
+    "counted steps": Program(optimizer="adafactor", scenario="graphed"),
 }
 """What cannot be captured. FSDP1's host waits before each gather, so that it does not run too far ahead."""
 
@@ -79,6 +81,7 @@ def test_fsdp1_cannot_be_captured(outcomes: dict[str, Outcome | str]) -> None:
             "first pass",
             r"its first pass is being captured in a graph.*run a few steps on a side stream before",
         ),
+        ("counted steps", r"is being captured in a graph, but the optimizer counts its steps on the host"),
     ],
 )
 def test_what_needs_the_host_is_refused_by_name(

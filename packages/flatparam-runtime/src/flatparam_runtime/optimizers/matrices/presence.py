@@ -28,6 +28,7 @@ class Presence:
 
     _members: Sequence[Member]
     _rank: int
+    _device: torch.device
     _runs_ahead: bool
     """Whether the host would have to wait for the comparison."""
     _own: bytes
@@ -48,19 +49,24 @@ class Presence:
         streams = streams_of(device)
         if streams.is_capturing:
             # The host cannot look at what a graph does; the next step that is not captured compares.
-            return cls(members, topology.rank, True, own, None, None)
+            return cls(members, topology.rank, device, True, own, None, None)
         # No step waits for the comparison.
         with streams.aside() as copies:
             flags = streams.to_device(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
             for group in topology.groups:
                 group.all_reduce(flags, op=ReduceOp.MAX, label="gradients of matrices").wait()
             told = streams.to_host(flags)
-        return cls(members, topology.rank, streams.runs_ahead, own, told, copies.end)
+        return cls(members, topology.rank, device, streams.runs_ahead, own, told, copies.end)
 
     @property
     def is_late(self) -> bool:
         """Whether the host looks at the comparison in the next step."""
-        return self._runs_ahead
+        return self._runs_ahead and self._told is not None
+
+    @property
+    def may_look(self) -> bool:
+        """Whether the host may ask the device now: not while a graph is captured."""
+        return not streams_of(self._device).is_capturing
 
     def to_step(self) -> list[bool]:
         """For each matrix, whether it is stepped, as far as this rank knows.
@@ -82,7 +88,7 @@ class Presence:
             FlatParamError: on every rank, if only some ranks that hold a part of a matrix have its gradient.
         """
         if self._told is None:
-            return
+            return  # Nobody has compared.
         self.look()
         if self._landed is not None:
             self._landed.synchronize()

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import FlatParamError, Topology
+from flatparam_comm import FlatParamError, Topology, streams_of
 from flatparam_runtime.optimizers.matrices.members import Member
 from flatparam_runtime.optimizers.matrices.presence import Presence
 from flatparam_runtime.optimizers.matrices.routes import Matrix, Routes
@@ -34,7 +34,7 @@ class MatrixStepper:
     _travels: list[Travel] = attrs.field(factory=list)
     _stepped_alone: int = 0
     _unread: list[Presence] = attrs.field(factory=list)
-    """What the ranks have told each other in the last step, if the host has not looked at it."""
+    """What the ranks told each other in the last step that was not captured, if the host has not looked at it."""
 
     @property
     def stepped(self) -> int:
@@ -68,6 +68,7 @@ class MatrixStepper:
         self.check_gradients()
         members = [Member.of(parameter, group) for group in groups for parameter in group["params"]]
         self._plan([member for member in members if member.parameter.requires_grad], state_of)
+        self._check_capture()
         presences = [Presence.begin(each.members, each.topology, each.device) for each in self._travels]
         for presence in presences:
             if not presence.is_late:
@@ -80,9 +81,21 @@ class MatrixStepper:
         meanwhile()
         for member in self._alone:
             self._step_alone(member, state_of(member.parameter))
-        self._unread = [each for each in presences if each.is_late]
-        for presence in self._unread:
+        late = [each for each in presences if each.is_late]
+        for presence in late:
             presence.look()
+        self._unread += late
+
+    def _check_capture(self) -> None:
+        """Refuse to be captured in a graph with a rule that counts steps."""
+        devices = {member.parameter.device for member in self._alone}
+        devices |= {travel.device for travel in self._travels}
+        if "step" in self.rule.part_states and any(streams_of(each).is_capturing for each in devices):
+            raise FlatParamError(
+                "a step of whole parameters is being captured in a graph, but the optimizer counts its steps on the "
+                "host, so that each replay would be the step with the same number: capture the passes, and call step() "
+                "after each replay"
+            )
 
     def check_gradients(self) -> None:
         """Check what the ranks told each other in the last step, if the host has not looked at it.
@@ -90,8 +103,9 @@ class MatrixStepper:
         Raises:
             FlatParamError: on every rank, if only some ranks that hold a part of a parameter had its gradient.
         """
-        unread, self._unread = self._unread, []
-        for presence in unread:
+        ready = [each for each in self._unread if each.may_look]
+        self._unread = [each for each in self._unread if each not in ready]
+        for presence in ready:
             presence.check()
 
     def _drop_others_state(self, travel: Travel, state_of: Callable[[Any], StateOf]) -> None:
