@@ -169,3 +169,20 @@ def test_reading_a_freed_view_fails() -> None:
     buffer = buffer_of((4,))
     with pytest.raises(RuntimeError, match="out of bounds"):
         buffer.view(0)
+
+
+@pytest.mark.parametrize("how", ["created", "left", "given away"])
+def test_memory_that_is_taken_in_inference_mode_can_be_written_outside(how: str) -> None:
+    """An evaluation in inference mode may be what takes memory; a training pass writes there afterwards, in place."""
+    buffer = buffer_of((3,))
+    with torch.inference_mode():
+        if how == "created":
+            buffer = buffer_of((3,))
+        buffer.allocate()
+        if how == "left":
+            buffer.leave()
+        elif how == "given away":
+            buffer.give_away()
+            buffer.allocate()
+    assert not buffer.tensor.is_inference()
+    buffer.tensor.fill_(1.0)

@@ -165,9 +165,10 @@ def test_a_reduction_owns_its_tensors_until_it_is_settled(ranks: int) -> None:
         handle = unit.handles[0]
         unit.unshard()
         module.up.bias.grad = torch.full((WIDTH,), 2.0)
-        handle.deposit(1, divisor=ranks)
+        averaging = unit.reducer.averaging(unit.handles)
+        handle.deposit(1, divisor=averaging.before)
         unit.reshard()
-        reduction = unit.begin_reduce([handle], unit.reducer.averaging(unit.handles))
+        reduction = unit.begin_reduce([handle], averaging)
         assert unit.phase is Phase.REDUCING
         # With one rank the flat gradient becomes `.grad`.
         assert (handle.gradients.buffer.held_nbytes > 0) == (ranks > 1)

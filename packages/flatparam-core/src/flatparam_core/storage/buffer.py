@@ -129,7 +129,7 @@ class FlatBuffer:
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
         """A buffer for the unsharded `layout`, without memory at first."""
-        tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+        tensor = _empty(layout.numel, dtype, device)
         buffer = cls(layout, tensor, layout.numel * dtype.itemsize, pool)
         buffer.free()
         return buffer
@@ -164,7 +164,7 @@ class FlatBuffer:
     def leave(self) -> None:
         """Leave the memory to whoever else has it, and have other memory of the same size, which no view is in yet."""
         like = self.give_away()
-        self.tensor = torch.empty(self.layout.numel, dtype=like.dtype, device=like.device)
+        self.tensor = _empty(self.layout.numel, like.dtype, like.device)
         self._storage = self.tensor.untyped_storage()
 
     @property
@@ -196,7 +196,7 @@ class FlatBuffer:
         if self.tensor.numel() != self.layout.numel:
             if self._source is not None:
                 self._source.make_room(self.nbytes)
-            self.tensor = self.tensor.new_empty(self.layout.numel)
+            self.tensor = _empty(self.layout.numel, self.tensor.dtype, self.tensor.device)
             self._storage = self.tensor.untyped_storage()
         elif self._source is None:
             self._storage.resize_(self.nbytes)
@@ -235,6 +235,12 @@ class FlatBuffer:
             self._gaps = [self.tensor[gap.as_slice()] for gap in self.layout.gaps]
         if self._gaps:
             torch._foreach_zero_(self._gaps)
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # A tensor that is made in inference mode may not be written in place outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def slot_view(whole: torch.Tensor, slot: Slot) -> torch.Tensor:
