@@ -13,15 +13,15 @@ from bench.training import Training
 from bench.workloads import Workload
 from torch import Tensor
 
-from .contenders import told, with_plain
+from .contenders import with_plain
 from .facts import Facts
 from .measurement import Measurement, not_on_cpu
-from .place import Place, Plan, allocator_of, in_processes
+from .place import Place, Plan, allocator_of, in_processes, told
 from .sizes import EXACT, TINY
 
 BEFORE: Final = 3
 REPLAYS: Final = 2
-LIMIT_OF_EACH: Final = 45.0
+LIMIT_OF_EACH: Final = 30.0
 """Seconds for one contender."""
 
 
@@ -118,8 +118,8 @@ MEASUREMENTS: Final = (
         "capture",
         "Whether a whole step (forward, backward, AdamW) is captured as a graph, and whether two replays have the "
         "losses of the eager steps in their place, bit for bit; or what was raised.",
-        70,
-        140,
+        45,
+        110,
         _run,
         not_on_cpu,
     ),

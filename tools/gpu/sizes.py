@@ -46,6 +46,9 @@ class Size:
 TINY: Final = Size(layers=3, width=32, heads=2, context=8, rows=2)
 EXACT: Final = Size(layers=4, width=256, heads=4, context=128, rows=2)
 """What the losses are compared of."""
+COMPILED: Final = Size(layers=6, width=1024, heads=16, context=128, rows=4)
+LARGEST: Final = Size(LAYERS, MOST_WIDTH, MOST_WIDTH // HEAD, CONTEXT, ROWS)
+"""What is trained over eight emulated ranks, where it fits."""
 
 
 def size_for(nbytes: int, models: int, ranks: int, bytes_of_each: int = BYTES_OF_TRAINING) -> Size:
@@ -61,11 +64,3 @@ def size_for(nbytes: int, models: int, ranks: int, bytes_of_each: int = BYTES_OF
 def one_row_stack(tiny: bool) -> Workload:
     """Layers whose parameters are large beside the activations of a single row."""
     return stack(units=6, width=256 if tiny else 4096, depth=1, rows=1)
-
-
-HOST_UNITS: Final = 32
-
-
-def units_of_nothing(tiny: bool) -> Workload:
-    """Many units whose kernels are so short that a step takes what the host takes."""
-    return stack(units=4 if tiny else HOST_UNITS, width=16, depth=2)

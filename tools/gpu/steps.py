@@ -106,12 +106,11 @@ _HOW: Final = (
 )
 
 MEASUREMENTS: Final = (
-    Measurement("steps, fp32", _HOW + "Everything is in fp32, with AdamW.", 50, 120, _run),
     Measurement(
         "steps, bf16",
         _HOW + "Parameters and AdamW are in fp32, computing and reductions in bf16.",
-        45,
-        110,
+        40,
+        80,
         partial(_run, bf16=True),
     ),
     Measurement(
@@ -119,8 +118,8 @@ MEASUREMENTS: Final = (
         _HOW
         + "Shards and gradients are in the host's memory; forward and backward passes in fp32, without the optimizer, "
         "which would run on the CPU.",
-        50,
-        110,
+        40,
+        80,
         partial(_run, offload=True),
         not_on_cpu,
     ),
