@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, stack
 from gpu.formula import Bytes, Units, full_shard, shard_grad_op
-from gpu.host import with_units
+from gpu.link import gathered_nbytes
 from gpu.place import ranks_for
 from gpu.sizes import BYTES_OF_TRAINING, MOST_WIDTH, SHARE, size_for
 from gpu.steps import joined
@@ -74,7 +74,6 @@ def test_the_slowest_rank_and_ratios_by_round() -> None:
     assert rows["nobody"] == {"error": "ValueError: no"}
 
 
-def test_microseconds_of_a_unit() -> None:
-    """What a unit takes is what the step takes on top of the plain model, over the number of units."""
-    rows = with_units({"plain model": {"us": 100.0}, "x": {"us": 500.0}, "y": {"error": "no"}}, 4)
-    assert (rows["x"]["us_per_unit"], rows["y"]) == (100.0, {"error": "no"})
+def test_a_link_is_as_slow_as_a_block() -> None:
+    """What a rank gets for a block in bf16 is two bytes an element of the others' seven eighths."""
+    assert gathered_nbytes(stack(units=3, width=4, depth=2)) == 2 * 40 * 7 / 8

@@ -92,12 +92,16 @@ def _divided(place: Place, build: Callable[[Setting], Training], bf16: bool) -> 
 
 
 def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
-    rows = in_processes(plan, limit, measure)[0]
+    return judged(in_processes(plan, limit, measure)[0], on_cpu=plan.on_cpu)
+
+
+def judged(rows: dict[str, dict[str, Any]], *, on_cpu: bool) -> dict[str, Any]:
+    """The entry of the rows: it is right where ours are; what is wrong of torch's own is told, and decides nothing."""
     of_torch = [name for name, row in rows.items() if not row["ours"]]
     wrong = [name for name in of_torch if not rows[name].get("right", False) and "error" not in rows[name]]
-    if plan.on_cpu:  # there it is of no backend
+    if on_cpu:  # no backend of the CPU has it
         rows = {name: row for name, row in rows.items() if name not in of_torch}
-    said = "not on this device: PREMUL_SUM is NCCL's" if plan.on_cpu else "PREMUL_SUM of this torch is right"
+    said = "not on this device: PREMUL_SUM is NCCL's" if on_cpu else "PREMUL_SUM of this torch is right"
     return {
         "columns": {"expected": "expected", "found": "found", "right": "right"},
         "note": f"A fault of this torch, which flatparam has to avoid: {', '.join(wrong)}" if wrong else said,

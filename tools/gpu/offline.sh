@@ -2,12 +2,12 @@
 # Everything that `nox -s gpu` looks at, on a machine without a package index, from the sources: bash tools/gpu/offline.sh
 #
 # Needs Python 3.10 or newer with torch, attrs, tqdm, typing-extensions, numpy, safetensors, xxhash, pytest,
-# pytest-timeout, pytest-xdist and hypothesis. Ends in 560 seconds. What each part finds is in $OUT (default: build/gpu)
+# pytest-timeout, pytest-xdist and hypothesis. Ends in 560 seconds (SECONDS_IN_ALL). What each part finds is in $OUT (default: build/gpu)
 # when the part is over: <device>.json, <device>.md, tests.xml, tests.log, <device>-profile.json.gz, log.txt.
 # Arguments are those of `python tools/gpu`; where there is no GPU, `--device cpu --tiny` tries every part.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
-OUT=${OUT:-build/gpu} PYTHON=${PYTHON:-python3}
+OUT=${OUT:-build/gpu} PYTHON=${PYTHON:-python3} SECONDS_IN_ALL=${SECONDS_IN_ALL:-560}
 mkdir -p "$OUT" || exit 2
 export PYTHONPATH="$(printf '%s:' "$PWD"/packages/*/src)$PWD:$PWD/tools${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
@@ -30,7 +30,7 @@ if ! "$PYTHON" -c "$loopback" 2>/dev/null; then
     fi
 fi
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null
-timeout --kill-after=5 555 "$PYTHON" tools/gpu --budget 540 --out "$OUT" "$@" 2>&1 | tee "$OUT/log.txt"
+timeout --kill-after=5 "$((SECONDS_IN_ALL - 5))" "$PYTHON" tools/gpu --budget "$((SECONDS_IN_ALL - 20))" --out "$OUT" "$@" 2>&1 | tee "$OUT/log.txt"
 status=${PIPESTATUS[0]}
 ls -l "$OUT"
 exit "$status"

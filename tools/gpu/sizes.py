@@ -63,4 +63,4 @@ def size_for(nbytes: int, models: int, ranks: int, bytes_of_each: int = BYTES_OF
 
 def one_row_stack(tiny: bool) -> Workload:
     """Layers whose parameters are large beside the activations of a single row."""
-    return stack(units=6, width=256 if tiny else 4096, depth=1, rows=1)
+    return stack(units=6, width=512 if tiny else 4096, depth=1, rows=1)

@@ -51,17 +51,22 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
         Path(plan.out, "tests.log").open("wb") as log,
         subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process,
     ):
-        try:
-            process.wait(limit * plan.patience - TO_REPORT)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it writes a report of what has run
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TO_REPORT)
-            process.kill()
+        end(process, limit * plan.patience - TO_REPORT)
     if not report.exists():
         raise RuntimeError(f"pytest ended with {process.returncode} and left no report: see tests.log")
     found = dict(counts(report))
     return {**found, "same": not found["failed"]}
+
+
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait so long for it; if that is too short, interrupt it, so that it reports what it has done."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TO_REPORT)
+        process.kill()
 
 
 MEASUREMENTS: Final = (
