@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -60,7 +61,10 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Everything, on the CPU, as on a machine without a package index."""
     folder = tmp_path_factory.mktemp("cpu")
     found = run(folder, ["bash", "tools/gpu/offline.sh"], "--device", "cpu")
-    assert len(list(folder.iterdir())) < 8
+    files = list(folder.iterdir())
+    assert len(files) < 8
+    (profile,) = (file for file in files if file.name.endswith("-profile.json.gz"))
+    assert json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
     return found
 
 
@@ -72,7 +76,7 @@ def test_everything_runs_on_the_cpu(on_cpu: Run) -> None:
     elsewhere = {name for name, entry in entries.items() if "reason" in entry}
     assert elsewhere == {
         *("link, 2.0", "link, 0.5", "memory, expandable segments"),
-        *("steps, offload", "overlap", "capture"),
+        "capture",
     }
     for name in entries.keys() - elsewhere - {"tests"}:
         assert not [row for row in on_cpu.rows(name).values() if "error" in row], name
@@ -122,7 +126,7 @@ def on_simulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
         pytest.skip(reason)
     command = [sys.executable, "-W", "ignore", "tools/gpu", "--out"]
     register = ("--import", "integration_tests.gpu.simulated_device")
-    chosen = ("--only", "backend", "losses", "overlap", "memory", "link")
+    chosen = ("--only", "backend", "losses", "memory", "link")
     folder = tmp_path_factory.mktemp("simulated")
     return run(folder, [*command, str(folder)], *register, *chosen)
 
@@ -140,8 +144,13 @@ def test_losses_are_the_same_on_an_accelerator(on_simulated: Run) -> None:
 @pytest.mark.long
 def test_eight_ranks_are_emulated_on_an_accelerator(on_simulated: Run) -> None:
     """Everybody trains over emulated ranks with streams of their own, and products of the backend are right."""
-    for name in ("link, 1.0", "memory"):
-        assert not [row for row in on_simulated.rows(name).values() if "error" in row]
+    failed = {
+        who
+        for name in ("link, 1.0", "memory")
+        for who, row in on_simulated.rows(name).items()
+        if "error" in row
+    }
+    assert failed <= {"torch FSDP1, offload"}  # the device's tensors cannot take the place of others
     assert all(row["right"] for row in on_simulated.rows("backend").values())
 
 
@@ -151,14 +160,6 @@ def test_memory_on_an_accelerator_is_the_formulas(on_simulated: Run, part: str) 
     """One unit's reduction is under way while the next is at work, and units are gathered ahead, as the formula says."""
     assert is_formulas(on_simulated, "flatparam", "FULL_SHARD", part)
     assert is_formulas(on_simulated, "flatparam, SHARD_GRAD_OP", "SHARD_GRAD_OP", part)
-
-
-@pytest.mark.long
-def test_a_device_that_cannot_be_profiled(on_simulated: Run) -> None:
-    """Where torch sees nothing of a device in a profile, each row says so instead of a figure."""
-    for row in on_simulated.rows("overlap").values():
-        assert row.keys() == {"error"}
-    assert "events of the device" in on_simulated.rows("overlap")["flatparam"]["error"]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

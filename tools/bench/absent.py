@@ -94,7 +94,8 @@ def _free_ddp(setting: Setting) -> Training:
 
 
 def _completed(value: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    devices: list[int | str | torch.device] = [] if value.device.type == "cpu" else [value.device]
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(value)
     return future
 

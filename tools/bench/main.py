@@ -168,7 +168,11 @@ def _enter(path: Path, section: str, title: str, entry: Any, *, keeps_rows: bool
     """Put one result into the file, with the machine that it is of; perhaps beside rows that are there already."""
     results = json.loads(path.read_text()) if path.exists() else {}
     if keeps_rows:
-        entry["rows"] = {**results.get(section, {}).get(title, {}).get("rows", {}), **entry["rows"]}
+        before = results.get(section, {}).get(title, {}).get("rows", {})
+        entry["rows"] = {
+            **before,
+            **{name: {**before.get(name, {}), **row} for name, row in entry["rows"].items()},
+        }
     entry["machine"] = {
         "cpus": os.cpu_count(),
         "processor": platform.machine(),

@@ -110,7 +110,8 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
             (rows[name], *_) = in_processes(plan, min(LIMIT_OF_EACH, max(left, 1.0)), measure, name)
         except Exception as error:
             rows[name] = {"error": told(error)}
-    return {"workload": (TINY if plan.tiny else EXACT).workload.what, "rows": rows}
+    columns = {"captured": "captured", "equal": "replays as eager steps", "reason": "because"}
+    return {"workload": (TINY if plan.tiny else EXACT).workload.what, "columns": columns, "rows": rows}
 
 
 MEASUREMENTS: Final = (

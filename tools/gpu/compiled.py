@@ -11,10 +11,10 @@ from bench.workloads import Workload
 from .contenders import PLAIN, attempt, full_step, with_plain
 from .emulated import RANKS
 from .facts import Facts
-from .link import seconds_of
 from .measurement import Measurement
 from .place import Place, Plan, in_emulation, told
 from .sizes import COMPILED, TINY
+from .steps import seconds_of
 
 NAMES: Final = (PLAIN, "flatparam, original", "flatparam, fully_shard", "torch FSDP2")
 

@@ -86,14 +86,6 @@ class EmulatedGroup(dist.ProcessGroup):
         self._stream: torch.Stream | None = None
         self._last: torch.Event | None = None
 
-    def getBackendName(self) -> str:
-        """What torch asks for."""
-        return BACKEND
-
-    def name(self) -> str:
-        """What torch asks for."""
-        return BACKEND
-
     def _gather(self, output: Tensor, shard: Tensor, opts: Any = None) -> dist.Work:
         ranks = self.size()
 
@@ -140,7 +132,7 @@ class EmulatedGroup(dist.ProcessGroup):
         names: Any = dist.distributed_c10d._world.pg_names
         return str(names[self])
 
-    # What torch calls: the second two are the names of torch 2.13.
+    # What torch calls: `single` is of torch 2.13.
     _allgather_base: Any = _gather
     _reduce_scatter_base: Any = _reduce_scatter
     all_gather_single: Any = _gather
@@ -172,7 +164,8 @@ class EmulatedGroup(dist.ProcessGroup):
         stream.wait_event(callers.record_event())
         if self._last is not None:
             stream.wait_event(self._last)
-        with stream, torch.no_grad():
+        # Profiles know collectives by such ranges.
+        with torch.profiler.record_function(f"c10d::{BACKEND}"), stream, torch.no_grad():
             self.link.carry(wire)
             action()
         self._last = stream.record_event()

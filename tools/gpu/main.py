@@ -2,7 +2,7 @@
 
     python tools/gpu                          everything, on the accelerator of this machine, in ten minutes
     python tools/gpu --budget 300             what is worth most, in five
-    python tools/gpu --only steps overlap     some of it; the other results in the file stay
+    python tools/gpu --only steps losses     some of it; the other results in the file stay
     python tools/gpu --device cpu --tiny --out build/gpu
                                               that the tool works, without an accelerator
 
@@ -28,20 +28,24 @@ from attrs import evolve
 
 from flatparam_comm.testing import run_processes
 
-from . import alignment, backend, capture, compiled, host, link, losses, memory, others, overlap, steps, tests
+from . import alignment, backend, capture, compiled, host, losses, memory, others, steps, tests
 from .facts import Facts, facts_of
 from .measurement import Measurement
 from .page import write
 from .place import Plan, ranks_for, told
 from .results import command_for, enter, made_by
 
-MODULES: Final = (
-    *(backend, alignment, losses, tests, host, link, memory),
-    *(compiled, capture, others, overlap, steps),
+MODULES: Final = (backend, alignment, losses, tests, host, steps, memory, compiled, capture, others)
+ORDER: Final = (
+    *("backend", "alignment", "losses", "tests", "host", "link", "memory"),
+    *("compiled", "capture", "steps", "others"),
 )
 """By what a minute of each is worth: the last ones are not begun where the time is over."""
 MEASUREMENTS: Final[tuple[Measurement, ...]] = tuple(
-    each for module in MODULES for each in module.MEASUREMENTS
+    sorted(
+        (each for module in MODULES for each in module.MEASUREMENTS),
+        key=lambda each: ORDER.index(each.module),
+    )
 )
 RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "gpu"
 BUDGET: Final = 600.0
@@ -160,9 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python tools/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [module.MEASUREMENTS[0].module for module in MODULES]
     parser.add_argument("--device", default="", help="as torch calls it (default: the accelerator there is)")
-    parser.add_argument("--only", nargs="+", choices=names, default=[], help="measure these")
+    parser.add_argument("--only", nargs="+", choices=ORDER, default=[], help="measure these")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), help="processes (default: see above)")
     parser.add_argument("--tiny", action="store_true", help="models so small that only the tool is tried")
     parser.add_argument(

@@ -111,31 +111,6 @@ def _losses(entry: Mapping[str, Any]) -> Iterator[str]:
     yield _rows(heads, entry["rows"], cells)
 
 
-def _steps(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        ratio = row.get("ratio")
-        of_reference = "" if ratio is None else f"{ratio[1]:.3f} ({ratio[0]:.3f}-{ratio[2]:.3f})"
-        return [f"{row['ms']:.2f}", of_reference, str(row["rounds"])]
-
-    yield f"{entry['workload']}."
-    yield _rows(["ms a step", f"x {entry['reference']} (quartiles)", "rounds"], entry["rows"], cells)
-
-
-def _overlap(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        kinds = [row[kind] for kind in ("communication", "to_device", "to_host")]
-        hidden = [
-            f"{kind['hidden'] / 1e3:.2f} of {kind['total'] / 1e3:.2f}" if kind["total"] else "-"
-            for kind in kinds
-        ]
-        waits = ", ".join(f"{count} {name}" for name, count in row["waits_of_host"].items())
-        return [f"{row['length'] / 1e3:.2f}", f"{row['computing'] / 1e3:.2f}", *hidden, waits or "none"]
-
-    yield f"{entry['workload']}, in {entry['precision']}. Milliseconds."
-    heads = ["step", "computing", "collectives hidden", "to the device hidden", "to the host hidden"]
-    yield _rows([*heads, "waits of the host"], entry["rows"], cells)
-
-
 def _memory(entry: Mapping[str, Any]) -> Iterator[str]:
     def cells(row: Mapping[str, Any]) -> list[str]:
         kept = row.get("keeps", False)
@@ -167,6 +142,8 @@ def _columns(entry: Mapping[str, Any]) -> Iterator[str]:
     def shown(value: Any) -> str:
         if isinstance(value, bool):
             return "yes" if value else "**no**"
+        if isinstance(value, str):
+            return value.replace("|", "\\|")
         return "" if value is None else f"{value:.4g}"
 
     if "workload" in entry:
@@ -177,23 +154,10 @@ def _columns(entry: Mapping[str, Any]) -> Iterator[str]:
     yield _rows(list(columns.values()), entry["rows"], lambda row: [shown(row.get(key)) for key in columns])
 
 
-def _capture(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        if not row["captured"]:
-            return ["no", "", row["reason"].replace("|", "\\|")]
-        return ["yes", "yes" if row["equal"] else f"no: {row['replayed']} for {row['eager']}", ""]
-
-    yield f"{entry['workload']}."
-    yield _rows(["captured", "replays as eager steps", "because"], entry["rows"], cells)
-
-
 _RENDER: Final[dict[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
-    **dict.fromkeys(("backend", "alignment", "link", "compiled", "others"), _columns),
+    **dict.fromkeys(("backend", "alignment", "link", "compiled", "capture", "steps", "others"), _columns),
     "tests": _tests,
     "losses": _losses,
-    "steps": _steps,
-    "overlap": _overlap,
     "memory": _memory,
     "host": _host,
-    "capture": _capture,
 }
