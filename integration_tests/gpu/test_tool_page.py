@@ -103,7 +103,7 @@ def test_a_page_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch
 
     monkeypatch.setitem(pages._RENDER, "host", broken)
     file = tmp_path / "x.json"
-    found = {"rows": {}}
+    found: dict[str, Any] = {"rows": {}}
     assert measure_all([measurement("host", found), measurement("losses", SAME)], PLAN, FACTS, file) == 1
     assert list(results_of(file)) == ["host", "losses"]
 
@@ -148,7 +148,7 @@ def test_losses_are_compared_on_every_rank() -> None:
 
 def test_a_page_by_hand() -> None:
     """Each kind of figure stands in a table, with what reproduces it."""
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "memory": {
             "workload": "layers",
             "formulas": {name: {"rest": 10**6, "forward": 2 * 10**6, "backward": 4 * 10**6} for name in KEPT},
