@@ -8,6 +8,8 @@ import pytest
 from bench.absent import CONTENDERS, world
 from bench.counts import Operators, calls_of
 from bench.growth import optimizer_steps, prepared
+from bench.host import CONTENDERS as MEASURED_ON_HOST
+from bench.host import PARTS, lines, on_cpu
 from bench.instructions import measure
 from bench.training import Setting
 from bench.workloads import stack
@@ -69,3 +71,26 @@ def test_instructions_are_counted() -> None:
     """A unit costs instructions over the plain model, and more with more parameters."""
     found = measure(8, [4, 8], ["flatparam"])["flatparam"]
     assert 0 < found["4"]["pass"] < found["8"]["pass"]
+
+
+def test_microseconds() -> None:
+    """Everybody takes part, each part of a step takes some time, and the table says how often the reference's."""
+    (rows,) = run_processes(1, on_cpu, 4, 0.0)
+    assert list(rows) == list(MEASURED_ON_HOST)
+    assert all(row[part] > 0 for row in rows.values() for part in PARTS)
+    head, *others = lines(rows)
+    assert head[-1] == "x torch FSDP1"
+    assert [line[0] for line in others] == list(rows)
+
+
+def test_a_table_of_microseconds_by_hand() -> None:
+    """Passes are on top of the plain model's, and an error stands in its row, even the plain model's."""
+    plain, twice = ({"forward": f, "backward": f, "update": 9.0} for f in (10.0, 30.0))
+    rows = {"plain": plain, "torch FSDP1": twice, "x": plain | {"backward": 30.0}, "y": {"error": "E: a|b"}}
+    assert lines(rows)[1:] == [
+        ["plain", "10", "10", "9", "0", ""],
+        ["torch FSDP1", "30", "30", "9", "40", "1.00"],
+        ["x", "10", "30", "9", "20", "0.50"],
+        ["y", "failed: E: a\\|b", "", "", "", ""],
+    ]
+    assert lines({"plain": {"error": "E: no"}, "torch FSDP1": twice})[2][-1] == "1.00"

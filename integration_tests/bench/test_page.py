@@ -7,18 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench.main import RESULTS, main
+from bench.main import HOST_RESULTS, RESULTS, main
 from bench.page import write
 
-PAGE = RESULTS.with_suffix(".md")
 
-
-def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize("results", [RESULTS, HOST_RESULTS], ids=lambda results: results.stem)
+def test_the_page_is_that_of_the_results(tmp_path: Path, results: Path) -> None:
     """Nothing between the markers is edited by hand."""
-    copy = tmp_path / PAGE.name
-    shutil.copy(PAGE, copy)
-    write(json.loads(RESULTS.read_text()), copy)
-    assert copy.read_text() == PAGE.read_text()
+    page = results.with_suffix(".md")
+    copy = tmp_path / page.name
+    shutil.copy(page, copy)
+    write(json.loads(results.read_text()), copy)
+    assert copy.read_text() == page.read_text()
 
 
 def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:

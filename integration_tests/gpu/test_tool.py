@@ -1,7 +1,8 @@
-"""`python tools/gpu` from beginning to end without a GPU: on the CPU, and on the simulated device."""
+"""`bash tools/gpu/offline.sh` from beginning to end without a GPU, and `python tools/gpu` on the simulated device."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from gpu.main import MEASUREMENTS
 from flatparam_comm.testing import PATIENCE
 from integration_tests.simulated import build
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,14 +38,17 @@ class Run:
         return rows
 
 
-def run(folder: Path, *arguments: str) -> Run:
+def run(folder: Path, command: list[str], *arguments: str) -> Run:
     """Run the tool with tiny models, without limits that a busy machine could reach."""
-    command = [sys.executable, "-W", "ignore", "tools/gpu", "--tiny", "--out", str(folder), *arguments]
-    patience = ["--patience", str(PATIENCE / 10)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
+    changed = {"PYTHONPATH": path, "OUT": str(folder), "PYTHON": sys.executable, "SECONDS_IN_ALL": "6000"}
     ended = subprocess.run(
-        [*command, *patience], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [*command, "--tiny", *arguments, "--patience", str(PATIENCE / 10)],
+        cwd=ROOT,
+        env={**os.environ, **changed},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     files = list(folder.glob("*.json"))
     assert len(files) == 1, ended.stdout + ended.stderr
@@ -54,8 +58,14 @@ def run(folder: Path, *arguments: str) -> Run:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Everything, on the CPU."""
-    return run(tmp_path_factory.mktemp("cpu"), "--device", "cpu")
+    """Everything, on the CPU, as on a machine without a package index."""
+    folder = tmp_path_factory.mktemp("cpu")
+    found = run(folder, ["bash", "tools/gpu/offline.sh"], "--device", "cpu")
+    files = list(folder.iterdir())
+    assert len(files) < 8
+    (profile,) = (file for file in files if file.name.endswith("-profile.json.gz"))
+    assert json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    return found
 
 
 def test_everything_runs_on_the_cpu(on_cpu: Run) -> None:
@@ -63,25 +73,28 @@ def test_everything_runs_on_the_cpu(on_cpu: Run) -> None:
     entries = on_cpu.results["measurements"]
     assert on_cpu.status == 0, on_cpu.said
     assert list(entries) == [each.name for each in MEASUREMENTS]
-    elsewhere = {name for name, entry in entries.items() if "not on this device" in entry.get("reason", "")}
-    assert elsewhere == {"steps, offload", "overlap", "capture"}
-    for name in entries.keys() - elsewhere:
-        rows = on_cpu.rows(name)
-        assert {"flatparam", "flatparam, original"} <= rows.keys()
-        assert not [row for row in rows.values() if "error" in row], name
+    elsewhere = {name for name, entry in entries.items() if "reason" in entry}
+    assert elsewhere == {
+        *("link, 2.0", "link, 0.5", "memory, expandable segments"),
+        "capture",
+    }
+    for name in entries.keys() - elsewhere - {"tests"}:
+        assert not [row for row in on_cpu.rows(name).values() if "error" in row], name
+    assert "only CUDA sleeps in a stream" in entries["link, 1.0"]["note"]
+    assert entries["tests"]["failed"] == 0
     assert all(f"## {name}\n" in on_cpu.page for name in entries)
 
 
 def test_each_part_is_announced(on_cpu: Run) -> None:
     """There is a line for each part, with its number."""
-    lines = on_cpu.said.splitlines()[1:]
-    for number, (measurement, line) in enumerate(zip(MEASUREMENTS, lines, strict=False), start=1):
-        assert line.startswith(f"{number}/{len(MEASUREMENTS)} {measurement.name}: ")
+    for number, measurement in enumerate(MEASUREMENTS, start=1):
+        assert f"\n{number}/{len(MEASUREMENTS)} {measurement.name}: " in on_cpu.said
 
 
 def test_losses_are_the_same_on_the_cpu(on_cpu: Run) -> None:
-    """Everybody has FSDP1's losses on two processes, and threads those of a model on the mean."""
-    for name in ("losses", "losses, threads"):
+    """Everybody has FSDP1's losses on two processes and on emulated ranks, and threads those of a model on the mean."""
+    of_eight = [f"losses, eight ranks, {precision}" for precision in ("fp32", "bf16")]
+    for name in ("losses", "losses, bf16", "losses, threads", *of_eight):
         assert all(row["equal"] for row in on_cpu.rows(name).values())
     of_processes, of_threads = (
         on_cpu.rows(name)["flatparam"]["losses"] for name in ("losses", "losses, threads")
@@ -99,9 +112,9 @@ def is_formulas(run: Run, name: str, formula: str, part: str) -> bool:
 
 @pytest.mark.parametrize("part", ["rest", "forward", "backward"])
 def test_memory_on_the_cpu_is_the_formulas(on_cpu: Run, part: str) -> None:
-    """On two ranks flatparam takes what the formulas say."""
-    assert is_formulas(on_cpu, "flatparam", "FULL_SHARD", part)
-    assert is_formulas(on_cpu, "flatparam, original", "FULL_SHARD", part)
+    """One of eight ranks takes what the formulas say."""
+    for form in ("flatparam", "flatparam, original", "flatparam, fully_shard"):
+        assert is_formulas(on_cpu, form, "FULL_SHARD", part)
     assert is_formulas(on_cpu, "flatparam, SHARD_GRAD_OP", "SHARD_GRAD_OP", part)
 
 
@@ -110,48 +123,69 @@ def on_simulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """What the simulated device can show, in a world of one process."""
     if reason := build.why_not():
         pytest.skip(reason)
+    command = [sys.executable, "-W", "ignore", "tools/gpu", "--out"]
     register = ("--import", "integration_tests.gpu.simulated_device")
-    return run(tmp_path_factory.mktemp("simulated"), *register, "--only", "losses", "overlap", "memory")
+    chosen = ("--only", "backend", "losses", "memory", "link")
+    folder = tmp_path_factory.mktemp("simulated")
+    return run(folder, [*command, str(folder)], *register, *chosen)
 
 
+@pytest.mark.long
 def test_losses_are_the_same_on_an_accelerator(on_simulated: Run) -> None:
     """With streams the losses are FSDP1's too; the one rank shards through the device's backend all the same."""
     assert on_simulated.status == 0, on_simulated.said
     assert on_simulated.results["device"]["backend"] == "simulated"
-    rows = on_simulated.rows("losses")
-    assert "flatparam, sharded over one rank" in rows
-    assert all(row["equal"] for row in rows.values())
+    assert "flatparam, sharded over one rank" in on_simulated.rows("losses")
+    for name in ("losses", "losses, bf16", "losses, eight ranks, fp32", "losses, eight ranks, bf16"):
+        assert all(row["equal"] for row in on_simulated.rows(name).values())
 
 
+@pytest.mark.long
+def test_eight_ranks_are_emulated_on_an_accelerator(on_simulated: Run) -> None:
+    """Everybody trains over emulated ranks with streams of their own, and products of the backend are right."""
+    failed = {
+        who
+        for name in ("link, 1.0", "memory")
+        for who, row in on_simulated.rows(name).items()
+        if "error" in row
+    }
+    assert failed <= {"torch FSDP1, offload"}  # the device's tensors cannot take the place of others
+    assert all(row["right"] for row in on_simulated.rows("backend").values())
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["rest", "forward", "backward"])
 def test_memory_on_an_accelerator_is_the_formulas(on_simulated: Run, part: str) -> None:
     """One unit's reduction is under way while the next is at work, and units are gathered ahead, as the formula says."""
-    name = "flatparam, sharded over one rank"
-    assert is_formulas(on_simulated, name, "FULL_SHARD", part)
-    assert is_formulas(on_simulated, f"{name}, SHARD_GRAD_OP", "SHARD_GRAD_OP", part)
-
-
-def test_a_device_that_cannot_be_profiled(on_simulated: Run) -> None:
-    """Where torch sees nothing of a device in a profile, each row says so instead of a figure."""
-    for row in on_simulated.rows("overlap").values():
-        assert row.keys() == {"error"}
-    assert "events of the device" in on_simulated.rows("overlap")["flatparam"]["error"]
+    assert is_formulas(on_simulated, "flatparam", "FULL_SHARD", part)
+    assert is_formulas(on_simulated, "flatparam, SHARD_GRAD_OP", "SHARD_GRAD_OP", part)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_no_accelerator(tmp_path: Path) -> None:
     """Without an accelerator nothing is measured and nothing written: it says how to try it on the CPU."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "tools/gpu",
-        "--out",
-        str(tmp_path),
-        "--patience",
-        str(PATIENCE / 10),
-    ]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["bash", "tools/gpu/offline.sh", "--patience", str(PATIENCE / 10)]
+    changed = {"OUT": str(tmp_path), "PYTHON": sys.executable, "SECONDS_IN_ALL": "6000"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **changed}, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 2
-    assert "--device cpu" in ended.stderr
-    assert not list(tmp_path.iterdir())
+    assert "--device cpu" in ended.stdout
+    assert [file.name for file in tmp_path.iterdir()] == ["log.txt"]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    """A Python without the packages is refused before anything begins, with their names."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    changed = {"OUT": str(tmp_path / "out"), "PYTHON": str(bare)}
+    ended = subprocess.run(
+        ["bash", "tools/gpu/offline.sh"],
+        cwd=ROOT,
+        env={**os.environ, **changed},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert "lacks torch attrs tqdm" in ended.stderr

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.contenders import REFERENCE, told
+from attrs import evolve
+from gpu import page as pages
+from gpu.backend import judged
+from gpu.contenders import REFERENCE
 from gpu.facts import Facts
 from gpu.losses import compared
-from gpu.main import MEASUREMENTS, MOST_SECONDS, RESULTS, measure_all
+from gpu.main import BUDGET, MEASUREMENTS, RESULTS, measure_all
 from gpu.measurement import Measurement, not_on_cpu
 from gpu.page import BEGIN, END, NONE, page, with_devices
-from gpu.place import Plan
-from gpu.results import outcomes
+from gpu.place import Plan, told
+from gpu.tests import end, places
 
 FACTS = Facts("Made Up 9000", "cuda", 2, "nccl", "1.2", 10**9, 2 * 10**9, 10**9, {"torch": "2.13"})
 PLAN = Plan("cuda", 2)
@@ -29,7 +36,8 @@ def measurement(name: str, found: Any = None, *, seconds: float = 1.0, **more: A
             raise found
         return dict(found)
 
-    return Measurement(name, f"What {name} is about.", seconds, 10.0, run, **more)
+    decides = name.startswith("losses")
+    return Measurement(name, f"What {name} is about.", seconds, 10.0, run, decides=decides, **more)
 
 
 SAME = {"reference": "x", "same": True, "rows": {}}
@@ -46,12 +54,12 @@ def test_a_failure_is_written_down_and_the_others_go_on(tmp_path: Path) -> None:
     """What one raises stands in its place, and the status is that of the losses; the page has everything."""
     file = tmp_path / "made-up.json"
     failing = measurement("capture", ArithmeticError("as planned"))
-    elsewhere = measurement("overlap", SAME, why_not=not_on_cpu)
+    elsewhere = measurement("compiled", SAME, why_not=not_on_cpu)
     status = measure_all([failing, elsewhere, measurement("losses", SAME)], Plan("cpu", 2), FACTS, file)
     found = results_of(file)
     assert status == 0
     assert found["capture"]["error"] == "ArithmeticError: as planned"
-    assert found["overlap"]["reason"].startswith("not on this device")
+    assert found["compiled"]["reason"].startswith("not on this device")
     assert found["losses"]["same"]
     text = file.with_suffix(".md").read_text()
     assert "Failed: ArithmeticError: as planned" in text
@@ -66,16 +74,44 @@ def test_the_status_is_not_0_without_the_same_losses(tmp_path: Path, found: Any)
 
 
 def test_what_has_no_time_left_says_so(tmp_path: Path) -> None:
-    """A measurement that would take more than twice of what is left of ten minutes is not begun."""
+    """A measurement that would take more than twice of what is left of the budget is not begun, and fails nothing."""
     file = tmp_path / "x.json"
-    long = measurement("capture", ArithmeticError("begun"), seconds=2 * MOST_SECONDS + 10)
-    measure_all([long], PLAN, FACTS, file)
-    assert "ten minutes" in results_of(file)["capture"]["reason"]
+    long = measurement("losses", ArithmeticError("begun"), seconds=2 * BUDGET + 10)
+    assert measure_all([long], PLAN, FACTS, file, time.monotonic() + BUDGET) == 0
+    assert "--budget" in results_of(file)["losses"]["reason"]
 
 
-def test_all_together_take_less_than_ten_minutes() -> None:
-    """What is estimated leaves room, each limit is longer than its estimate, and names are given once."""
-    assert sum(each.seconds for each in MEASUREMENTS) < 0.8 * MOST_SECONDS
+def test_whoever_is_killed_leaves_what_was_found(tmp_path: Path) -> None:
+    """Results and page are there before the next measurement begins."""
+    file = tmp_path / "x.json"
+
+    def killed(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
+        raise SystemExit
+
+    second = evolve(measurement("capture"), run=killed)
+    with pytest.raises(SystemExit):
+        measure_all([measurement("losses", SAME), second], PLAN, FACTS, file)
+    assert results_of(file)["losses"]["same"]
+    assert "As they have to be." in file.with_suffix(".md").read_text()
+
+
+def test_a_page_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page cannot show is in the results all the same, and so is what comes after it; the status tells it."""
+
+    def broken(entry: object) -> Iterator[str]:
+        raise KeyError("no such figure")
+
+    monkeypatch.setitem(pages._RENDER, "host", broken)
+    file = tmp_path / "x.json"
+    found: dict[str, Any] = {"rows": {}}
+    assert measure_all([measurement("host", found), measurement("losses", SAME)], PLAN, FACTS, file) == 1
+    assert list(results_of(file)) == ["host", "losses"]
+
+
+def test_all_together_fit_into_the_budget() -> None:
+    """All that comes before the steps is begun in 560 seconds, each limit is longer than its estimate, and names differ."""
+    estimated = sum(each.seconds for each in MEASUREMENTS if each.module not in ("steps", "others"))
+    assert estimated < 0.9 * 560
     assert all(each.limit > each.seconds for each in MEASUREMENTS)
     assert len({each.name for each in MEASUREMENTS}) == len(MEASUREMENTS)
 
@@ -104,58 +140,53 @@ def test_losses_are_compared_on_every_rank() -> None:
     failed = compared([{**first, "flatparam": "ValueError: no"}] * 2, REFERENCE)
     assert not failed["same"]
     assert failed["rows"]["flatparam"] == {"error": "ValueError: no"}
+    still = [3.0, 3.0]
+    assert not compared([{name: still for name in first}], REFERENCE)["same"]
     unknown = compared([{**first, REFERENCE: "ValueError: no"}] * 2, REFERENCE)
     assert not unknown["same"]
 
 
 def test_a_page_by_hand() -> None:
     """Each kind of figure stands in a table, with what reproduces it."""
-    hidden = {"total": 2000.0, "hidden": 1500.0}
-    none = {"total": 0.0, "hidden": 0.0}
-    timeline = {
-        "length": 9000.0,
-        "computing": 8000.0,
-        "communication": hidden,
-        "to_device": none,
-        "to_host": none,
-    }
-    found = {
-        "steps, fp32": {
-            "workload": "GPT",
-            "reference": "torch FSDP1",
-            "rows": {"x": {"ms": 12.3456, "rounds": 9, "ratio": [0.9, 0.95, 1.0]}, "y": {"error": "A: b|c"}},
-        },
-        "overlap": {
-            "workload": "GPT",
-            "precision": "bf16",
-            "rows": {"x": {**timeline, "waits_of_host": {"cudaEventSynchronize": 1}}},
-        },
+    found: dict[str, dict[str, Any]] = {
         "memory": {
             "workload": "layers",
             "formulas": {name: {"rest": 10**6, "forward": 2 * 10**6, "backward": 4 * 10**6} for name in KEPT},
-            "rows": {"x": {"rest": 10**6, "forward": 10**6, "backward": 5 * 10**6, "keeps": False}},
+            "rows": {
+                "x": {"rest": 10**6, "forward": 10**6, "backward": 5 * 10**6, "reserved": 7.0, "retries": 0}
+            },
         },
-        "host": {"workload": "units", "rows": {"x": {"us": 1234.5, "us_per_unit": 6.78, "waits": 2}}},
-        "capture": {"workload": "GPT", "rows": {"x": {"captured": False, "reason": "RuntimeError: no"}}},
+        "host, 4 parameters": {"rows": {"plain": PARTS, "torch FSDP1": {**PARTS, "backward": 1234.5}}},
+        "others": {
+            "note": "A note.",
+            "columns": {"ms": "milliseconds", "right": "right", "waits": "waits"},
+            "rows": {"x": {"ms": 1234.56, "right": False, "waits": None}},
+        },
+        "capture": {
+            "workload": "GPT",
+            "columns": {"captured": "captured", "reason": "because"},
+            "rows": {"x": {"captured": False, "reason": "RuntimeError: no|yes"}, "y": {"error": "A: b|c"}},
+        },
         "tests": {"passed": 5, "failed": 1, "skipped": 2, "failures": ["a::b"]},
     }
     entries = {name: {"command": "python tools/gpu", "made": MADE, **entry} for name, entry in found.items()}
     device = {"name": "Made Up", "count": 1, "backend": "nccl", "bytes": 8 * 10**9}
     text = page({"device": device, "measurements": entries})
     for line in (
-        "| x | 12.35 | 0.950 (0.900-1.000) | 9 |",
-        "| y | failed: A: b\\|c |  |  |",
-        "| x | 9.00 | 8.00 | 1.50 of 2.00 | - | - | 1 cudaEventSynchronize |",
-        "| x | 1.0 (1.00) | 1.0 (0.50) | 5.0 (1.25) |",
-        "| formula of FULL_SHARD | 1.0 | 2.0 | 4.0 |",
-        "| x | 1234 | 6.8 | 2 |",
-        "| x | no |  | RuntimeError: no |",
+        "| y | failed: A: b\\|c |  |",
+        "| x | 1.0 (1.00) | 1.0 (0.50) | 5.0 (1.25) | 7 | 0 |",
+        "| formula of FULL_SHARD | 1.0 | 2.0 | 4.0 | | |",
+        "| torch FSDP1 | 10 | 1234 | 5 | 1224 | 1.00 |",
+        "A note.",
+        "| x | 1235 | **no** |  |",
+        "| x | **no** | RuntimeError: no\\|yes |",
         "5 passed, 1 failed, 2 skipped.",
         "* `a::b`",
     ):
         assert f"\n{line}\n" in text, line
 
 
+PARTS = {"forward": 10.0, "backward": 10.0, "update": 5.0}
 KEPT = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
@@ -179,13 +210,39 @@ def test_the_pages_are_those_of_the_results() -> None:
         )
 
 
-def test_tests_are_counted(tmp_path: Path) -> None:
-    """pytest's report says how many of the tests marked gpu passed, failed and were skipped."""
-    cases = '<testcase name="a"/><testcase name="b"><skipped/></testcase>'
-    failing = '<testcase classname="m" name="c"><failure/></testcase>'
-    report = tmp_path / "report.xml"
-    report.write_text(f"<testsuites><testsuite>{cases}{failing}</testsuite></testsuites>")
-    assert outcomes(report) == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["m::c"]}
+def test_a_fault_of_torch_is_told_and_decides_nothing() -> None:
+    """A product of torch's that is wrong is named; a gradient of ours that is wrong fails the run."""
+    wrong = {"expected": 0.25, "found": 0.0, "right": False}
+    right = {"expected": 0.25, "found": 0.25, "right": True}
+    found = judged({"PREMUL_SUM": wrong | {"ours": False}, "x": right | {"ours": True}}, on_cpu=False)
+    assert found["same"]
+    assert "fault of this torch" in found["note"]
+    assert "PREMUL_SUM" in found["note"]
+    assert not judged({"PREMUL_SUM": right | {"ours": False}, "x": wrong | {"ours": True}}, on_cpu=False)[
+        "same"
+    ]
+    assert not judged({"x": {"error": "ValueError: no", "ours": True}}, on_cpu=False)["same"]
+
+
+def test_tests_that_take_too_long_report_what_has_run(tmp_path: Path) -> None:
+    """They are interrupted, as somebody at the keyboard would, and can write before they end."""
+    program = (
+        "import pathlib, time\ntry:\n pathlib.Path('ready').touch(); time.sleep(900)\n"
+        "except KeyboardInterrupt:\n pathlib.Path('report').touch()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as process:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        end(process, 0.0)
+    assert (tmp_path / "report").exists()
+
+
+def test_the_tests_that_need_a_gpu_are_found() -> None:
+    """Files that mark tests are named, and folders whose fixtures do; nothing twice."""
+    found = places()
+    assert "integration_tests/gpu/test_nccl_alone.py" in found
+    assert "packages/flatparam-comm/tests" in found
+    assert not [each for each in found if each.startswith("packages/flatparam-comm/tests/")]
 
 
 def test_the_first_error_is_told() -> None:

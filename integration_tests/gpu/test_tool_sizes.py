@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, stack
 from gpu.formula import Bytes, Units, full_shard, shard_grad_op
-from gpu.host import with_units
 from gpu.place import ranks_for
 from gpu.sizes import BYTES_OF_TRAINING, MOST_WIDTH, SHARE, size_for
-from gpu.steps import joined
+from gpu.steps import gathered_nbytes
 
 UNIT = 2**20
 """Elements of a unit: four MiB in fp32, of which one is gathered ahead and no second."""
@@ -64,17 +63,6 @@ def test_units_are_padded() -> None:
         Units.of(WORKLOADS["tiny small"], 2)
 
 
-def test_the_slowest_rank_and_ratios_by_round() -> None:
-    """A round takes as long as on the slower rank, and the ratio is that of the rounds; an error stands in its row."""
-    first = {"ours": [1.0, 1.0, 4.0], "theirs": [2.0, 2.0, 2.0], "nobody": "ValueError: no"}
-    second = {"ours": [1.0, 3.0, 1.0], "theirs": [2.0, 1.0, 8.0], "nobody": "ValueError: no"}
-    rows = joined([first, second], "theirs")
-    assert rows["ours"]["ms"] == 3000.0
-    assert rows["ours"]["ratio"] == [0.5, 0.5, 1.5]
-    assert rows["nobody"] == {"error": "ValueError: no"}
-
-
-def test_microseconds_of_a_unit() -> None:
-    """What a unit takes is what the step takes on top of the plain model, over the number of units."""
-    rows = with_units({"plain model": {"us": 100.0}, "x": {"us": 500.0}, "y": {"error": "no"}}, 4)
-    assert (rows["x"]["us_per_unit"], rows["y"]) == (100.0, {"error": "no"})
+def test_a_link_is_as_slow_as_a_block() -> None:
+    """What a rank gets for a block in bf16 is two bytes an element of the others' seven eighths."""
+    assert gathered_nbytes(stack(units=3, width=4, depth=2)) == 2 * 40 * 7 / 8

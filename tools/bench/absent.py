@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from flatparam_comm import (
     SingleCollectives,
 )
 
-from .contenders import fsdp1, fsdp2, ours
+from .contenders import ddp, fsdp1, fsdp2, in_place, ours
 from .training import Setting, Training, floor
 
 PLAIN: Final = "plain"
@@ -67,13 +68,13 @@ class _FirstOf(ForwardingCollectives):
 
 
 @contextmanager
-def world(size: int) -> Iterator[Collectives]:
-    """torch's default process group is one that does nothing, of `size` ranks; the same as `Collectives`."""
+def world(size: int, backend: str = "fake") -> Iterator[Collectives]:
+    """torch's default process group is one of `size` ranks; the same as `Collectives`. The "fake" one does nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=size)
     try:
         yield ProcessGroupCollectives()
     finally:
@@ -84,13 +85,30 @@ def _ours_without_c10d(setting: Setting, **arguments: Any) -> Training:
     return ours(Setting(setting.workload, setting.bf16, _FirstOf(setting.group.size)), **arguments)
 
 
+def _free_ddp(setting: Setting) -> Training:
+    """torch's DistributedDataParallel; gradients are said to be reduced, as the process group has no futures for it."""
+    training = ddp(setting)
+    model: Any = training.model
+    model.register_comm_hook(None, lambda state, bucket: _completed(bucket.buffer()))
+    return training
+
+
+def _completed(value: Tensor) -> torch.futures.Future[Tensor]:
+    devices: list[int | str | torch.device] = [] if value.device.type == "cpu" else [value.device]
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(value)
+    return future
+
+
 CONTENDERS: Final[dict[str, Callable[[Setting], Training]]] = {
     PLAIN: floor,
     "flatparam": ours,
     "flatparam, original": partial(ours, use_orig_params=True),
+    "flatparam, fully_shard": in_place,
     "flatparam without c10d": _ours_without_c10d,
     "flatparam without c10d, original": partial(_ours_without_c10d, use_orig_params=True),
     "torch FSDP1": fsdp1,
     "torch FSDP1, original": partial(fsdp1, use_orig_params=True),
     "torch FSDP2": fsdp2,
+    "torch DDP, no reductions": _free_ddp,
 }

@@ -58,6 +58,17 @@ def ours(setting: Setting, transport: str = "", **arguments: Any) -> Training:
     return Training(model, optimizer_over(list(model.parameters())), setting.batch())
 
 
+def in_place(setting: Setting, **arguments: Any) -> Training:
+    """flatparam's `fully_shard`: the blocks, then the rest."""
+    model = setting.model()
+    if setting.bf16:
+        arguments["mp_policy"] = flatparam.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    for unit in [module for module in model.modules() if isinstance(module, setting.workload.unit)]:
+        flatparam.fully_shard(unit, mesh=setting.group, **arguments)
+    flatparam.fully_shard(model, mesh=setting.group, **arguments)
+    return Training(model, optimizer_over(list(model.parameters())), setting.batch())
+
+
 def fsdp1(setting: Setting, **arguments: Any) -> Training:
     """torch's first FSDP."""
     precision = torch_fsdp.MixedPrecision(torch.bfloat16, torch.bfloat16) if setting.bf16 else None
@@ -88,7 +99,8 @@ def fsdp2(setting: Setting, **arguments: Any) -> Training:
 def ddp(setting: Setting) -> Training:
     """torch's DistributedDataParallel; in bf16 as the floor, with gradients that travel in bf16."""
     model = setting.model()
-    return unsharded(DistributedDataParallel(model.bfloat16() if setting.bf16 else model), setting)
+    model = model.bfloat16() if setting.bf16 else model
+    return unsharded(DistributedDataParallel(model, process_group=setting.process_group), setting)
 
 
 def _over(setting: Setting, transport: str) -> Collectives:

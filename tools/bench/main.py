@@ -2,6 +2,7 @@
 
     python tools/bench steps          a training step: times, CPU, memory, bytes, counts
     python tools/bench instructions   what a unit costs the host, in instructions (needs valgrind)
+    python tools/bench host           the same in microseconds, for docs/host-cost.md
     python tools/bench growth         with more units and parameters: construction and passes
     python tools/bench optimizer      the optimizer's step over many small parameters
     python tools/bench profile        where the time of a step goes, by whose code it is
@@ -31,6 +32,7 @@ from .absent import CONTENDERS as ABSENT
 from .contenders import CONTENDERS, FLOOR, SHARDED_FLOOR
 from .figures import as_text, cells, exact, timings
 from .growth import grow, optimizer_steps
+from .host import lines, on_cpu
 from .instructions import measure as count_instructions
 from .page import write
 from .profiles import profile as profile_steps
@@ -41,6 +43,7 @@ RANKS: Final = 2
 BASE_WORLD: Final = 8
 PARALLEL: Final = 2
 RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "performance.json"
+HOST_RESULTS: Final = RESULTS.with_name("host-cost.json")
 PRECISIONS: Final = ("fp32", "bf16")
 
 
@@ -80,20 +83,31 @@ def instructions(options: argparse.Namespace) -> None:
     """Instructions per unit and step over the plain model, by callgrind, and how they grow with the world size."""
     names = [name for name in ABSENT if _chosen(name, options.contenders)]
     sizes = [size for size in options.world_sizes if size != BASE_WORLD]
-    runs = [(BASE_WORLD, [4, 32]), *((size, [4]) for size in sizes)]
+    runs = [(BASE_WORLD, options.parameters), *((size, [4]) for size in sizes)]
     print(f"{len(runs)} runs under callgrind, {PARALLEL} at a time, of some minutes each")
     with ThreadPoolExecutor(PARALLEL) as pool:
         found = list(pool.map(lambda run: count_instructions(run[0], run[1], names), runs))
     for (size, _), rows in zip(runs, found, strict=True):
         if size == BASE_WORLD:
             _enter(options.json, "instructions", f"world size {size}", {"rows": rows}, keeps_rows=True)
+        if sizes:
             of_four = {name: {"4": by["4"]} for name, by in rows.items()}
-        else:
-            of_four = rows
-        _enter(options.json, "world size", str(size), {"rows": of_four}, keeps_rows=True)
+            _enter(options.json, "world size", str(size), {"rows": of_four}, keeps_rows=True)
         for name, by in rows.items():
             figures = ", ".join(f"{count}: {parts['pass'] / 1e6:.2f} M" for count, parts in by.items())
             print(f"world size {size:5}  {name:34}{figures}")
+
+
+def host(options: argparse.Namespace) -> None:
+    """Microseconds of the host per unit and step, one of eight ranks, by library and parameters in a unit."""
+    for parameters in options.parameters:
+        seconds = options.seconds / len(options.parameters)
+        (rows,) = run_processes(1, on_cpu, parameters, seconds, timeout=600 + 10 * seconds)
+        entry = {"rows": rows, "load": os.getloadavg()[0]}
+        _enter(options.json, "host", f"{parameters} parameters in a unit", entry)
+        print(f"{parameters} parameters in a unit\n{as_text(lines(rows))}")
+    if options.json == HOST_RESULTS:
+        write(json.loads(options.json.read_text()), HOST_RESULTS.with_suffix(".md"))
 
 
 def growth(options: argparse.Namespace) -> None:
@@ -154,7 +168,11 @@ def _enter(path: Path, section: str, title: str, entry: Any, *, keeps_rows: bool
     """Put one result into the file, with the machine that it is of; perhaps beside rows that are there already."""
     results = json.loads(path.read_text()) if path.exists() else {}
     if keeps_rows:
-        entry["rows"] = {**results.get(section, {}).get(title, {}).get("rows", {}), **entry["rows"]}
+        before = results.get(section, {}).get(title, {}).get("rows", {})
+        entry["rows"] = {
+            **before,
+            **{name: {**before.get(name, {}), **row} for name, row in entry["rows"].items()},
+        }
     entry["machine"] = {
         "cpus": os.cpu_count(),
         "processor": platform.machine(),
@@ -193,7 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     of_instructions.add_argument(
         "--contenders", nargs="+", default=[], help="parts of names; the results of the others stay"
     )
+    of_instructions.add_argument("--parameters", nargs="+", type=int, default=[4, 32], help="in a unit")
     of_instructions.add_argument("--world-sizes", nargs="*", type=int, default=[8, 64, 512, 4096])
+    of_host = command(host, "host")
+    of_host.set_defaults(json=HOST_RESULTS)
+    of_host.add_argument("--parameters", nargs="+", type=int, default=[4, 16, 32, 128], help="in a unit")
+    of_host.add_argument("--seconds", type=float, default=80, help="for the rounds (default: 80)")
     of_growth = command(growth, "growth")
     of_growth.add_argument("--units", nargs="+", type=int, default=[8, 30, 100, 300, 1000])
     of_growth.add_argument("--parameters", nargs="+", type=int, default=[4, 30, 100, 300, 1000])

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from .absent import PLAIN
 from .figures import Row, cells
+from .host import lines as lines_of_host
 
-SECTIONS: Final = ("steps", "instructions", "world size", "growth", "optimizer", "profile")
+SECTIONS: Final = ("steps", "host", "instructions", "world size", "growth", "optimizer", "profile")
 
 
 def write(results: Mapping[str, Any], page: Path) -> list[str]:
@@ -25,6 +26,8 @@ def write(results: Mapping[str, Any], page: Path) -> list[str]:
             if not found:
                 raise LookupError(f"expected the markers {begin} and {end} in {page}, found none")
     page.write_text(text, encoding="utf-8")
+    if "steps" not in results:
+        return [f"wrote {page}"]
     from .plots import draw
 
     return [f"wrote {page}", *draw(results, page.parent)]
@@ -56,17 +59,26 @@ def _steps(section: Mapping[str, Any]) -> Iterator[str]:
         yield table(cells(rows))
 
 
+def _host(section: Mapping[str, Any]) -> Iterator[str]:
+    for title, entry in section.items():
+        yield f"### {title}"
+        yield table(lines_of_host(entry["rows"]))
+        yield _provenance(entry)
+
+
 def _instructions(section: Mapping[str, Any]) -> Iterator[str]:
     for title, entry in section.items():
         rows = entry["rows"]
         counts = list(next(iter(rows.values())))
-        heads = [f"{part}, {count} parameters" for count in counts for part in ("pass", "update", "build")]
-        lines = [["millions of instructions per unit, over the plain model", *heads]]
-        for name, by in rows.items():
-            figures = (by[count][part] / 1e6 for count in counts for part in ("pass", "update", "build"))
-            lines.append([name, *(f"{figure:.2f}" for figure in figures)])
         yield f"{title}. {_provenance(entry)}"
-        yield table(lines)
+        parts = ("pass", "update", "build")
+        for chosen in [parts] if len(counts) == 2 else [(part,) for part in parts]:
+            heads = [f"{part}, {count} parameters" for count in counts for part in chosen]
+            lines = [["millions of instructions per unit, over the plain model", *heads]]
+            for name, by in rows.items():
+                figures = (by[count][part] / 1e6 for count in counts for part in chosen)
+                lines.append([name, *(f"{figure:.2f}" for figure in figures)])
+            yield table(lines)
 
 
 def _world_size(section: Mapping[str, Any]) -> Iterator[str]:
@@ -127,6 +139,7 @@ def _profile(section: Mapping[str, Any]) -> Iterator[str]:
 
 _RENDER: Final = {
     "steps": _steps,
+    "host": _host,
     "instructions": _instructions,
     "world size": _world_size,
     "growth": _growth,

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch.distributed.fsdp as torch_fsdp
-from bench.contenders import Contender, fsdp1, fsdp2, ours
+from bench.contenders import Contender, fsdp1, fsdp2, in_place, ours
 from bench.training import Setting, Training, floor
 from bench.workloads import Workload
 
 import flatparam
 from flatparam_comm import Topology
 
-from .place import Place
+from .place import Place, told
 
 PLAIN: Final = "plain model"
 REFERENCE: Final = "torch FSDP1"
@@ -36,6 +36,7 @@ def sharding(ranks: int) -> dict[str, Contender]:
     return {
         "flatparam": Contender(ours),
         "flatparam, original": Contender(partial(ours, **_ORIGINAL)),
+        "flatparam, fully_shard": Contender(in_place),
         **alone,
         REFERENCE: Contender(fsdp1),
         "torch FSDP1, original": Contender(partial(fsdp1, **_ORIGINAL)),
@@ -46,6 +47,20 @@ def sharding(ranks: int) -> dict[str, Contender]:
 def with_plain(ranks: int) -> dict[str, Contender]:
     """The model as it is, which has nothing to do with other ranks, and those who shard it."""
     return {PLAIN: Contender(floor), **sharding(ranks)}
+
+
+def with_kept(ranks: int) -> dict[str, Contender]:
+    """Those who shard everything, and those who keep full parameters."""
+    return {**sharding(ranks), **keeping(ranks)}
+
+
+def summing() -> dict[str, Contender]:
+    """Those who shard nothing and sum gradients."""
+    no_shard = flatparam.ShardingStrategy.NO_SHARD, torch_fsdp.ShardingStrategy.NO_SHARD
+    return {
+        "flatparam, NO_SHARD": Contender(partial(ours, sharding_strategy=no_shard[0])),
+        "torch FSDP1, NO_SHARD": Contender(partial(fsdp1, sharding_strategy=no_shard[1])),
+    }
 
 
 def keeping(ranks: int) -> dict[str, Contender]:
@@ -98,11 +113,3 @@ def attempt(
     except Exception as error:  # whatever it is, it goes into the results, and the others go on
         return told(error)
     return training
-
-
-def told(error: BaseException) -> str:
-    """An error in one line: the first of all that led to it."""
-    while (before := error.__cause__ or error.__context__) is not None:
-        error = before
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"

@@ -32,6 +32,7 @@ class Measurement:
         limit: when it is stopped, in seconds.
         run: what it finds, as JSON, within so many seconds; it starts the processes.
         why_not: why it cannot be measured here, or nothing.
+        decides: whether the run fails unless its entry says `same`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Measurement:
     limit: float
     run: Callable[[Plan, Facts, float], dict[str, Any]]
     why_not: Callable[[Plan, Facts], str] = anywhere
+    decides: bool = False
 
     @property
     def module(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from bench.host import lines
 from bench.page import table
 
 BEGIN, END = "<!-- begin devices -->", "<!-- end devices -->"
@@ -54,8 +55,9 @@ def _parts(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"# {device['name']}"
     gigabytes = f", {device['bytes'] / 1e9:.0f} GB of memory each" if device["bytes"] else ""
     yield (
-        f"Written by `python tools/gpu`, which `nox -s gpu` runs. The machine has {device['count']} of these devices"
-        f"{gigabytes}; torch's backend for them is {device['backend']}. [What is measured](README.md)."
+        "Written by `python tools/gpu`, which `nox -s gpu` and `tools/gpu/offline.sh` run. The machine has "
+        f"{device['count']} of these devices{gigabytes}; torch's backend for them is {device['backend']}. [What is "
+        "measured](README.md)."
     )
     for name, entry in results["measurements"].items():
         yield f"## {name}"
@@ -109,78 +111,53 @@ def _losses(entry: Mapping[str, Any]) -> Iterator[str]:
     yield _rows(heads, entry["rows"], cells)
 
 
-def _steps(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        ratio = row.get("ratio")
-        of_reference = "" if ratio is None else f"{ratio[1]:.3f} ({ratio[0]:.3f}-{ratio[2]:.3f})"
-        return [f"{row['ms']:.2f}", of_reference, str(row["rounds"])]
-
-    yield f"{entry['workload']}."
-    yield _rows(["ms a step", f"x {entry['reference']} (quartiles)", "rounds"], entry["rows"], cells)
-
-
-def _overlap(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        kinds = [row[kind] for kind in ("communication", "to_device", "to_host")]
-        hidden = [
-            f"{kind['hidden'] / 1e3:.2f} of {kind['total'] / 1e3:.2f}" if kind["total"] else "-"
-            for kind in kinds
-        ]
-        waits = ", ".join(f"{count} {name}" for name, count in row["waits_of_host"].items())
-        return [f"{row['length'] / 1e3:.2f}", f"{row['computing'] / 1e3:.2f}", *hidden, waits or "none"]
-
-    yield f"{entry['workload']}, in {entry['precision']}. Milliseconds."
-    heads = ["step", "computing", "collectives hidden", "to the device hidden", "to the host hidden"]
-    yield _rows([*heads, "waits of the host"], entry["rows"], cells)
-
-
 def _memory(entry: Mapping[str, Any]) -> Iterator[str]:
     def cells(row: Mapping[str, Any]) -> list[str]:
         kept = row.get("keeps", False)
         said = entry["formulas"]["SHARD_GRAD_OP" if kept else "FULL_SHARD"]
-        return [
+        of_parts = [
             f"{row[part] / 1e6:.1f} ({row[part] / said[part]:.2f})"
             for part in ("rest", "forward", "backward")
         ]
+        held = [row.get("reserved"), row.get("retries")]
+        return [*of_parts, *("" if each is None else f"{each:.0f}" for each in held)]
 
     yield f"{entry['workload']}. Megabytes, and in parentheses how often the formula's."
     formulas = {
         f"formula of {name}": [f"{said[part] / 1e6:.1f}" for part in ("rest", "forward", "backward")]
         for name, said in entry["formulas"].items()
     }
-    made = _rows(["at rest", "peak of the forward pass", "peak of the backward pass"], entry["rows"], cells)
-    yield "\n".join([made, *(f"| {name} | {' | '.join(said)} |" for name, said in formulas.items())])
+    heads = ["at rest", "peak of the forward pass", "peak of the backward pass", "reserved", "retries"]
+    made = _rows(heads, entry["rows"], cells)
+    yield "\n".join([made, *(f"| {name} | {' | '.join(said)} | | |" for name, said in formulas.items())])
 
 
 def _host(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        per_unit, waits = row.get("us_per_unit"), row["waits"]
-        return [
-            f"{row['us']:.0f}",
-            "" if per_unit is None else f"{per_unit:.1f}",
-            "not on this device" if waits is None else str(waits),
-        ]
-
-    yield f"{entry['workload']}."
-    yield _rows(["µs a step", "µs a unit, on top of the plain model", "waits"], entry["rows"], cells)
+    yield table(lines(entry["rows"]))
 
 
-def _capture(entry: Mapping[str, Any]) -> Iterator[str]:
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        if not row["captured"]:
-            return ["no", "", row["reason"].replace("|", "\\|")]
-        return ["yes", "yes" if row["equal"] else f"no: {row['replayed']} for {row['eager']}", ""]
+def _columns(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What says itself which figures of a row are shown, under which heads."""
 
-    yield f"{entry['workload']}."
-    yield _rows(["captured", "replays as eager steps", "because"], entry["rows"], cells)
+    def shown(value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "**no**"
+        if isinstance(value, str):
+            return value.replace("|", "\\|")
+        return "" if value is None else f"{value:.4g}"
+
+    if "workload" in entry:
+        yield f"{entry['workload']}."
+    if "note" in entry:
+        yield entry["note"]
+    columns = entry["columns"]
+    yield _rows(list(columns.values()), entry["rows"], lambda row: [shown(row.get(key)) for key in columns])
 
 
 _RENDER: Final[dict[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
+    **dict.fromkeys(("backend", "alignment", "link", "compiled", "capture", "steps", "others"), _columns),
     "tests": _tests,
     "losses": _losses,
-    "steps": _steps,
-    "overlap": _overlap,
     "memory": _memory,
     "host": _host,
-    "capture": _capture,
 }

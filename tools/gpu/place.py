@@ -11,11 +11,14 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from bench.absent import world
 from bench.training import Setting
 from bench.workloads import Workload
 
 from flatparam_comm import Collectives, ProcessGroupCollectives, run_threads
 from flatparam_comm.testing import run_processes
+
+from .emulated import BACKEND, RANKS, EmulatedGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +39,7 @@ class Plan:
         seconds: for the rounds of one table of times.
         patience: what limits of time are multiplied by.
         imports: modules that make the device known to torch.
+        out: the folder for results, of what is written by a rank itself.
     """
 
     kind: str
@@ -44,6 +48,7 @@ class Plan:
     seconds: float = 20.0
     patience: float = 1.0
     imports: tuple[str, ...] = ()
+    out: str = ""
 
     @property
     def on_cpu(self) -> bool:
@@ -70,6 +75,12 @@ class Place:
     def setting(self, workload: Workload, *, bf16: bool = False) -> Setting:
         """What the benchmark's contenders are given here."""
         return Setting(workload, bf16, self.group, device=self.device, process_group=self.process_group)
+
+    @property
+    def emulated(self) -> EmulatedGroup:
+        """The group of `in_emulation`."""
+        assert isinstance(self.process_group, EmulatedGroup)
+        return self.process_group
 
     def synchronise(self) -> None:
         """Have the host wait until the device has done all that it was given."""
@@ -107,6 +118,35 @@ def in_threads(
     return found
 
 
+def in_emulation(
+    plan: Plan, limit: float, measure: Callable[Concatenate[Place, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """What it returns in a world of eight ranks of which the others are not there: see `emulated.py`."""
+    return _alone(plan, limit, BACKEND, measure, args, kwargs)
+
+
+def without_communication(
+    plan: Plan, limit: float, measure: Callable[Concatenate[Place, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """The same over torch's process group that does nothing."""
+    return _alone(plan, limit, "fake", measure, args, kwargs)
+
+
+def _alone(plan: Plan, limit: float, backend: str, measure: Callable[..., T], args: Any, kwargs: Any) -> T:
+    seconds = limit * plan.patience
+    call = (plan, backend, measure, args, kwargs)
+    found: list[T] = run_processes(1, _as_first, *call, timeout=seconds, pg_timeout=seconds)
+    return found[0]
+
+
+def told(error: BaseException) -> str:
+    """An error in one line: the first of all that led to it."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+
+
 def _as_process(
     gloo: Collectives,
     plan: Plan,
@@ -121,6 +161,19 @@ def _as_process(
     backend = dist.get_default_backend_for_device(device)
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
     return measure(Place(plan, device, ProcessGroupCollectives(group), group), *args, **kwargs)
+
+
+def _as_first(
+    gloo: Collectives,
+    plan: Plan,
+    backend: str,
+    measure: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> T:
+    device = take_device(plan, 0)
+    with world(RANKS, backend) as group:
+        return measure(Place(plan, device, group, dist.group.WORLD), *args, **kwargs)
 
 
 def _as_threads(

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from matrix.main import counts
-
 from .facts import Facts
 from .measurement import Measurement
 from .place import Plan
@@ -51,9 +49,6 @@ def enter(file: Path, facts: Facts, name: str, entry: Mapping[str, Any]) -> None
         "bytes": facts.total_nbytes,
     }
     results["measurements"][name] = dict(entry)
-    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def outcomes(report: Path) -> dict[str, Any]:
-    """How the tests marked `gpu` went, from pytest's report."""
-    return dict(counts(report))
+    made = file.with_suffix(".new")  # whoever is killed leaves what was there
+    made.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    made.replace(file)

@@ -8,6 +8,9 @@ from attrs import frozen
 from bench.workloads import Workload, gpt, stack
 from gpt.shape import Shape
 
+from .facts import Facts
+from .place import Plan
+
 LAYERS: Final = 10
 CONTEXT: Final = 512
 ROWS: Final = 4
@@ -16,8 +19,6 @@ LEAST_WIDTH: Final = 128
 MOST_WIDTH: Final = 2048
 BYTES_OF_TRAINING: Final = 16
 """For each parameter: itself, its gradient and two moments, in fp32."""
-BYTES_ON_HOST: Final = 16
-"""For each parameter of an offloaded model that nobody steps: itself and its gradient, and pinned copies of them."""
 SHARE: Final = 0.4
 """Of the memory that is free. The rest is for activations, full parameters, libraries and fragmentation."""
 
@@ -46,6 +47,7 @@ class Size:
 TINY: Final = Size(layers=3, width=32, heads=2, context=8, rows=2)
 EXACT: Final = Size(layers=4, width=256, heads=4, context=128, rows=2)
 """What the losses are compared of."""
+COMPILED: Final = Size(layers=6, width=1024, heads=16, context=128, rows=4)
 
 
 def size_for(nbytes: int, models: int, ranks: int, bytes_of_each: int = BYTES_OF_TRAINING) -> Size:
@@ -58,14 +60,11 @@ def size_for(nbytes: int, models: int, ranks: int, bytes_of_each: int = BYTES_OF
     return Size(LAYERS, fitting, fitting // HEAD, CONTEXT, ROWS)
 
 
+def size_of(plan: Plan, facts: Facts) -> Size:
+    """A model that fits."""
+    return TINY if plan.tiny else size_for(facts.free_nbytes, 1, plan.ranks)
+
+
 def one_row_stack(tiny: bool) -> Workload:
     """Layers whose parameters are large beside the activations of a single row."""
-    return stack(units=6, width=256 if tiny else 4096, depth=1, rows=1)
-
-
-HOST_UNITS: Final = 32
-
-
-def units_of_nothing(tiny: bool) -> Workload:
-    """Many units whose kernels are so short that a step takes what the host takes."""
-    return stack(units=4 if tiny else HOST_UNITS, width=16, depth=2)
+    return stack(units=6, width=512 if tiny else 4096, depth=1, rows=1)
