@@ -15,8 +15,8 @@ import attrs
 import torch
 
 from flatparam_core import (
+    ALIGNMENT_NBYTES,
     ELEMENT,
-    ORIGINAL_ALIGNMENT_NBYTES,
     ROW,
     WHOLE,
     FlatLayout,
@@ -185,7 +185,7 @@ def cost(model: Model, rule: LayoutRule, ranks: int) -> Cost:
     on_rank = [0] * ranks
     for count, shapes in model.units:
         specs = specs_of(shapes, rule)
-        layout = FlatLayout.plan(specs, world_size=ranks, alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES)
+        layout = FlatLayout.plan(specs, world_size=ranks, alignment_nbytes=ALIGNMENT_NBYTES.value)
         numel += count * layout.numel
         bound += count * ranks * fewest_elements(specs, ranks)
         alone += count * sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes)
@@ -231,7 +231,7 @@ def seconds_to_plan(name: str, rule: LayoutRule, ranks: int) -> float:
     planned = [specs_of(shapes, rule) for _, shapes in MODELS[name].units]
     start = time.perf_counter()
     for specs in planned:
-        FlatLayout.plan(specs, world_size=ranks, alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES)
+        FlatLayout.plan(specs, world_size=ranks, alignment_nbytes=ALIGNMENT_NBYTES.value)
     return time.perf_counter() - start
 
 

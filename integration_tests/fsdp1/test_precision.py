@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from integration_tests.fsdp1.asking import Library, alike, unlike
 from integration_tests.fsdp1.subjects import Normed, batch, blocks, rank, seeded
@@ -148,3 +150,43 @@ def test_a_state_of_each_form_is_loaded(library: Library, originals: bool, form:
         library.FSDP.set_state_dict_type(model, library.StateDictType[form])
     loaded = other.load_state_dict(one.state_dict())
     return [repr(loaded), one(batch()), other(batch())]
+
+
+class Casts(TorchDispatchMode):
+    """Knows the matrices in bfloat16 that were made of others, and are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::_to_copy" and out.dtype == BF16 and out.shape in ((6, 4), (4, 6)):
+            self.made.append(weakref.ref(out))
+        return out
+
+    def counts(self) -> tuple[int, int]:
+        return len(self.made), sum(made() is not None for made in self.made)
+
+
+@alike(ranks=2, strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], originals=BOTH)
+def test_one_region_of_autocast(library: Library, strategy: str, originals: bool) -> Any:
+    """Inside one region evaluation casts the weights in each pass and keeps none, and steps see the weights of each."""
+    model = library.shard(
+        seeded(),
+        auto_wrap_policy=blocks(library),
+        sharding_strategy=library.ShardingStrategy[strategy],
+        use_orig_params=originals,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", dtype=BF16), Casts() as casts:
+        with torch.no_grad():
+            answers: list[Any] = [model(batch()).tolist(), casts.counts()]
+            answers += [model(batch()).tolist(), casts.counts()]
+        for _ in range(3):
+            loss = model(batch(rank())).float().square().mean()
+            loss.backward()
+            answers += [loss.item(), casts.counts()]
+            optimizer.step()
+            optimizer.zero_grad()
+    return answers

@@ -57,8 +57,8 @@ def test_small_units_are_gathered_ahead_together() -> None:
 
 
 def test_units_are_padded() -> None:
-    """A unit of three elements on two ranks has four, and a model with parameters outside of its units is refused."""
-    assert Units([3], ranks=2).full == [16]
+    """A unit of three elements on two ranks has eight, so that shards are of 16 bytes, and a model with parameters outside of its units is refused."""
+    assert Units([3], ranks=2).full == [32]
     with pytest.raises(ValueError, match="all in units"):
         Units.of(WORKLOADS["tiny small"], 2)
 

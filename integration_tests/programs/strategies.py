@@ -216,11 +216,10 @@ def _thresholds(is_long: bool) -> st.SearchStrategy[tuple[tuple[str, int], ...]]
     """
 
     def values(each: Threshold) -> list[int]:
-        large = 2**20 if each.name == "comm.least_mapped_nbytes" else 2**40  # the former is memory
         small = [each.least, *(max(each.least, number) for number in (2, 5, 64))]
         if is_long and each.name == "runtime.step_numel":
             small = [2**12, 2**12 + 1]
-        return [*small, each.default, large]
+        return [*small, each.default, each.most]
 
     known = all_thresholds()
     some = st.lists(st.sampled_from(known), min_size=1, max_size=5, unique_by=lambda each: each.name).flatmap(

@@ -15,12 +15,12 @@ WIDTH = 16
 class Block(nn.Module):
     """Two linear layers with a norm between them, around a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.up, self.norm, self.down = (
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.LayerNorm(2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(width, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.Linear(2 * width, width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,13 +34,14 @@ class Model(nn.Module):
     Args:
         checkpointing: recompute each block in the backward pass; how: "", "reentrant" or "not reentrant".
         twice: use each block twice in a row.
+        width: of the blocks.
     """
 
-    def __init__(self, blocks: int, checkpointing: str = "", twice: bool = False) -> None:
+    def __init__(self, blocks: int, checkpointing: str = "", twice: bool = False, width: int = WIDTH) -> None:
         super().__init__()
-        self.inputs = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.outputs = nn.Linear(WIDTH, 4)
+        self.inputs = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.outputs = nn.Linear(width, 8)
         self.checkpointing, self.times = checkpointing, 2 if twice else 1
 
     def forward(self, x: Tensor) -> Tensor:

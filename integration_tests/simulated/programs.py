@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from integration_tests.simulated.log import Kind, Record
-from integration_tests.simulated.models import WIDTHS, Block, Chain, Matrix, Model, batch
+from integration_tests.simulated.models import WIDTH, WIDTHS, Block, Chain, Matrix, Model, batch
 from integration_tests.simulated.races import Finding, find_races
 from integration_tests.simulated.waits import Wait, watched
 from integration_tests.simulated.worlds import World
@@ -33,6 +33,7 @@ class Program:
         optimizer: a name of `OPTIMIZERS`.
         micro_batches: backward passes in a step; with `no_sync` all but the last of them are not reduced.
         checkpointing: "", "reentrant" or "not reentrant".
+        width: of the blocks; 16 makes a test fast, and parameters that are all small.
         chain: whether the model is a chain of matrices, and not the one with blocks.
         plant: a bug, a name of plants.py.
         scenario: what is done with the model, a name of scenarios.py or graphs.py.
@@ -57,6 +58,7 @@ class Program:
     chain: bool = False
     ranks: int = 2
     blocks: int = 3
+    width: int = WIDTH
     steps: int = 3
     plant: str = ""
     scenario: str = "train"
@@ -173,7 +175,8 @@ def build(site: Site) -> nn.Module:
     """The model of the program, with the same values on every rank, sharded."""
     program = site.program
     torch.manual_seed(0)
-    model = Chain() if program.chain else Model(program.blocks, program.checkpointing, program.twice)
+    blocks = program.blocks, program.checkpointing, program.twice, program.width
+    model = Chain() if program.chain else Model(*blocks)
     return LIBRARIES[program.library](model, site)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from integration_tests.simulated.programs import Program, run
-from integration_tests.simulated.worlds import on_simulated
+from integration_tests.simulated.worlds import World, on_simulated
 
 pytestmark = pytest.mark.processes
 
@@ -97,3 +99,57 @@ def _check(programs: list[Program]) -> None:
     for outcomes in on_simulated(programs[0].ranks, run, programs):
         assert {o.program.name: [str(f) for f in o.findings] for o in outcomes if o.findings} == {}
         assert {o.program.name: o.differences for o in outcomes if any(o.differences.values())} == {}
+
+
+class Odd(nn.Module):
+    """A scalar, as CLIP's, a table as Swin's, and a layer of odd sizes: what puts all behind it at odd places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.table = nn.Parameter(torch.randn(729, 3))
+        self.layer = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x) + self.table[:5, 0]
+
+
+def places(world: World, way: str, precision: str) -> set[int]:
+    """Where the full parameters, their gradients and all ranks' shards begin: bytes modulo 16, in a training step."""
+    import flatparam
+    from flatparam_runtime import units_in
+
+    dtypes = {"": (), "compute": (torch.bfloat16,), "reduce": (None, torch.bfloat16)}[precision]
+    torch.manual_seed(0)
+    if way == "fully_shard":
+        policy = flatparam.MixedPrecisionPolicy(*dtypes)
+        model: Any = flatparam.fully_shard(Odd().to(world.device), mesh=world.group, mp_policy=policy)
+    else:
+        model = flatparam.FullyShardedDataParallel(
+            Odd(),
+            world.group,
+            device_id=world.device,
+            use_orig_params=way == "originals",
+            mixed_precision=flatparam.MixedPrecision(*dtypes),
+        )
+    (handle,) = units_in(model)[0].handles
+    seen: set[int] = set()
+
+    def look(module: nn.Module, *_: object) -> None:
+        start = handle.buffer.tensor.data_ptr()
+        seen.update((leaf.data_ptr() - start) % 16 for leaf in handle.leaves)
+
+    units_in(model)[0].module.register_forward_pre_hook(look)
+    model(torch.randn(4, 24, device=world.device)).float().square().mean().backward()
+    starts = [slot.span.start for slot in handle.layout.slots]
+    starts += [handle.layout.shard_span(each).start for each in range(world.size)]
+    for dtype in (handle.flat_param.dtype, handle.buffer.tensor.dtype, handle.gradients.dtype):
+        seen.update(start * dtype.itemsize % 16 for start in starts)
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["", "compute", "reduce"])
+@pytest.mark.parametrize("way", ["flat", "originals", "fully_shard"])
+def test_parameters_and_shards_are_aligned(way: str, precision: str) -> None:
+    """Each begins at a multiple of 16 bytes in each dtype that it is held in, behind a scalar, too."""
+    assert on_simulated(3, places, way, precision) == [{0}] * 3

@@ -27,6 +27,8 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "checkpointing": {"checkpointing": "not reentrant"},
     "accumulation": {"micro_batches": 2, "no_sync": True},
     "offload": {"offload": True},
+    "wide": {"width": 192},
+    "wide, bfloat16": {"width": 192, "precision": "bfloat16", "use_orig_params": True},
 }
 NOT_FSDP2: Final = ("NO_SHARD", "hybrid")
 COSTS: Final = Costs(communication=100.0)
@@ -57,6 +59,17 @@ def test_a_step_is_at_most_as_long_as_fsdp1s_and_fsdp2s(steps: dict[tuple[str, s
     assert sum(ours.kernels.values()) <= sum(fsdp1.kernels.values())
     if fsdp2 is not None:
         assert ours.length <= fsdp2.length
+
+
+@pytest.mark.parametrize("row", ["wide", "wide, bfloat16"])
+def test_large_gradients_start_as_few_kernels_as_small_ones(
+    steps: dict[tuple[str, str], Step], row: str
+) -> None:
+    """The gradients of a block with matrices of 288 KiB are copied by one kernel, as those of one with 2 KiB are."""
+    narrow = steps["flatparam", "bfloat16" if "bfloat16" in row else "FULL_SHARD"]
+    found = steps["flatparam", row]
+    for phase in ("step 2 forward 0", "step 2 backward 0"):
+        assert found.kernels[phase] == narrow.kernels[phase]
 
 
 def test_copies_of_offloaded_parameters_are_hidden(steps: dict[tuple[str, str], Step]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flatparam_comm.testing import PATIENCE, run_processes
+from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
 from integration_tests.simulated import build
 
 T = TypeVar("T")
@@ -49,4 +50,6 @@ def _as_rank(collectives: Any, function: Callable[..., T], args: tuple[Any, ...]
 
     group = dist.new_group(backend=device.NAME, timeout=timedelta(seconds=PATIENCE / 2))
     world = World(collectives.rank, collectives.size, device.DEVICE, group, collectives.group)
-    return function(world, *args)
+    # What a program does on the CPU is compared with what it does on the device, bit for bit: in one layout.
+    with CPU_ALIGNMENT_NBYTES.set_to(ALIGNMENT_NBYTES.value):
+        return function(world, *args)

@@ -18,6 +18,8 @@ import flatparam
 import integration_tests.state.torch_files as torch_files
 from flatparam import StateDictType
 from flatparam_comm import Collectives
+from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
+from flatparam_runtime import units_in
 from integration_tests.state.comparing import assert_model, assert_same, boxes_of, whole
 from integration_tests.state.ours import FSDP, full_state, ours, settings_of
 from integration_tests.state.sample import OF_RANK, adamw, build, copied, train
@@ -118,10 +120,15 @@ def test_saved_and_loaded_at_once(group: Collectives, files: Files, form: str, o
     assert_model(saved, kept, but=(*OF_RANK, "normed.norm.num_batches_tracked"))
 
 
-@on_ranks(2, 3)
-def test_local_state(group: Collectives, files: Files) -> None:
-    """S-084: a unit's flat shard is one ShardedTensor of one dimension without padding, with torch's offsets and bits."""
-    mine, theirs = pair(False, "local")
+@on_ranks(2, 3, alignment=[0, 16, 64])
+def test_local_state(group: Collectives, files: Files, alignment: int) -> None:
+    """S-084: a unit's flat shard is one ShardedTensor of one dimension without padding, with torch's offsets and bits.
+
+    So it is however parameters and shards are aligned in memory, and each of the two loads what the other has saved.
+    """
+    with CPU_ALIGNMENT_NBYTES.set_to(alignment):
+        mine, theirs = pair(False, "local")
+        assert any(unit.handles[0].layout.gaps for unit in units_in(mine) if unit.handles) or not alignment
     state, expected = mine.state_dict(), theirs.state_dict()
     assert set(state) == set(expected)
     for name, value in expected.items():
@@ -129,16 +136,45 @@ def test_local_state(group: Collectives, files: Files) -> None:
             assert len(state[name].metadata().size) == 1
             assert boxes_of(state[name]) == boxes_of(value)
         assert_same(whole(state[name]), whole(value))
+    with CPU_ALIGNMENT_NBYTES.set_to(alignment):
+        other = ours(build(seed=1), False, "local")
+    other.load_state_dict(expected)
+    assert_model(full_state(other), full_state(mine))
+    theirs_too = fsdp1(build(seed=1), False, "local")
+    theirs_too.load_state_dict(state)
+    assert_same(dict(theirs_too.named_parameters()), dict(theirs.named_parameters()))
 
 
 @on_ranks(2, originals=BOTH)
-def test_local_state_of_several_flat_parameters(group: Collectives, files: Files, originals: bool) -> None:
-    """S-084: frozen parameters of a trained unit are a flat parameter of their own, `_flat_param_1`, and it loads too."""
-    model = ours(build(mixed=True), originals, "local")
+def test_a_local_state_of_summoned_parameters(group: Collectives, files: Files, originals: bool) -> None:
+    """What was changed in the full parameters is in a local state, also if a rank saves what others hold."""
+    with CPU_ALIGNMENT_NBYTES.set_to(16):
+        model, other = (ours(build(seed=seed), originals, "local") for seed in (0, 1))
+    with FSDP.summon_full_params(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        state = model.state_dict()
+    other.load_state_dict(state)
+    assert_model(full_state(other), full_state(model))
+
+
+@on_ranks(2, originals=BOTH, alignments=[(16, 16), (0, 64), (64, 0), (64, 16)])
+def test_local_state_of_several_flat_parameters(
+    group: Collectives, files: Files, originals: bool, alignments: tuple[int, int]
+) -> None:
+    """S-084: frozen parameters of a trained unit are a flat parameter of their own, `_flat_param_1`, and it loads too.
+
+    It loads at a different alignment in memory, too.
+    """
+    threshold = ALIGNMENT_NBYTES if originals else CPU_ALIGNMENT_NBYTES
+    with threshold.set_to(alignments[0]):
+        model = ours(build(mixed=True), originals, "local")
     state = model.state_dict()
     assert {"_flat_param", "_flat_param_1", "codec._flat_param", "frozen._flat_param"} <= set(state)
     assert not {"head.weight", "head.bias", "row"} & set(state)
-    other = ours(build(mixed=True, seed=1), originals, "local")
+    with threshold.set_to(alignments[1]):
+        other = ours(build(mixed=True, seed=1), originals, "local")
     other.load_state_dict(state)
     assert_model(full_state(other), full_state(model))
 

@@ -29,7 +29,8 @@ class Units:
 
     Attributes:
         numels: of each unit's parameters, in the order of the forward pass.
-        ranks: how many share a flat parameter, which is padded to a multiple of them.
+        ranks: how many share a flat parameter. Each shard is padded to a multiple of 16 bytes; the parameters have such
+            lengths by themselves.
     """
 
     numels: Sequence[int]
@@ -53,7 +54,7 @@ class Units:
     @property
     def full(self) -> list[int]:
         """`F`, and `G` too, as everything is trained: bytes of the full parameters, padding included."""
-        return [-(-numel // self.ranks) * self.ranks * BYTES for numel in self.numels]
+        return [-(-numel * BYTES // (16 * self.ranks)) * 16 * self.ranks for numel in self.numels]
 
     @property
     def rest(self) -> int:

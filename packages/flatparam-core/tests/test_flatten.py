@@ -6,9 +6,12 @@ import torch
 from torch import nn
 
 from flatparam_core import (
+    ALIGNMENT_NBYTES,
+    CPU_ALIGNMENT_NBYTES,
     FLAT_PARAM,
-    ORIGINAL_ALIGNMENT_NBYTES,
+    FlatLayout,
     FlatParamError,
+    Flattening,
     IllegalStepError,
     LayoutError,
     Precision,
@@ -52,13 +55,50 @@ def test_frozen_integers_are_sharded_too(use_orig_params: bool) -> None:
     assert handle.leaves[0].dtype is torch.uint8
 
 
-@pytest.mark.parametrize(("use_orig_params", "alignment"), [(False, 4), (True, ORIGINAL_ALIGNMENT_NBYTES)])
-def test_alignment_follows_the_exposure(use_orig_params: bool, alignment: int) -> None:
-    """Originals begin at aligned offsets; a flat parameter is packed without gaps between its parameters."""
-    handle = flatten_alone(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3)), use_orig_params=use_orig_params)
-    starts = [slot.span.start * 4 for slot in handle.layout.slots]
-    assert all(start % alignment == 0 for start in starts)
-    assert starts[1] == (12 if not use_orig_params else 16)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16,), (None, torch.bfloat16), (torch.float8_e4m3fn,)])
+def test_alignment_follows_exposure_and_device(
+    device: str, dtypes: tuple[torch.dtype | None, ...], use_orig_params: bool
+) -> None:
+    """On an accelerator parameters and shards begin at multiples of 16 bytes in each dtype; on a CPU originals alone do.
+
+    A flat parameter on the CPU is packed without gaps, and padded for the ranks alone.
+    """
+    module = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3))
+    layout = begin(module, device, Precision(*dtypes), use_orig_params)
+    starts, end = [slot.span.start for slot in layout.slots], layout.slots[-1].span.stop
+    step = 16 // min((dtype.itemsize for dtype in dtypes if dtype), default=4)
+    if device == "cpu" and not use_orig_params:
+        assert starts == [0, 3, 4, 7]
+    else:
+        assert starts == [0, step, 2 * step, 3 * step]
+    pace = 1 if device == "cpu" else step
+    assert layout.shard_numel == -(-end // (2 * pace)) * pace
+
+
+def begin(module: nn.Module, device: str, precision: Precision, use_orig_params: bool) -> FlatLayout:
+    """The layout for two ranks; the shards have no memory, so nothing has to be on the device."""
+    (layout,) = Flattening.begin(
+        module,
+        discover(module),
+        rank=0,
+        world_size=2,
+        precision=precision,
+        device=torch.device(device),
+        storage_device=torch.device("meta"),
+        use_orig_params=use_orig_params,
+    ).layouts
+    return layout
+
+
+def test_alignments_are_settings() -> None:
+    """Both thresholds set what begins where; with 0 a flat parameter on an accelerator is FSDP1's."""
+    module = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3))
+    for threshold, device in ((ALIGNMENT_NBYTES, "cuda"), (CPU_ALIGNMENT_NBYTES, "cpu")):
+        with threshold.set_to(64):
+            assert begin(module, device, Precision(), False).shard_numel == 32
+        with threshold.set_to(0):
+            assert begin(module, device, Precision(), False).shard_numel == 5
 
 
 def test_every_rank_has_the_same_layout(use_orig_params: bool) -> None:

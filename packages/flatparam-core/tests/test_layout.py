@@ -11,7 +11,16 @@ from torch import nn
 from flatparam_core import FlatLayout, ParamSpec, Span, memory_view, plan_layouts
 from flatparam_core.testing import shards_of
 
-from .strategies import ALIGNMENTS, DTYPES, WORLD_SIZES, layouts, planned_layouts, tensors_for, unit_specs
+from .strategies import (
+    ALIGNMENTS,
+    DTYPES,
+    WORLD_SIZES,
+    layouts,
+    planned_layouts,
+    ruled_specs,
+    tensors_for,
+    unit_specs,
+)
 
 
 def tiles(spans: list[Span], numel: int) -> bool:
@@ -103,15 +112,78 @@ def test_plan_keeps_order_and_alignment(
         assert all(slot.span.start * dtype.itemsize % alignment == 0 for slot in layout.slots)
 
 
+@given(
+    st.data(),
+    st.sampled_from(DTYPES),
+    st.sampled_from((6, 16)),
+    st.lists(
+        st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]), max_size=2
+    ),
+    WORLD_SIZES,
+    st.booleans(),
+)
+def test_slots_and_shards_are_aligned_in_every_dtype(
+    data: st.DataObject,
+    dtype: torch.dtype,
+    alignment: int,
+    held_in: list[torch.dtype],
+    world_size: int,
+    are_ruled: bool,
+) -> None:
+    """Each parameter and each shard begins at a multiple of the alignment in its own dtype, and in those it is cast to.
+
+    A rule does not change that; uneven shares do not either.
+    """
+    specs = data.draw(ruled_specs(dtype) if are_ruled else unit_specs(dtype))
+    shares = data.draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size) | st.just([]))
+    layout = FlatLayout.plan(
+        specs,
+        world_size=world_size,
+        alignment_nbytes=alignment,
+        shard_alignment_nbytes=alignment,
+        held_in=held_in,
+        shares=shares,
+    )
+    starts = [slot.span.start for slot in layout.slots if slot.span]
+    starts += [layout.shard_span(rank).start for rank in range(world_size)]
+    for each in (dtype, *(held_in if dtype.is_floating_point else ())):
+        assert all(start * each.itemsize % alignment == 0 for start in starts)
+
+
+@given(planned_layouts(), st.sampled_from([0, 8, 16]))
+def test_a_layout_is_packed_again(layout: FlatLayout, alignment: int) -> None:
+    """`repacked` keeps parameters, their order and the ranks, and gives each rank the shortest equal part."""
+    packed = layout.repacked(alignment)
+    assert [slot.spec for slot in packed.slots] == [slot.spec for slot in layout.slots]
+    assert packed.world_size == layout.world_size
+    assert packed.numel - packed.slots[-1].span.stop < packed.world_size
+    assert (
+        packed.slots
+        == FlatLayout.plan(
+            [slot.spec for slot in layout.slots], world_size=1, alignment_nbytes=alignment
+        ).slots
+    )
+    if not alignment:
+        assert packed.slots[-1].span.stop == sum(slot.spec.numel for slot in layout.slots)
+
+
 @given(planned_layouts(), st.sampled_from(ALIGNMENTS))
 def test_plan_wastes_as_little_as_it_can(layout: FlatLayout, alignment: int) -> None:
-    """Each gap between parameters is shorter than the alignment, and the one at the end than the world size."""
+    """Each gap between parameters is shorter than the alignment, and the one at the end than the world size.
+
+    If shards are aligned it is shorter than their alignments together.
+    """
     specs = [slot.spec for slot in layout.slots]
-    layout = FlatLayout.plan(specs, world_size=layout.world_size, alignment_nbytes=alignment)
-    step = max(1, alignment // layout.dtype.itemsize)
+    ranks, step = layout.world_size, max(1, alignment // layout.dtype.itemsize)
+    layout = FlatLayout.plan(specs, world_size=ranks, alignment_nbytes=alignment)
     ends = [0, *(slot.span.stop for slot in layout.slots)]
     assert all(slot.span.start - end < step for slot, end in zip(layout.slots, ends, strict=False))
-    assert layout.numel - ends[-1] < layout.world_size
+    assert layout.numel - ends[-1] < ranks
+    aligned = FlatLayout.plan(
+        specs, world_size=ranks, alignment_nbytes=alignment, shard_alignment_nbytes=alignment
+    )
+    assert aligned.slots == layout.slots
+    assert aligned.numel - ends[-1] < (ranks * step if ranks > 1 else 1)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Work on all parameters in a few calls has the same result, bit for bit, as one by one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam_core import FlatLayout, FlatParamError, GradientLedger, ParamSpec, discover
 from flatparam_core.exposure.sites import Sites
@@ -151,6 +153,43 @@ def test_large_and_small_gradients_at_once(divisor: float) -> None:
         one_by_one.deposit(index, gradient, divisor=divisor)
     assert at_once._batch((0, 1, 2, 3, 4)).large == [1, 4]
     assert_same_ledgers(at_once, one_by_one)
+
+
+class Calls(TorchDispatchMode):
+    """Notes the names of operators that write to tensors that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("given_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_accelerator_takes_all_gradients_in_one_call(given_dtype: torch.dtype) -> None:
+    """Off the CPU gradients of every size and dtype are one call together, and so are their sums and their mean."""
+    numels = (SMALL_NBYTES.value, 3, SMALL_NBYTES.value + 4, 7)
+    layout = FlatLayout.plan([ParamSpec(f"p{n}", (n,), torch.float32) for n in numels], world_size=2)
+    ledger = GradientLedger.create(layout, dtype=torch.float32, device=torch.device("meta"))
+    ledger.open()
+    gradients = [torch.empty(n, dtype=given_dtype, device="meta") for n in numels]
+    with Calls() as calls:
+        ledger.deposit_all(range(4), gradients)
+    assert calls.names == ["_foreach_copy_"]
+    if (
+        given_dtype == torch.float64
+    ):  # a sum in the wider dtype, and a mean, are made before they are cut to float32
+        return
+    with Calls() as calls:
+        ledger.deposit_all(range(4), gradients, divisor=2.0)
+    assert calls.names == ["_foreach_add_"]
+    ledger.release()
+    with Calls() as calls:
+        ledger.deposit_all([0, 2, 3], gradients[::2] + gradients[3:], divisor=2.0)
+    assert calls.names == ["_foreach_copy_", "_foreach_div_"]
 
 
 @given(layouts(torch.float32))

@@ -18,7 +18,7 @@ from flatparam_comm import (
     Topology,
 )
 from flatparam_comm.testing import rectangle
-from flatparam_runtime import DivergenceError, UnitPlan, shard_module
+from flatparam_runtime import DivergenceError, UnitPlan, shard_module, units_in
 
 from .models import WIDTH, Branches, Chain, batch
 from .worlds import run, seeded, sharded
@@ -115,19 +115,21 @@ def test_different_models(kind: str) -> None:
 def test_units_of_one_size_in_another_order(ways: tuple[str, str], steps: int, use_orig_params: bool) -> None:
     """After any number of steps the pass raises on every rank, before an optimizer could step, and names both units."""
 
-    def attempt(collectives: Collectives) -> tuple[str, bool]:
+    def attempt(collectives: Collectives) -> tuple[str, bool, int]:
         module = sharded(Branches, collectives, units=SIDES, use_orig_params=use_orig_params)
         for _ in range(steps):
             loss(module, collectives.rank, "lr").backward()
             module.zero_grad()
         message = refused(lambda: loss(module, collectives.rank, ways[collectives.rank]).backward())
-        return message, all(parameter.grad is None for parameter in module.parameters())
+        untrained = all(parameter.grad is None for parameter in module.parameters())
+        return message, untrained, units_in(module)[1].unsharded_nbytes
 
     names = "up.weight, down.weight" if use_orig_params else "up.weight, up.bias"
-    for rank, (message, untrained) in enumerate(run(2, attempt)):
+    for rank, (message, untrained, nbytes) in enumerate(run(2, attempt)):
+        assert nbytes >= 144
         assert message.startswith(f"rank {rank}: the ranks run different units: ")
-        assert f"unit 'left' ({names}, ...; 144 bytes)" in message
-        assert f"unit 'right' ({names}, ...; 144 bytes)" in message
+        assert f"unit 'left' ({names}, ...; {nbytes} bytes)" in message
+        assert f"unit 'right' ({names}, ...; {nbytes} bytes)" in message
         assert "rank 0 was at" in message
         assert "rank 1 was at" in message
         # In the first pass not even a gather goes to the wrong unit.

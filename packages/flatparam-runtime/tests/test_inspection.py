@@ -96,14 +96,16 @@ def test_changes_are_kept_where_asked_for(writeback: bool, ranks: int, use_orig_
 def test_each_rank_keeps_its_own_part() -> None:
     """If ranks change their copies differently, each element has the value from the rank that owns it."""
 
-    def change(collectives: Collectives) -> dict[str, Tensor]:
+    def change(collectives: Collectives) -> tuple[Tensor, int]:
         module = sharded(lambda: nn.Linear(4, 3, bias=False), collectives)
         with summon_full_params(module), torch.no_grad():
             module.weight.fill_(collectives.rank)
-        return full_parameters(module)
+        first = units_in(module)[0].handles[0].layout.fragment(0, 0)
+        return full_parameters(module)["weight"], first.in_param.stop
 
-    for values in run(2, change):
-        assert values["weight"].flatten().tolist() == [0.0] * 6 + [1.0] * 6
+    for weight, first in run(2, change):
+        assert 0 < first < 12
+        assert weight.flatten().tolist() == [0.0] * first + [1.0] * (12 - first)
 
 
 def test_without_recursion_only_its_own(use_orig_params: bool) -> None:

@@ -11,7 +11,13 @@ from flatparam_core.exposure import (
     each_module,
 )
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.flatten import ORIGINAL_ALIGNMENT_NBYTES, Flattening, RuleOf, flatten_module
+from flatparam_core.flatten import (
+    ALIGNMENT_NBYTES,
+    CPU_ALIGNMENT_NBYTES,
+    Flattening,
+    RuleOf,
+    flatten_module,
+)
 from flatparam_core.geometry import (
     ELEMENT,
     ROW,
@@ -51,10 +57,11 @@ from flatparam_core.transitions import Transitions
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALIGNMENT_NBYTES",
     "ELEMENT",
+    "CPU_ALIGNMENT_NBYTES",
     "FLAT_PARAM",
     "FSDP_WRAPPED_MODULE",
-    "ORIGINAL_ALIGNMENT_NBYTES",
     "PRESENTER",
     "ROW",
     "WHOLE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import attrs
 import torch
@@ -16,14 +16,30 @@ from flatparam_core.geometry import ELEMENT, FlatLayout, LayoutRule, ParamSpec, 
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.names import FLAT_PARAM
 from flatparam_core.storage import Precision
+from flatparam_core.thresholds import Threshold
 
-__all__ = ["ORIGINAL_ALIGNMENT_NBYTES", "Flattening", "RuleOf", "flatten_module"]
+__all__ = ["ALIGNMENT_NBYTES", "CPU_ALIGNMENT_NBYTES", "Flattening", "RuleOf", "flatten_module"]
 
 RuleOf: TypeAlias = Callable[[BoundParameter], LayoutRule]
 """Says what of a parameter stays on one rank."""
 
-ORIGINAL_ALIGNMENT_NBYTES = 16
-"""If the original parameters stay visible, each begins at a multiple of this in the flat parameter, as in FSDP1."""
+ALIGNMENT_NBYTES: Final = Threshold(
+    "core.alignment_nbytes",
+    16,
+    "On an accelerator each parameter and each rank's shard begin at a multiple of so many bytes, in every dtype that "
+    "the flat parameter is held in; on a CPU each parameter does with `use_orig_params=True`.",
+    least=0,
+    most=2**12,
+)
+"""What fast kernels for products, and collectives, ask for; 0 leaves no gap between parameters."""
+CPU_ALIGNMENT_NBYTES: Final = Threshold(
+    "core.cpu_alignment_nbytes",
+    0,
+    "The same for shards on a CPU, and for parameters there with `use_orig_params=False`; with 0 as in FSDP1.",
+    least=0,
+    most=2**12,
+)
+"""Cut as in FSDP1, gradients have its norm to the last bit, and no kernel of a CPU is much slower."""
 
 
 @final
@@ -77,15 +93,18 @@ class Flattening:
             LayoutError: if the shares do not fit.
         """
         _check_unclaimed(bound)
-        home = device or _common_device(bound)
+        home, precision = device or _common_device(bound), precision or Precision()
         specs = [_spec(b, rule_of) for b in bound]
         if use_orig_params:
             # Parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md.
             specs.sort(key=lambda spec: len(spec.shape) < 2)
+        of_shards = CPU_ALIGNMENT_NBYTES if home.type in ("cpu", "meta") else ALIGNMENT_NBYTES
         layouts = plan_layouts(
             specs,
             world_size=world_size,
-            alignment_nbytes=ORIGINAL_ALIGNMENT_NBYTES if use_orig_params else 0,
+            alignment_nbytes=(ALIGNMENT_NBYTES if use_orig_params else of_shards).value,
+            shard_alignment_nbytes=of_shards.value,
+            held_in=precision.held_in,
             shares=shares,
         )
         storage = storage_device or home
@@ -99,7 +118,7 @@ class Flattening:
             for number, layout in enumerate(layouts)
             for index, fqn in enumerate(layout.fqns)
         }
-        return cls(module, layouts, shards, rank, home, use_orig_params, precision or Precision(), places)
+        return cls(module, layouts, shards, rank, home, use_orig_params, precision, places)
 
     def pack(self, fqn: str, value: torch.Tensor) -> None:
         """Copy this rank's part of parameter `fqn`, whose full value is `value`, to its shard."""

@@ -28,6 +28,8 @@ class Threshold:
     """A sentence that says what the code does up to the value, and above it."""
     least: int = attrs.field(default=1, kw_only=True, on_setattr=attrs.setters.frozen)
     """The smallest value with which everything works."""
+    most: int = attrs.field(default=2**40, kw_only=True, on_setattr=attrs.setters.frozen)
+    """The largest value; it is small if the value is memory."""
     default: int = attrs.field(init=False, on_setattr=attrs.setters.frozen)
 
     @default.default
@@ -44,10 +46,12 @@ class Threshold:
         """Use `value` inside the context.
 
         Raises:
-            ValueError: if `value` is below `least`.
+            ValueError: if `value` is below `least` or above `most`.
         """
-        if value < self.least:
-            raise ValueError(f"{self.name}: expected a number of at least {self.least}, found {value}")
+        if not self.least <= value <= self.most:
+            raise ValueError(
+                f"{self.name}: expected a number from {self.least} to {self.most}, found {value}"
+            )
         before, self.value = self.value, value
         try:
             yield

@@ -203,6 +203,29 @@ def test_links_of_two_hosts() -> None:
     assert planned(ranks_per_host=4).links["to other hosts"] == 0
 
 
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_padding_of_an_accelerator(precision: torch.dtype | None, use_orig_params: bool) -> None:
+    """On an accelerator parameters and shards begin at multiples of 16 bytes where they are computed, and plans say so."""
+    found = plan(
+        functools.partial(Model, 30),
+        batch=2,
+        sequence=8,
+        world_size=4,
+        wrap=("Block",),
+        device="accelerator",
+        use_orig_params=use_orig_params,
+        param_dtype=precision,
+    )
+    step = 4 if precision is None else 8
+    block = found.units[1].facts
+    # A matrix and a bias, of which each begins at a multiple of the step, and so does each of four shards.
+    numel = -(-(-(-30 * 30 // step) * step + 30) // (4 * step)) * 4 * step
+    assert block.full_nbytes == numel * 16 // step
+    assert block.padding_nbytes == (numel - 930) * 16 // step
+    assert block.shard_nbytes == numel
+
+
 def test_an_accelerators_schedule_gathers_ahead() -> None:
     """An accelerator takes memory for units that are gathered ahead."""
     assert planned(device="accelerator").numel == planned().numel

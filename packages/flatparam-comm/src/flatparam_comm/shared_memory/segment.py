@@ -31,6 +31,7 @@ LEAST_MAPPED: Final = Threshold(
     "comm.least_mapped_nbytes",
     1 << 16,
     "At least this much of a slot of shared memory is mapped; for larger messages it is mapped anew, in powers of two.",
+    most=1 << 20,
 )
 
 

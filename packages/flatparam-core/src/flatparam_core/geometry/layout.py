@@ -150,6 +150,8 @@ class FlatLayout:
         *,
         world_size: int,
         alignment_nbytes: int = 0,
+        shard_alignment_nbytes: int = 0,
+        held_in: Sequence[torch.dtype] = (),
         shares: Sequence[float] = (),
     ) -> FlatLayout:
         """Lay parameters of one dtype end to end.
@@ -159,8 +161,12 @@ class FlatLayout:
 
         Args:
             specs: at least one parameter; all of one dtype.
-            world_size: ranks that share the flat parameter, whose length is padded to a multiple of it.
+            world_size: ranks that share the flat parameter, whose length is padded so that their shards are equal.
             alignment_nbytes: each slot starts at a multiple of this many bytes; 0 packs without gaps.
+            shard_alignment_nbytes: each rank's shard starts at a multiple of this many bytes; 0 pads for equal shards
+                alone.
+            held_in: the dtypes that floating-point parameters and their gradients are held in beside their own; in
+                each of them the starts are multiples of so many bytes, too.
             shares: for each rank the weight of its part, a positive number; empty gives all the same. Equal weights
                 do as well.
 
@@ -168,21 +174,17 @@ class FlatLayout:
             LayoutError: if there is no parameter, the dtypes differ, a name occurs twice, or the shares do not fit.
         """
         check_shares(shares, world_size)
-        step = 1
-        if alignment_nbytes and specs:
-            itemsize = specs[0].dtype.itemsize
-            step = math.lcm(alignment_nbytes, itemsize) // itemsize
+        step, pace = (
+            _step(nbytes, specs[0].dtype, held_in) if nbytes and specs else 1
+            for nbytes in (alignment_nbytes, shard_alignment_nbytes)
+        )
         is_uneven = len({*shares}) > 1
         if world_size > 0 and (is_uneven or any(spec.rule != ELEMENT for spec in specs)):
-            return cls._placed(specs, world_size, step, shares if is_uneven else ())
-        slots: list[Slot] = []
-        end = 0
-        for spec in specs:
-            start = -(-end // step) * step
-            end = start + spec.numel
-            slots.append(Slot(spec, Span(start, end)))
-        numel = -(-end // world_size) * world_size if world_size > 0 else end
-        return cls(tuple(slots), world_size, numel)
+            return cls._placed(specs, world_size, math.lcm(step, pace), shares if is_uneven else ())
+        slots = _end_to_end(specs, step)
+        # One rank's shard is all of it, and ends where the last parameter does.
+        rounded = world_size * pace if world_size > 1 else 1
+        return cls(slots, world_size, -(-_end(slots) // rounded) * rounded)
 
     @classmethod
     def _placed(
@@ -197,6 +199,12 @@ class FlatLayout:
         slots.sort(key=lambda slot: slot.span)
         lengths = placing.shard_numels
         return cls(tuple(slots), world_size, sum(lengths), lengths if len({*lengths}) > 1 else ())
+
+    def repacked(self, alignment_nbytes: int) -> FlatLayout:
+        """The same parameters in the same order, each at a multiple of so many bytes, and the shortest equal shards."""
+        step = _step(alignment_nbytes, self.dtype, ()) if alignment_nbytes else 1
+        slots = _end_to_end([slot.spec for slot in self.slots], step)
+        return FlatLayout(slots, self.world_size, -(-_end(slots) // self.world_size) * self.world_size)
 
     def with_dtype(self, dtype: torch.dtype) -> FlatLayout:
         """The same intervals for parameters of a different dtype."""
@@ -296,3 +304,22 @@ class FlatLayout:
     @cached_property
     def _fragments(self) -> dict[int, tuple[Fragment, ...]]:
         return {}
+
+
+def _end_to_end(specs: Sequence[ParamSpec], step: int) -> tuple[Slot, ...]:
+    """The slots of `specs` in their order, each at the first multiple of `step` elements behind the one before."""
+    slots: list[Slot] = []
+    for spec in specs:
+        start = -(-_end(slots) // step) * step
+        slots.append(Slot(spec, Span(start, start + spec.numel)))
+    return tuple(slots)
+
+
+def _end(slots: Sequence[Slot]) -> int:
+    return slots[-1].span.stop if slots else 0
+
+
+def _step(alignment_nbytes: int, stored: torch.dtype, held_in: Sequence[torch.dtype]) -> int:
+    """The fewest elements that are a multiple of `alignment_nbytes` bytes in each dtype that they are held in."""
+    others = held_in if stored.is_floating_point else ()
+    return math.lcm(*(math.lcm(alignment_nbytes, d.itemsize) // d.itemsize for d in (stored, *others)))

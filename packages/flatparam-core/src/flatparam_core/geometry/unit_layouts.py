@@ -18,6 +18,8 @@ def plan_layouts(
     *,
     world_size: int,
     alignment_nbytes: int = 0,
+    shard_alignment_nbytes: int = 0,
+    held_in: Sequence[torch.dtype] = (),
     shares: Sequence[float] = (),
 ) -> tuple[FlatLayout, ...]:
     """Plan as few flat parameters as the parameters of a unit need.
@@ -30,14 +32,22 @@ def plan_layouts(
         specs: the parameters, with the rule of each.
         world_size: see `FlatLayout.plan`.
         alignment_nbytes: see `FlatLayout.plan`.
+        shard_alignment_nbytes: see `FlatLayout.plan`.
+        held_in: see `FlatLayout.plan`.
         shares: see `FlatLayout.plan`.
     """
-    return _plan_layouts(tuple(specs), world_size, alignment_nbytes, tuple(shares))
+    return _plan_layouts(
+        tuple(specs), world_size, (alignment_nbytes, shard_alignment_nbytes), tuple(held_in), tuple(shares)
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _plan_layouts(
-    specs: tuple[ParamSpec, ...], world_size: int, alignment_nbytes: int, shares: tuple[float, ...]
+    specs: tuple[ParamSpec, ...],
+    world_size: int,
+    alignments: tuple[int, int],
+    held_in: tuple[torch.dtype, ...],
+    shares: tuple[float, ...],
 ) -> tuple[FlatLayout, ...]:
     groups: dict[tuple[bool, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
@@ -45,6 +55,13 @@ def _plan_layouts(
     # The sort is stable: dtypes stay in order of appearance.
     ordered = sorted(groups.items(), key=lambda item: item[0][0])
     return tuple(
-        FlatLayout.plan(group, world_size=world_size, alignment_nbytes=alignment_nbytes, shares=shares)
+        FlatLayout.plan(
+            group,
+            world_size=world_size,
+            alignment_nbytes=alignments[0],
+            shard_alignment_nbytes=alignments[1],
+            held_in=held_in,
+            shares=shares,
+        )
         for _, group in ordered
     )

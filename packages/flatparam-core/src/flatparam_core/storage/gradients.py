@@ -33,10 +33,11 @@ def _is_exact(factor: float) -> bool:
 SMALL_NBYTES: Final = Threshold(
     "core.small_gradient_nbytes",
     2**16,
-    "Gradients up to here that arrive together are copied by a few calls for all; a larger one by a call of its own.",
+    "On a CPU gradients up to here that arrive together are copied by a few calls for all; a larger one by a call of "
+    "its own. On an accelerator one call copies all.",
     least=0,
 )
-"""Up to this size a gradient costs more to handle than to copy."""
+"""Up to this size a CPU takes longer to handle a gradient than to copy it."""
 
 
 @final
@@ -54,9 +55,10 @@ class _Batch:
         small, large = [], []
         bounds: list[list[int]] = []
         previous = -2
+        most = SMALL_NBYTES.value if buffer.tensor.is_cpu else buffer.nbytes
         for at, index in enumerate(indices):
             span = buffer.layout.slots[index].span
-            if span.numel * buffer.tensor.itemsize > SMALL_NBYTES.value:
+            if span.numel * buffer.tensor.itemsize > most:
                 large.append(at)
                 continue
             small.append(at)
@@ -212,9 +214,11 @@ class GradientLedger:
         dtype = self.buffer.tensor.dtype
         # 1 stands for a gradient of a second backward pass before the reduction.
         again = set(map(self.deposited.__getitem__, indices))
-        alike = len(again) == 1 and all(_holds(dtype, given) for given in {g.dtype for g in gradients})
+        at_once = again == {0} and divisor == 1.0
+        if not at_once and all(_holds(dtype, given) for given in {g.dtype for g in gradients}):
+            at_once = again == {0} or (again == {1} and _is_exact(1 / divisor))
         one_by_one: Sequence[int] = range(len(indices))
-        if alike and (again == {0} or _is_exact(1 / divisor)):
+        if at_once:
             self.open()
             batch = self._batch(tuple(indices))
             one_by_one = batch.large
@@ -249,8 +253,8 @@ class GradientLedger:
             torch._foreach_add_(slots, given, alpha=1 / divisor)
             return
         torch._foreach_copy_(slots, given)
-        for stretch in batch.stretches if divisor != 1.0 else ():
-            stretch.div_(divisor)
+        if divisor != 1.0:
+            torch._foreach_div_(batch.stretches, divisor)
 
     def _batch(self, indices: tuple[int, ...]) -> _Batch:
         if indices not in self._batches:

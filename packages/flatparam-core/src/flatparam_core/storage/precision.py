@@ -52,6 +52,11 @@ class Precision:
             return self.reduce_dtype
         return self.compute(storage)
 
+    @property
+    def held_in(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that full parameters or unsharded gradients have beside their own."""
+        return tuple(dtype for dtype in (self.param_dtype, self.reduce_dtype) if dtype is not None)
+
     def grad(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of `.grad`: that of the parameter, unless low precision is kept."""
         return self.compute(storage) if self.keep_low_precision_grads else storage

@@ -236,6 +236,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if output is None and unit.held.calls[-1].runs_elsewhere:
         return None
     call = unit.held.end_call()
+    if torch._C._is_any_autocast_enabled():
+        # Until its region ends, autocast keeps a cast of each leaf: of a whole model, and of weights before a step.
+        torch.clear_autocast_cache()
     failed = _is_of_exception(call, output)
     # A recomputation stops early with an exception of torch's own.
     if failed and not call.is_recomputation and not in_backward():

@@ -13,6 +13,7 @@ from flatparam_state.forms.deferred import (
     not_ordinary,
     shape_of,
 )
+from flatparam_state.forms.flat_tensor import FlatTensor
 from flatparam_state.forms.state_form import FormKind, StateForm
 from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
 from flatparam_state.forms.wanted import Wanted
@@ -20,6 +21,7 @@ from flatparam_state.forms.wanted import Wanted
 __all__ = [
     "Box",
     "Chunker",
+    "FlatTensor",
     "FormKind",
     "LazyTensor",
     "LazyValue",

@@ -11,7 +11,6 @@ from typing_extensions import Self
 
 from flatparam_runtime import (
     Collectives,
-    FlatParamError,
     ParamSpec,
     Span,
     Topology,
@@ -27,6 +26,7 @@ from flatparam_state.forms.deferred import (
     not_ordinary,
     shape_of,
 )
+from flatparam_state.forms.flat_tensor import FlatTensor
 from flatparam_state.forms.holders import holders_of
 from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
 from flatparam_state.places import Place
@@ -36,6 +36,10 @@ __all__ = ["Wanted"]
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _copy(target: torch.Tensor, elements: torch.Tensor) -> None:
+    target.copy_(elements)
 
 
 def _not_ordinary(value: Any) -> str | None:
@@ -51,7 +55,7 @@ class Wanted:
     spec: ParamSpec
     span_of: Callable[[int], Span]
     ranks: range
-    """The ranks that want a part that is not empty."""
+    """The ranks that may want a part that is not empty."""
     topology: Topology
     rank: int
     device: torch.device
@@ -60,6 +64,8 @@ class Wanted:
     """Whether modules see a `DTensor` of which the tensor is this rank's part."""
     flattened: Callable[[Any], Any] = _as_it_is
     """Turns a value like what modules see, such as a quantised weight, into what is sharded of it."""
+    lay: Callable[[torch.Tensor, torch.Tensor], None] = _copy
+    """Copies this rank's elements, the second argument, to its memory, the first."""
 
     @classmethod
     def of_parameter(cls, place: Place, index: int) -> Self:
@@ -79,26 +85,17 @@ class Wanted:
 
     @classmethod
     def of_flat_parameter(cls, place: Place) -> Self:
-        """The flat parameter itself, without the padding at its end.
-
-        Raises:
-            FlatParamError: if rules or shares have moved the parameters, which a flat tensor would not tell.
-        """
+        """The flat parameter itself, as a local state has it; see `FlatTensor`."""
         handle = place.handle
-        layout = handle.layout
-        if not layout.is_plain:
-            raise FlatParamError(
-                f"a local state holds the flat parameter of {place.fqns[0]!r}, ... as it lies, and does not tell "
-                "that the rules of its layout have moved the parameters; use a full or a sharded state"
-            )
-        whole = Span(0, layout.slots[-1].span.stop)
+        flat = FlatTensor.of(handle)
         return cls(
-            ParamSpec("flat parameter", (whole.numel,), layout.dtype, requires_grad=False),
-            lambda rank: whole.overlap(layout.shard_span(rank)),
-            layout.ranks_in(whole),
+            ParamSpec("flat parameter", (flat.numel,), handle.layout.dtype, requires_grad=False),
+            flat.held_span,
+            range(handle.layout.world_size),
             place.unit.topology,
             handle.rank,
             handle.device,
+            lay=flat.lay,
         )
 
     @property

@@ -15,13 +15,15 @@ from flatparam_runtime import (
     Phase,
     check_same_between_passes,
     clean_fqn,
+    full_views,
+    gather_full,
     inspecting,
     memory_view,
     shown,
     units_in,
 )
 from flatparam_state.codec import gather, shard_of
-from flatparam_state.forms import FormKind, StateForm, Wanted
+from flatparam_state.forms import FlatTensor, FormKind, StateForm, Wanted
 from flatparam_state.places import Place, places_in, places_of
 
 __all__ = ["IN_FLAT", "StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
@@ -139,8 +141,20 @@ def _shard(place: Place) -> torch.Tensor:
 
 
 def _local(place: Place, form: StateForm) -> Any:
-    wanted = Wanted.of_flat_parameter(place)
-    return form.owned(wanted, _shard(place)[: wanted.span.numel], place)
+    """The flat parameter as local states have it.
+
+    The unit is gathered if what a rank saves lies on its neighbours, as alignment has moved it.
+    """
+    flat = FlatTensor.of(place.handle)
+    if not flat.moves:
+        elements = flat.held(_shard(place))
+    elif place.unit.showing.pins:
+        elements = flat.of_full([leaf.detach() for leaf in place.handle.leaves])
+    else:
+        full = gather_full(place.unit, place.handle, place.handle.flat_param.detach())
+        elements = flat.of_full(full_views(place.handle, full))
+    wanted = attrs.evolve(Wanted.of_flat_parameter(place), span_of=flat.saved_span)
+    return form.owned(wanted, elements, place)
 
 
 def model_state_dict(

@@ -246,7 +246,7 @@ class ModelLoad:
         if not self.refused:
             self.shown.keep()
             for target, wanted, value in self._copies:
-                target[: wanted.span.numel].copy_(wanted.part(value, self._chunker))
+                wanted.lay(target, wanted.part(value, self._chunker))
             for target, tensor in self._plain:
                 target.copy_(tensor)
         self.forget()

@@ -11,6 +11,7 @@ from flatparam.planning.rehearsal.observer import Observer
 from flatparam.planning.rehearsal.rehearsal import Rehearsal, UnitFacts
 from flatparam.planning.training import Setup, TrainingProgram, train
 from flatparam_comm import ByteLedger, NoStreams, Topology, acting_as
+from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
 from flatparam_runtime import Unit, units_in
 from flatparam_state import without_collector
 
@@ -53,6 +54,8 @@ def _rehearsed(
         memory,
         observer.stack,
         acting_as(NoStreams(runs_ahead=observer.is_ahead)),
+        # Hollow memory is the CPU's, where not all is aligned that an accelerator aligns.
+        CPU_ALIGNMENT_NBYTES.set_to((ALIGNMENT_NBYTES if observer.is_ahead else CPU_ALIGNMENT_NBYTES).value),
         nothing_recorded(),
         warnings.catch_warnings(),
     ):
