@@ -155,9 +155,7 @@ def test_clipping_by_groups() -> None:
     def rank(ranks: Collectives) -> Any:
         part = torch.full((2,), 3.0) if ranks.rank == 0 else None
         whole = torch.tensor([4.0])
-        norm = clip_gradients_(
-            {ranks: [] if part is None else [part]}, [whole], 1.0, device=torch.device("cpu")
-        )
+        norm = clip_gradients_({ranks: [] if part is None else [part]}, [whole], 1.0, device=whole.device)
         return norm, part, whole
 
     expected = (9.0 + 9.0 + 16.0) ** 0.5
@@ -174,7 +172,7 @@ def test_clipping_by_groups_of_a_norm_that_is_not_finite() -> None:
         gradient = torch.tensor([float("inf") if ranks.rank == 1 else 1.0])
         kept = gradient.clone()
         with pytest.raises(RuntimeError, match="cannot be clipped"):
-            clip_gradients_({ranks: [gradient]}, [], 1.0, device=torch.device("cpu"), error_if_nonfinite=True)
+            clip_gradients_({ranks: [gradient]}, [], 1.0, device=gradient.device, error_if_nonfinite=True)
         assert torch.equal(gradient, kept)
 
     run(2, rank)
