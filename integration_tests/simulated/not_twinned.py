@@ -106,7 +106,15 @@ NOT_TWINNED: Final = MappingProxyType(
         "[{'cpu_offload': CPUOffload(offload_params=True)}-whole]": _WEAK_REFERENCES,
         f"{_INTERFACE}/optimizers/test_optimizer_in_backward.py::test_training_is_that_of_an_optimizer_outside"
         "[{'cpu_offload': CPUOffload(offload_params=True)}-policy]": _WEAK_REFERENCES,
+        f"{_STATE}/test_memory.py::test_loading_a_model_allocates_nothing": (
+            "values that lie on the host come through memory of the device"
+        ),
+        f"{_INTERFACE}/test_clients_inside.py::test_the_upcast_of_mixed_precision": _CPU_BY_NAME,
         f"{_INTERFACE}/test_fully_shard.py::test_unshard_and_reshard": _BY_HAND,
+        f"{_INTERFACE}/test_fully_shard.py::test_policies_of_torch": "memory that is not pinned is refused there",
+        f"{_INTERFACE}/test_fully_shard.py::test_values_after_sharding_on_the_meta_device": _CPU_BY_NAME,
+        f"{_INTERFACE}/test_private_names.py::test_a_flat_parameter_that_is_cast": _FSDP1_ON_CPU,
+        f"{_INTERFACE}/test_private_names.py::test_the_facts_of_a_flat_parameter_are_torchs": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_placement.py::test_without_sync_module_states_each_rank_keeps_its_own_values": _BY_HAND,
         f"{_INTERFACE}/test_private_names.py::test_the_length_of_a_shard": _BY_HAND,
         f"{_INTERFACE}/test_wrapper_tensors.py::test_training_on_top_of_it": _BY_HAND,

@@ -50,7 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-MOVING: Final = {"test_offloading.py", "test_between_uses.py"}
+MOVING: Final = {
+    *("test_offloading.py", "test_between_uses.py", "test_data_given.py", "test_clients_inside.py"),
+}
 """Files whose tests take parameters to the host and back by `.data =`, as torch allows it for CUDA."""
 
 

@@ -72,7 +72,7 @@ def padding_is_zero(model: nn.Module) -> None:
         for flat in module.params if isinstance(module, FullyShardedDataParallel) else ():
             handle = flat._held_by()
             check_invariants(handle)
-            own = torch.zeros(flat.numel(), dtype=torch.bool)
+            own = torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
             for fragment in flat.flat_layout.fragments(flat.rank):
                 own[fragment.in_shard.as_slice()] = True
             for tensor in (flat.detach(), flat.grad):
