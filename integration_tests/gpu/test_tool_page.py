@@ -128,6 +128,19 @@ def test_another_run_keeps_what_it_does_not_measure(tmp_path: Path) -> None:
     assert (found["losses"]["same"], found["capture"]["error"]) == (False, "ArithmeticError: 1")
 
 
+def test_what_an_earlier_version_measured_is_dropped(tmp_path: Path) -> None:
+    """Results under names that are gone, of another form, do not keep the page from being written."""
+    file = tmp_path / "made-up.json"
+    old = {
+        "overlap": {"what": "?", "rows": {"x": {}}},
+        "losses": {**SAME, "what": "?", "command": "?", "made": MADE},
+    }
+    file.write_text(json.dumps({"measurements": old}))
+    assert measure_all([measurement("capture", SAME)], Plan("cpu", 2), FACTS, file) == 0
+    assert {*results_of(file)} == {"losses", "capture"}
+    assert (tmp_path / "made-up.md").exists()
+
+
 def test_losses_are_compared_on_every_rank() -> None:
     """Equal is who has the reference's losses on all ranks; of ours nobody may differ or fail, others may."""
     first = {REFERENCE: [3.0, 2.0], "flatparam": [3.0, 2.0], "torch FSDP2": [3.0, 2.5]}

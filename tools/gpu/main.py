@@ -33,7 +33,7 @@ from .facts import Facts, facts_of
 from .measurement import Measurement
 from .page import write
 from .place import Plan, ranks_for, told
-from .results import command_for, enter, made_by
+from .results import command_for, enter, keep, made_by
 
 MODULES: Final = (backend, alignment, losses, tests, host, steps, memory, compiled, capture, others)
 ORDER: Final = (
@@ -112,6 +112,7 @@ def measure_all(
     print(f"{facts.name} ({facts.count} of them, {facts.backend}): {plan.where}.{about}", flush=True)
     wrong: list[str] = []
     wrote: list[str] = []
+    keep(file, {each.name for each in MEASUREMENTS})
     for number, measurement in enumerate(chosen, start=1):
         print(f"{number}/{len(chosen)} {measurement.name}: ", end="", flush=True)
         left = (until - time.monotonic()) / plan.patience

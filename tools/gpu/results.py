@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +49,19 @@ def enter(file: Path, facts: Facts, name: str, entry: Mapping[str, Any]) -> None
         "bytes": facts.total_nbytes,
     }
     results["measurements"][name] = dict(entry)
+    _replace(file, results)
+
+
+def keep(file: Path, names: Collection[str]) -> None:
+    """Drop what an earlier version measured under other names, of which today's page knows nothing."""
+    if file.exists():
+        results = json.loads(file.read_text(encoding="utf-8"))
+        found = results["measurements"]
+        results["measurements"] = {name: found[name] for name in found if name in names}
+        _replace(file, results)
+
+
+def _replace(file: Path, results: Mapping[str, Any]) -> None:
     made = file.with_suffix(".new")  # whoever is killed leaves what was there
     made.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     made.replace(file)
