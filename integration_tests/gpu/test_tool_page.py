@@ -136,7 +136,7 @@ def test_what_an_earlier_version_measured_is_dropped(tmp_path: Path) -> None:
         "losses": {**SAME, "what": "?", "command": "?", "made": MADE},
     }
     file.write_text(json.dumps({"measurements": old}))
-    assert measure_all([measurement("capture", SAME)], Plan("cpu", 2), FACTS, file) == 0
+    assert measure_all([measurement("capture", ArithmeticError("1"))], Plan("cpu", 2), FACTS, file) == 0
     assert {*results_of(file)} == {"losses", "capture"}
     assert (tmp_path / "made-up.md").exists()
 
