@@ -89,7 +89,7 @@ def check_training(units: Sequence[Unit]) -> None:
 
 @final
 @attrs.frozen
-class _Told:
+class _Account:
     """What a rank tells of itself when the ranks diverge."""
 
     model: str
@@ -101,7 +101,7 @@ class _Told:
     """Whether its optimizers list what they step also where the rank has no element of it, as far as is known."""
 
 
-def _first_divergence(everyone: Sequence[_Told], rank: int) -> str:
+def _first_divergence(everyone: Sequence[_Account], rank: int) -> str:
     """The message about the first thing in which the ranks diverge."""
     if len({told.model for told in everyone}) > 1:
         return told_by_ranks(
@@ -167,7 +167,7 @@ def check_deeds(fingerprint: Fingerprint, units: Sequence[Unit]) -> None:
     """
     by_number = {unit.observers.number: unit for unit in units}
     lists_all = fingerprint.compares_own_steps and _lists_all(fingerprint, units)
-    told = _Told(fingerprint.model, fingerprint.value, fingerprint.deeds(by_number), lists_all)
+    told = _Account(fingerprint.model, fingerprint.value, fingerprint.deeds(by_number), lists_all)
     everyone = units[0].topology.exchange(told, label="order")
     if len({each.value for each in everyone}) > 1 or all(each.lists_all for each in everyone):
         raise DivergenceError(_first_divergence(everyone, units[0].topology.rank))
