@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from gpu.main import BUDGET, MEASUREMENTS, RESULTS, measure_all
 from gpu.measurement import Measurement, not_on_cpu
 from gpu.page import BEGIN, END, NONE, page, with_devices
 from gpu.place import Plan, told
-from gpu.tests import end, places
+from gpu.tests import end, places, start
 
 FACTS = Facts("Made Up 9000", "cuda", 2, "nccl", "1.2", 10**9, 2 * 10**9, 10**9, {"torch": "2.13"})
 PLAN = Plan("cuda", 2)
@@ -243,7 +242,7 @@ def test_tests_that_take_too_long_report_what_has_run(tmp_path: Path) -> None:
         "import pathlib, time\ntry:\n pathlib.Path('ready').touch(); time.sleep(900)\n"
         "except KeyboardInterrupt:\n pathlib.Path('report').touch()"
     )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as process:
+    with start([sys.executable, "-c", program], cwd=tmp_path) as process:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
         end(process, 0.0)

@@ -112,6 +112,7 @@ def measure_all(
     print(f"{facts.name} ({facts.count} of them, {facts.backend}): {plan.where}.{about}", flush=True)
     wrong: list[str] = []
     wrote: list[str] = []
+    failed: list[str] = []
     keep(file, {each.name for each in MEASUREMENTS})
     for number, measurement in enumerate(chosen, start=1):
         print(f"{number}/{len(chosen)} {measurement.name}: ", end="", flush=True)
@@ -121,9 +122,13 @@ def measure_all(
         enter(file, facts, measurement.name, head | {"made": made_by(plan, facts)} | entry)
         wrote = _written(file, wrong)
         print(_told(entry), flush=True)
+        if "error" in entry:
+            failed.append(measurement.name)
         if measurement.decides and not entry.get("same", False) and "reason" not in entry:
             wrong.append(measurement.name)
     print("\n".join([f"entered in {file}", *wrote]))
+    if failed:
+        print(f"{len(failed)} of {len(chosen)} found nothing, for an error: {'; '.join(failed)}")
     for name in dict.fromkeys(wrong):
         print(f"{name}: not as it has to be, or not known")
     return 1 if wrong else 0

@@ -49,13 +49,20 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
     command += [TINY] if plan.tiny else places()
     with (
         Path(plan.out, "tests.log").open("wb") as log,
-        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process,
+        start(command, cwd=ROOT, stdout=log, stderr=log) as process,
     ):
         end(process, limit * plan.patience - TO_REPORT)
     if not report.exists():
         raise RuntimeError(f"pytest ended with {process.returncode} and left no report: see tests.log")
     found = dict(counts(report))
     return {**found, "same": not found["failed"]}
+
+
+def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A process that `end` can interrupt, also where a shell runs this one in the background, without interrupts."""
+    return subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options
+    )
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:

@@ -80,6 +80,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
 _NOT_TORCHS: Final = frozenset(
     {
         "_SubParsersAction",
+        "_average_model",
         "_current_exceptions",
         "_current_frames",
         "_exit",

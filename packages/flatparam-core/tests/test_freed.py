@@ -54,6 +54,10 @@ def test_what_needs_no_memory_is_as_ever() -> None:
     assert torch.equal(kept.grad, torch.full((2, 3), 2.0))
     kept.grad = None
     assert "'weight'" in repr(kept)
+    assert f"{kept}" == repr(kept)
+    assert (len(kept), kept.stride(), kept.element_size(), kept.is_contiguous()) == (2, (3, 1), 4, True)
+    assert torch.equal(torch.zeros_like(kept), torch.zeros(2, 3))
+    assert kept.new_empty(1).shape == (1,)
     assert isinstance(kept, nn.Parameter)
 
 

@@ -15,6 +15,7 @@ from flatparam_runtime import (
     holder_of_parameter,
     notice_optimizers,
     unit_of,
+    units_in,
 )
 
 from .worlds import sharded
@@ -276,3 +277,39 @@ def test_an_optimizer_that_leaves_out_a_unit_is_named(use_orig_params: bool) -> 
     assert re.search(
         r"rank 0 was at the step of SGD.* on 2 units, '\(root\)' to '0'; rank 1 .* on unit '", str(error)
     ), error
+
+
+@pytest.mark.parametrize(("first", "second"), [(2.0, 8.0), (None, 2.0)])
+def test_ranks_that_divide_gradients_differently(
+    first: float | None, second: float | None, use_orig_params: bool
+) -> None:
+    """A divisor that differs between ranks is told before a step, with both; in the first pass, too."""
+
+    def train(world: Collectives) -> None:
+        notice_optimizers()
+        model = sharded(_model, world, units=["0"], use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for unit in units_in(model):
+            unit.reducer.divide_factor = first if world.rank == 0 else second
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(RankError) as raised:
+        run_threads(2, train)
+    error = raised.value.__cause__
+    assert isinstance(error, DivergenceError)
+    assert f"set_gradient_divide_factor({second!r}) of unit" in str(error)
+
+
+def test_ranks_that_divide_gradients_alike() -> None:
+    """A divisor of the user's that is the same everywhere is no divergence."""
+
+    def train(world: Collectives) -> None:
+        model = sharded(_model, world, units=["0"])
+        for step in range(3):
+            for unit in units_in(model):
+                unit.reducer.divide_factor = 2.0 + step
+            model(torch.ones(2, 4)).square().mean().backward()
+
+    run_threads(2, train)

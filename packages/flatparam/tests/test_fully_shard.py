@@ -271,6 +271,9 @@ def test_settings_of_a_module_and_of_those_inside() -> None:
         assert (outer.reducer.divide_factor, inner.reducer.divide_factor) == (4.0, None)
         with pytest.raises(ValueError, match="above zero"):
             model.set_gradient_divide_factor(0.0)
+        for wrong in (float("inf"), float("nan"), "2", True):
+            with pytest.raises(ValueError, match="expected a divide factor above zero"):
+                model.set_gradient_divide_factor(wrong)
         model.set_modules_to_forward_prefetch([model.block])
         model.set_modules_to_backward_prefetch([])
         assert outer.links.forward_prefetch == [inner]

@@ -18,7 +18,9 @@ _OF_MEMORY: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 #: The methods that neither read memory nor alias it.
 _HARMLESS: Final = frozenset(
     (
-        *("size", "dim", "numel", "is_floating_point", "is_complex", "_use_count"),
+        *("size", "dim", "numel", "__len__", "stride", "storage_offset", "element_size", "get_device"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_inference", "result_type", "_use_count"),
+        *("empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"),
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
     )
 )
@@ -46,6 +48,9 @@ class FreedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]  # a tensor's takes `tensor_contents`
         return f"<{_told(self)}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     @staticmethod
     def guard(leaf: nn.Parameter) -> None:

@@ -359,6 +359,9 @@ class Unit:
         self.move(Phase.REDUCING)
         self.reducer.unsynced.clear()
         self.observers.tell(self, "reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
+        factor, fingerprint = self.reducer.divide_factor, self.observers.fingerprint
+        if factor is not None and fingerprint is not None:
+            fingerprint.note_step(f"set_gradient_divide_factor({factor!r}) of unit {self.name!r}")
         return self.reducer.issue(handles, label=self.name, averaging=averaging)
 
     # Changes by a caller

@@ -213,7 +213,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             What the closure returns.
 
         Raises:
-            FlatParamError: on every rank, if only some ranks that hold a part of a parameter have its gradient. On the
+            FlatParamError: on every rank, if only some ranks that hold a part of a matrix have its gradient. On the
                 CPU nothing has changed then; on an accelerator the error comes one step late.
         """
         loss = None

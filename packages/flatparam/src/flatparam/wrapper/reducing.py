@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 from flatparam_runtime import FlatParamError, HookStage, Unit
@@ -39,10 +41,11 @@ def set_divide_factor(units: Sequence[Unit], factor: float | None) -> None:
     """Divide the sum of the gradients of `units` by `factor`; `None`: by the number of ranks.
 
     Raises:
-        ValueError: for a factor that is not above zero.
+        ValueError: for a factor that is no number above zero, or is infinite.
         FlatParamError: if gradients of passes without synchronisation wait for their reduction.
     """
-    if factor is not None and not factor > 0:
+    is_number = isinstance(factor, Real) and not isinstance(factor, bool)
+    if factor is not None and not (is_number and 0 < factor < math.inf):
         raise ValueError(f"expected a divide factor above zero, found {factor!r}")
     for unit in units:
         if unit.reducer.unsynced and factor != unit.reducer.divide_factor:
