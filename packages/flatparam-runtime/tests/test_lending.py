@@ -300,6 +300,51 @@ def test_a_parameter_that_is_returned_is_whole(
     check_training(Tied, steps, ranks, units=UNITS, exact=False, **plan)
 
 
+class Returning(nn.Linear):
+    """A layer that returns its weight, or an alias of it, beside what it computes."""
+
+    def forward(self, x: Tensor, alias: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), alias(self.weight)
+
+
+class Aliases(nn.Module):
+    """An inner unit and the outer one each return an alias, of an own weight and of one of another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Returning(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, alias: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, own = self.own(x, alias)
+        return self.head(x) * own.sum(), own, alias(self.head.weight)
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda w: w,
+    "transposed": lambda w: w.T,
+    "rows": lambda w: w[:1],
+    "chunk": lambda w: w.chunk(2)[1],
+    "detached": lambda w: w.detach(),
+    "detached rows": lambda w: w.detach()[1:],
+    "data": lambda w: w.data,
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_an_alias_that_is_returned_is_whole(
+    alias: Callable[[Tensor], Tensor], ranks: int, use_orig_params: bool, free_after_forward: bool
+) -> None:
+    """The caller computes with a view, or with a detached alias, of a weight of the unit called or of another one."""
+
+    def step(module: nn.Module, rank: int) -> Tensor:
+        out, own, head = module(batch(rank), alias)
+        return out.square().mean() + own.square().sum() + head.abs().sum()
+
+    plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}
+    check_training(Aliases, [step] * 3, ranks, units=["own", "head"], exact=False, **plan)
+
+
 KEPT = r"rank \d: the full parameter 'weight' of unit 'head' was kept .*detach\(\)\.clone\(\)"
 
 

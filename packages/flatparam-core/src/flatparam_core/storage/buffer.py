@@ -177,6 +177,14 @@ class FlatBuffer:
         """The number of references to the memory: of this buffer, of its views, and of what was made of them."""
         return torch._C._storage_Use_Count(self._storage._cdata)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the memory of this buffer: it is a view, or an alias such as `.detach()` makes."""
+        try:
+            return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
+        except (RuntimeError, NotImplementedError):
+            # It stands for others, as in a transform, or has no memory.
+            return False
+
     @property
     def is_allocated(self) -> bool:
         """Whether there are bytes behind the views."""

@@ -397,17 +397,17 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     opaque: list[object] = []
     made = {node for node, _ in call.inputs.values()}
     for tensor in tensors_in(output, opaque):
-        if not tensor.requires_grad:
-            continue
-        # The module passed a leaf on: no unit waits for it, but it may be a parameter.
-        if tensor.grad_fn is None:
-            holder = holder_of_parameter(tensor)
+        node = tensor.grad_fn
+        # The module passed a parameter on, or a part of its memory: whoever called computes with it.
+        if node is None or tensor._is_view():
+            holder = _holder_of_memory(unit, call, tensor)
             if holder is unit:
                 opaque.append(tensor)
             elif holder is not None:
                 call.returned.add(holder)
+        if node is None:
             continue
-        found.setdefault(tensor.grad_fn)
+        found.setdefault(node)
         # If the view is changed in place outside, the gradient comes by the tensor that it is a view of.
         beneath = node_beneath(tensor, made)
         if beneath is not None:
@@ -418,6 +418,16 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
         # unit, that unit is complete, and its memory is free, before this unit gathers ahead.
         node.register_prehook(functools.partial(_before_backward, unit, call))
     return bool(found) and not opaque
+
+
+def _holder_of_memory(unit: Unit, call: ForwardCall, tensor: Tensor) -> Unit | None:
+    """The unit in whose full parameters `tensor` lies, of the one that is called and of those that lend to it."""
+    lenders: Iterable[Unit] = call.lent
+    for each in (unit, *lenders):
+        for handle in each.handles:
+            if handle.buffer.has(tensor):
+                return each
+    return holder_of_parameter(tensor) if tensor.requires_grad and tensor.grad_fn is None else None
 
 
 def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int) -> None:
