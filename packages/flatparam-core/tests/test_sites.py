@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,17 @@ def test_what_else_is_registered_stays(
         assert all(found[name] is expected[name] for name in expected)
         if full:
             assert inner.weight.shape == (2, 2)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_dictionary_that_somebody_keeps_has_what_is_registered(use_orig_params: bool) -> None:
+    """A module's `_parameters` that was kept while they were full, as by a shallow copy, has no freed parameter later."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    handle = flatten_alone(module, use_orig_params=use_orig_params)
+    for _ in range(3):
+        turn(handle, full=True)
+        copied = copy.copy(module[0])
+        assert copied.weight is module[0].weight
+        turn(handle, full=False)
+        assert copied._parameters["weight"] is dict.get(module[0]._parameters, "weight")
+        assert copied._parameters["weight"] is not handle.leaves[0]

@@ -131,7 +131,12 @@ class _Swap:
     def show_sharded(self, owns: Sequence[dict[str, Any]], values: Sequence[torch.Tensor | None]) -> bool:
         """Put the registries in their places; returns False, and does nothing, if they have other values."""
         is_again = len(values) == len(self.values) and all(map(operator.is_, values, self.values))
-        return is_again and self._exchange(owns, self.plain, self.registries)
+        if not (is_again and self._exchange(owns, self.plain, self.registries)):
+            return False
+        # Somebody may have a module's own dictionary, and would find full parameters there whose memory is free.
+        for number, registry in enumerate(self.registries):
+            self.plain[number].update(registry)
+        return True
 
     def _exchange(
         self,
