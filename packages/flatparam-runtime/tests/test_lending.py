@@ -345,6 +345,25 @@ def test_an_alias_that_is_returned_is_whole(
     check_training(Aliases, [step] * 3, ranks, units=["own", "head"], exact=False, **plan)
 
 
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_an_alias_of_what_is_not_trained_is_whole(
+    alias: Callable[[Tensor], Tensor], ranks: int, use_orig_params: bool
+) -> None:
+    """The same of units whose parameters are frozen, and of which no gradient tells."""
+
+    def frozen() -> nn.Module:
+        return Aliases().requires_grad_(False)
+
+    def read(collectives: Collectives) -> None:
+        module = sharded(frozen, collectives, units=["own", "head"], use_orig_params=use_orig_params)
+        local = seeded(frozen)
+        for _ in range(2):
+            for found, expected in zip(module(batch(0), alias), local(batch(0), alias), strict=True):
+                assert torch.equal(found, expected)
+
+    run(ranks, read)
+
+
 KEPT = r"rank \d: the full parameter 'weight' of unit 'head' was kept .*detach\(\)\.clone\(\)"
 
 

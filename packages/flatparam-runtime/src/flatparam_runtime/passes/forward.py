@@ -342,7 +342,8 @@ def _leave(
 def _keeps_full_parameters(
     around: ForwardPass | None, unit: Unit, call: ForwardCall, recorded: bool, watched: bool
 ) -> bool:
-    if unit.is_needed:
+    # Whoever called computes with what was returned.
+    if unit.is_needed or unit in call.returned:
         return True
     if not recorded:
         # If no recorded pass is around the call, no backward follows, and the next pass may come after an optimizer's
@@ -401,10 +402,10 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
         # The module passed a parameter on, or a part of its memory: whoever called computes with it.
         if node is None or tensor._is_view():
             holder = _holder_of_memory(unit, call, tensor)
+            if holder is not None:
+                call.returned.add(holder)
             if holder is unit:
                 opaque.append(tensor)
-            elif holder is not None:
-                call.returned.add(holder)
         if node is None:
             continue
         found.setdefault(node)

@@ -34,7 +34,7 @@ class ForwardCall:
         inputs: for each input tensor with a gradient, by a token: the graph node that its gradient arrives at, and its
             device.
         thread: the thread that makes the call.
-        returned: other units of which the call has returned a parameter.
+        returned: units of which the call has returned a parameter, or a part of its memory.
         lent: the units of which the call has read a parameter past their own calls, each with those who had its full
             parameters when they were lent.
     """
