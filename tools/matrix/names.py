@@ -46,6 +46,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_grouped_mm": "torch.ops.aten",
     "_init_group": "torch.optim.AdamW",
     "_is_profiler_enabled": "torch.autograd.profiler",
+    "_is_view": "torch.empty(0)",
     "_lazy_init_scale_growth_tracker": "torch.amp.GradScaler",
     "_len_torch_dispatch_stack": "torch._C",
     "_load_from_state_dict": "torch.nn.Module",
