@@ -35,7 +35,7 @@ class Row:
     id: str
     title: str
     status: str
-    """`done`, `simulated` (on an accelerator that is), `partly` or `missing`."""
+    """`done`, `GPU` (on a simulated accelerator and on a GPU), `partly` or `missing`."""
     lacks: str = ""
     """What is not there, in a sentence; empty where the row is done."""
     tests: list[str] = field(default_factory=list)

@@ -88,11 +88,11 @@ def _draw_time(tables: Mapping[str, Any], figure: Any) -> None:
     for panel, (title, entry) in zip(_column(figure, len(tables)), tables.items(), strict=True):
         rows = _rows_at_a_glance(entry)
         low, middle, high = zip(*(row["x_floor"] for row in rows.values()), strict=True)
-        panel.barh(_labels(rows), middle, color=_colours(rows, OURS, PEER))
+        panel.barh(_labels(rows), middle, color=colours(rows, OURS, PEER))
         panel.errorbar(middle, range(len(rows)), xerr=_errors(low, middle, high), fmt="none", ecolor=INK)
         panel.axvline(1, color=INK, linewidth=0.8, linestyle="--")
         panel.set_title(GLANCED[title], fontsize=10)
-        _write_values(panel, [f"{value:.2f}" for value in middle], high)
+        write_values(panel, [f"{value:.2f}" for value in middle], high)
     figure.supxlabel("step over the same step without communication", fontsize=9)
 
 
@@ -102,10 +102,10 @@ def _draw_memory(tables: Mapping[str, Any], figure: Any) -> None:
         rows = _rows_at_a_glance(entry)
         peaks = [row["peak"] / 1e6 for row in rows.values()]
         at_rest = [row["at_rest"] / 1e6 for row in rows.values()]
-        panel.barh(_labels(rows), peaks, color=_colours(rows, OURS, PEER))
-        panel.barh(_labels(rows), at_rest, color=_colours(rows, OURS_AT_REST, PEER_AT_REST))
+        panel.barh(_labels(rows), peaks, color=colours(rows, OURS, PEER))
+        panel.barh(_labels(rows), at_rest, color=colours(rows, OURS_AT_REST, PEER_AT_REST))
         panel.set_title(GLANCED[title], fontsize=10)
-        _write_values(panel, [f"{peak:.0f}" for peak in peaks], peaks)
+        write_values(panel, [f"{peak:.0f}" for peak in peaks], peaks)
     figure.supxlabel("MB of a rank at the peak; darker: between steps", fontsize=9)
 
 
@@ -115,7 +115,7 @@ def _draw_steps(tables: Mapping[str, Any], figure: Any) -> None:
         rows = entry["rows"]
         for panel, key, label in zip(axes, ("x_sharded_floor", "x_cpu"), ("step", "CPU time"), strict=True):
             low, middle, high = zip(*(row[key] for row in rows.values()), strict=True)
-            panel.barh(list(rows), middle, color=_colours(rows, OURS, PEER))
+            panel.barh(list(rows), middle, color=colours(rows, OURS, PEER))
             panel.errorbar(middle, range(len(rows)), xerr=_errors(low, middle, high), fmt="none", ecolor=INK)
             panel.invert_yaxis()
             panel.set_title(f"{title}: {label} x sharded floor", fontsize=9)
@@ -130,7 +130,7 @@ def _draw_growth(tables: Mapping[str, Any], figure: Any) -> None:
         sizes = [int(shape.split("x")[title.startswith("parameters")]) for shape in rows]
         names = list(next(iter(rows.values())))
         for panel, part in zip(axes, ("build", "pass"), strict=True):
-            for name, colour, marker in zip(names, _colours(names, OURS, PEER), _markers(names), strict=True):
+            for name, colour, marker in zip(names, colours(names, OURS, PEER), _markers(names), strict=True):
                 values = [by[name][part] for by in rows.values()]
                 panel.plot(sizes, values, marker=marker, color=colour, label=name)
             panel.set(xscale="log", yscale="log", xlabel=title, ylabel=f"{part}, seconds of CPU")
@@ -151,7 +151,8 @@ def _labels(rows: Mapping[str, Any]) -> list[str]:
     return [AT_A_GLANCE[name] for name in rows]
 
 
-def _colours(names: Sequence[str] | Mapping[str, Any], ours: str, peer: str) -> list[str]:
+def colours(names: Sequence[str] | Mapping[str, Any], ours: str, peer: str) -> list[str]:
+    """The colour of each contender's bar."""
     return [ours if name.startswith("flatparam") else peer for name in names]
 
 
@@ -166,7 +167,7 @@ def _errors(low: Sequence[float], middle: Sequence[float], high: Sequence[float]
     return [below, above]
 
 
-def _write_values(panel: Any, texts: Sequence[str], ends: Sequence[float]) -> None:
+def write_values(panel: Any, texts: Sequence[str], ends: Sequence[float]) -> None:
     """Write each bar's value behind its end, and the first bar on top."""
     for at, (text, end) in enumerate(zip(texts, ends, strict=True)):
         panel.annotate(text, (end, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)

@@ -11,6 +11,8 @@ from typing import Any, Final
 from bench.host import lines
 from bench.page import table
 
+from .pictures import draw
+
 BEGIN, END = "<!-- begin devices -->", "<!-- end devices -->"
 NONE: Final = "None yet."
 
@@ -25,12 +27,14 @@ def page(results: Mapping[str, Any]) -> str:
 def write(file: Path) -> list[str]:
     """Write the page beside the results in `file`, and the list in the README there; a sentence for each."""
     target = file.with_suffix(".md")
-    target.write_text(page(json.loads(file.read_text(encoding="utf-8"))), encoding="utf-8")
+    results = json.loads(file.read_text(encoding="utf-8"))
+    told = [f"wrote {target}", *draw(results, file.with_suffix(".svg"))]
+    target.write_text(page(results), encoding="utf-8")
     readme = file.parent / "README.md"
     if not readme.exists():
-        return [f"wrote {target}"]
+        return told
     readme.write_text(with_devices(readme.read_text(encoding="utf-8"), file.parent), encoding="utf-8")
-    return [f"wrote {target}", f"wrote the list in {readme}"]
+    return [*told, f"wrote the list in {readme}"]
 
 
 def with_devices(text: str, folder: Path) -> str:
@@ -43,6 +47,8 @@ def with_devices(text: str, folder: Path) -> str:
     for file in sorted(folder.glob("*.json")):
         results = json.loads(file.read_text(encoding="utf-8"))
         lines.append(f"* [{results['device']['name']}]({file.stem}.md)")
+        if file.with_suffix(".svg").exists():
+            lines.append(f"\n  ![a step and its memory on a {results['device']['name']}]({file.stem}.svg)\n")
     body = f"{BEGIN}\n\n" + ("\n".join(lines) or NONE) + f"\n\n{END}"
     new, found = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
     if not found:

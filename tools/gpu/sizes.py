@@ -13,7 +13,7 @@ from .place import Plan
 
 LAYERS: Final = 10
 CONTEXT: Final = 512
-ROWS: Final = 4
+ROWS: Final = 16
 HEAD: Final = 64
 LEAST_WIDTH: Final = 128
 MOST_WIDTH: Final = 2048

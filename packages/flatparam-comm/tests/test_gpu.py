@@ -54,6 +54,8 @@ def test_a_wait_does_not_block_the_host() -> None:
         torch.cuda._sleep(10 * A_WHILE)
         comm.all_reduce(tensor).wait()
         busy = not torch.cuda.current_stream().query()
+        # Ranks take turns, and share the device: nobody is to wait for it until everybody has looked.
+        comm.exchange(None)
         torch.cuda.synchronize()
         assert tensor[0].item() == comm.size
         return busy

@@ -293,8 +293,9 @@ class Nowhere(ForwardingCollectives):
         return self
 
 
-def test_the_roots_inputs_go_to_its_device() -> None:
-    """Inputs of the outermost unit, in any nesting, come to its parameters' device; what is there already is not copied."""
+@pytest.mark.parametrize("units", [[], ["layer"]], ids=["its own", "a nested unit's"])
+def test_the_roots_inputs_go_to_its_device(units: list[str]) -> None:
+    """Inputs of the outermost unit, in any nesting, come to its model's device; what is there already is not copied."""
     seen: list[Tensor] = []
 
     class Looking(nn.Module):
@@ -309,12 +310,13 @@ def test_the_roots_inputs_go_to_its_device() -> None:
 
     x, y = batch(), torch.arange(3)
     away = Looking().to("meta")
-    shard_module(away, UnitPlan(Topology(Nowhere(SingleCollectives()))))
+    for each in (*(away.get_submodule(name) for name in units), away):
+        shard_module(each, UnitPlan(Topology(Nowhere(SingleCollectives()))))
     with torch.no_grad():
         away(x, more={"a": [y]})
     assert [tensor.device.type for tensor in seen] == ["meta", "meta"]
     seen.clear()
-    sharded(Looking, SingleCollectives())(x, more={"a": [y]})
+    sharded(Looking, SingleCollectives(), units=units)(x, more={"a": [y]})
     assert seen[0] is x
     assert seen[1] is y
 

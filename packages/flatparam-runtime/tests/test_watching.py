@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_core import flatten_module
 from flatparam_runtime import UnitPlan, shard_module, units_in
-from flatparam_runtime.unit.module import LeafWatch
+from flatparam_runtime.unit.module import LeafWatch, leaf_watches
 
 from .models import WIDTH, Block, Branches, Chain, Stack, batch
 from .worlds import check_at_rest, check_same, check_training, full_gradients, run, seeded, sharded
@@ -96,7 +97,7 @@ def sometimes(module: nn.Module, rank: int, step: int) -> Tensor:
 def hooks(module: nn.Module) -> dict[str, int]:
     """The number of leaves of each unit that have a hook of their own."""
     return {
-        unit.name: sum(len(watch.hooked) for _, _, watch in unit.held.watched(unit.handles))
+        unit.name: sum(len(watch.hooked) for _, _, watch in leaf_watches(unit.handles))
         for unit in units_in(module)
     }
 
@@ -279,10 +280,14 @@ def test_other_backwards(way: Callable[[nn.Module, int], None], ranks: int, use_
 
 
 def test_a_cast_forgets_the_watches_of_the_old_leaves() -> None:
-    """A unit whose parameters are cast again and again keeps the watches of the leaves that it has, and no others."""
+    """A unit whose parameters are cast drops the old leaves at once, with their memory and the watches over them."""
     module = nn.Linear(3, 2)
     unit = shard_module(module, plan=UnitPlan(Topology(SingleCollectives())))
+    old: list[weakref.ReferenceType[nn.Parameter]] = []
     for dtype in (torch.float32, torch.float64) * 3:
         module.to(dtype)
+        unit.stamp()  # as before each pass: this looks where the parameters are now
+        assert [leaf() for leaf in old] == [None] * len(old)
         module(torch.ones(1, 3, dtype=dtype)).sum().backward()
-        assert list(unit.held.watches) == [handle.form for handle in unit.handles]
+        old = [weakref.ref(leaf) for handle in unit.handles for leaf in handle.leaves]
+        assert old

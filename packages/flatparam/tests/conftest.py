@@ -18,6 +18,18 @@ def use_orig_params(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+_NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.fixture(params=["default", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])])
+def accelerator(request: pytest.FixtureRequest) -> torch.device:
+    """Torch's default device, if that is an accelerator (the simulated one), and its twin, a GPU."""
+    device = torch.get_default_device() if request.param == "default" else torch.device("cuda", 0)
+    if device.type == "cpu":
+        pytest.skip("the default device is the CPU")
+    return device
+
+
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     torch.set_num_threads(1)  # whatever ran before: the bits of some sums depend on it

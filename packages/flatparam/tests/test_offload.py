@@ -106,15 +106,15 @@ def test_the_wrapper_says_so() -> None:
     assert on_ranks(2, rank) == [([OFFLOAD] * 4, CPUOffload())] * 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize(
     "precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"]
 )
-def test_between_a_gpu_and_the_cpu(strategy: ShardingStrategy, precision: Any, use_orig_params: bool) -> None:
-    """S-013: with a GPU full parameters are there, shards pinned on the CPU; it trains as it does without offloading."""
-    device = torch.device("cuda", 0)
+def test_between_an_accelerator_and_the_cpu(
+    strategy: ShardingStrategy, precision: Any, use_orig_params: bool, accelerator: torch.device
+) -> None:
+    """S-013: full parameters are on the accelerator, shards pinned on the CPU; it trains as it does without offloading."""
+    device = accelerator
 
     def rank(world: Collectives, offload: CPUOffload) -> Any:
         model = FSDP(

@@ -323,6 +323,27 @@ def test_refusals(tmp_path: Path) -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
+def test_nothing_keeps_the_memory_that_it_had(on_disk: bool, tmp_path: Path, use_orig_params: bool) -> None:
+    """What moves leaves nothing behind: not the shard, which full parameters may lie in, the gradients nor the state."""
+
+    def rank(world: Collectives) -> None:
+        model = FSDP(nn.Linear(64, 64), use_orig_params=use_orig_params)
+        if model.compute_device.type == "cpu" and not on_disk:
+            return  # it is in host memory already
+        optimizer = adam(model)
+        for _ in range(2):
+            train(model, optimizer, [torch.ones(2, 64)])
+            had = {
+                each._cdata: each for each in map(torch.Tensor.untyped_storage, everything(model, optimizer))
+            }
+            assert offload(model, folder=tmp_path if on_disk else None, optimizer=optimizer) > 0
+            assert [torch._C._storage_Use_Count(address) for address in had] == [1] * len(had)
+            onload(model, optimizer=optimizer)
+
+    on_ranks(1, rank)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])

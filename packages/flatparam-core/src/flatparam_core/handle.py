@@ -232,6 +232,8 @@ class FlatParamHandle:
         if changed:
             self.forms = self.forms.again(self.layout, self.device if is_offloaded else shard.device)
             self.gradients = self._make_gradients()
+        elif self.residency is Residency.SHARDED:
+            self.forms.follow(shard.values)
         self.exposure.refresh()
 
     def full_nbytes(self, *, full_precision: bool = False) -> int:

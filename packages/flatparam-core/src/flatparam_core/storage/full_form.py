@@ -7,7 +7,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -61,6 +61,8 @@ class FullForm:
     _has_nodes: bool = False
     kept: list[int] = attrs.field(factory=list)
     """The leaves that somebody else has now, though the memory is free."""
+    watch: Any = None
+    """What a runtime keeps of the leaves, for as long as there are these."""
 
     @classmethod
     def create(
@@ -273,6 +275,12 @@ class FullForms:
         if over is not None:
             self.current.follow(over)
         return self.current
+
+    def follow(self, shard: torch.Tensor) -> None:
+        """Have the forms that are in the memory of the flat parameter leave it for that of `shard`, where it is now."""
+        for form in self.known:
+            if form.buffer.is_borrowed:
+                form.follow(shard)
 
     def again(self, layout: FlatLayout, device: torch.device) -> FullForms:
         """New forms of the same parameters, in a different dtype or on a different device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -88,7 +88,7 @@ def clip_gradients_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     blame: Callable[[], str] | None = None,
-    units: Iterable[Unit] = (),
+    units: Sequence[Unit] = (),
 ) -> Tensor:
     """Scale gradients down to a total norm of at most `max_norm`; every rank calls it.
 
@@ -103,7 +103,7 @@ def clip_gradients_(
         units: those that have the gradients: the ranks compare `max_norm` and `norm_type` at the end of the next pass.
 
     Returns:
-        The total norm before scaling, 0-d, in fp32, on `device`.
+        The total norm before scaling, 0-d, in fp32, on `device`, or on the CPU if shards of `units` are offloaded.
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
@@ -118,6 +118,9 @@ def clip_gradients_(
     for group, gradients in sharded.items():
         parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
     total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    if any(handle.is_offloaded for unit in units for handle in unit.handles):
+        # Where the gradients are, as in FSDP1: the host has to wait for the factor in any case.
+        total = total.cpu()
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         found = "" if blame is None else blame()
         raise RuntimeError(

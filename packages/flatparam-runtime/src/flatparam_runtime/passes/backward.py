@@ -28,7 +28,7 @@ from flatparam_runtime.autograd import (
 )
 from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.passes.reductions import Reductions
-from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, note_waiting
+from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, leaf_watches, note_waiting
 
 __all__ = ["BackwardPass", "notice_failed_passes"]
 
@@ -282,7 +282,7 @@ class BackwardPass:
 
     def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
         """Hook the leaves whose gradients are still to come: this pass and every later one waits for them."""
-        for number, handle, watch in unit.held.watched(unit.handles):
+        for number, handle, watch in leaf_watches(unit.handles):
             missing = watch.missing() if handle.exposure.is_trainable else ()
             if missing:
                 watch.hook(missing)
@@ -295,7 +295,7 @@ class BackwardPass:
         if syncs and (unit.reducer.unsynced or unit.is_trainable):
             self.reductions.make_room()
         in_parts = averaging.in_parts and syncs
-        for _, handle, watch in unit.held.watched(unit.handles):
+        for _, handle, watch in leaf_watches(unit.handles):
             if handle.exposure.is_trainable:
                 take = handle.keep if in_parts else handle.deposit_all
                 take(watch.unhooked, divisor=averaging.before)
@@ -467,19 +467,19 @@ def _last_to_arrive(call: ForwardCall) -> Collection[object]:
 
 def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
     found: set[LeafKey] = set()
-    for number, _, watch in unit.held.watched(unit.handles):
+    for number, _, watch in leaf_watches(unit.handles):
         if watch.hooked:
             found.update((number, index) for index in watch.hooked if watch.will_arrive(index))
     return found
 
 
 def _has_more_to_come(unit: Unit) -> bool:
-    watches = [watch for _, _, watch in unit.held.watched(unit.handles)]
+    watches = [watch for _, _, watch in leaf_watches(unit.handles)]
     return any([any(map(watch.will_arrive, watch.unhooked)) for watch in watches])
 
 
 def _has_gradients_left(unit: Unit) -> bool:
-    for _, _, watch in unit.held.watched(unit.handles):
+    for _, _, watch in leaf_watches(unit.handles):
         for index in watch.unhooked:
             if watch.leaves[index].grad is not None:
                 return True

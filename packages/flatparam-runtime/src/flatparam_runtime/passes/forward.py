@@ -40,6 +40,7 @@ from flatparam_runtime.unit import (
     Unit,
     calls_module,
     holder_of_parameter,
+    leaf_watches,
     running_calls,
 )
 
@@ -109,7 +110,7 @@ def _enter(unit: Unit, module: nn.Module) -> ForwardCall:
 
 def _watch_unit(tree: UnitTree, unit: Unit) -> None:
     for number, handle in enumerate(unit.handles):
-        watch = unit.held.watches.get(handle.forms.current)
+        watch: LeafWatch | None = handle.forms.current.watch
         if watch is None:
             _watch_leaves(unit, number, handle, tree.stream)
         elif tree.has_changed_stream:
@@ -202,11 +203,14 @@ def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
 
 @profiled("_to_kwargs")
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
-    """The inputs on the device of the unit's parameters and in the dtype that it computes in."""
-    if call.is_top and unit.handles:
+    """The inputs on the device of the tree's parameters and in the dtype that the unit computes in."""
+    holding = (
+        next((each for each in (unit, *tree_of(unit).units) if each.handles), None) if call.is_top else None
+    )
+    if holding is not None:
         # Without waiting, the host would compute with inputs that have not landed.
-        waits = unit.device.type == "cpu"
-        inputs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=not waits), inputs)
+        device, waits = holding.device, holding.device.type == "cpu"
+        inputs = map_tensors(lambda tensor: tensor.to(device, non_blocking=not waits), inputs)
     casting = unit.plan.casting
     call.restored = casting.output_dtype
     if (
@@ -436,13 +440,13 @@ def _watch_leaves(unit: Unit, number: int, handle: FlatParamHandle, stream: int)
     arrived = functools.partial(functools.partial, _gradient_arrived, weakref.ref(unit), number)
     watch = LeafWatch.over(handle, arrived, stream)
     handle.form.note_nodes(watch.nodes)
-    unit.held.watch(handle.form, watch, unit.handles)
+    handle.form.watch = watch
 
 
 def _hook_every_leaf(unit: Unit) -> None:
     """Hook all leaves, since no output announces the unit's backward pass."""
     for each in (unit, *unit.links.lenders):
-        for _, _, watch in each.held.watched(each.handles):
+        for _, _, watch in leaf_watches(each.handles):
             watch.hook(watch.unhooked)
 
 

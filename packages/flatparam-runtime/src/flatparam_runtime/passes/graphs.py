@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Iterator
+import sys
+from types import FrameType
 from typing import Final
 
 from torch import nn
@@ -60,11 +60,14 @@ def _has_graphs(module: nn.Module) -> bool:
     return bool(found and found.get("triton.cudagraphs"))
 
 
-def _calling() -> Iterator[tuple[str, nn.Module]]:
+def _calling() -> list[tuple[str, nn.Module]]:
     """The modules whose calls are under way in this thread."""
-    frame = inspect.currentframe()
+    found: list[tuple[str, nn.Module]] = []
+    # Not this frame: what a look at its locals leaves would hold it, and with it the locals of all that called it.
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, nn.Module):
-            yield "", caller
+            found.append(("", caller))
         frame = frame.f_back
+    return found

@@ -5,7 +5,7 @@ from flatparam_runtime.unit.calls import ForwardCall, calls_module, running_call
 from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.initial_weights import InitialWeights
 from flatparam_runtime.unit.inner_call import InnerCall
-from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule, next_number
+from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule, leaf_watches, next_number
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.unit.registry import (
@@ -39,6 +39,7 @@ __all__ = [
     "Unit",
     "UnitBuffers",
     "UnitModule",
+    "leaf_watches",
     "next_number",
     "UnitPlan",
     "broadcast_buffers",

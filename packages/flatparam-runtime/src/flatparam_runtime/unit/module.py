@@ -6,7 +6,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -18,7 +18,6 @@ from flatparam_comm import (
     Collectives,
     FlatParamError,
     FlatParamHandle,
-    FullForm,
     Topology,
     engine_of,
     process_group_of,
@@ -29,7 +28,7 @@ from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
 from flatparam_runtime.unit.inner_call import InnerCall
 
-__all__ = ["InnerCalls", "LeafWatch", "UnitModule", "next_number"]
+__all__ = ["InnerCalls", "LeafWatch", "UnitModule", "leaf_watches", "next_number"]
 
 _GRAD: Final = operator.attrgetter("grad")
 
@@ -97,6 +96,16 @@ class LeafWatch:
         """Whether the running backward pass computes, or has computed, the gradient of leaf `index`."""
         node = self.nodes[index]
         return node is not None and self.leaves[index].requires_grad and will_run(node)
+
+
+def leaf_watches(handles: Sequence[FlatParamHandle]) -> Sequence[tuple[int, FlatParamHandle, LeafWatch]]:
+    """Those of `handles` whose present leaves are watched: the number, the handle, and the watch."""
+    found = []
+    for number, handle in enumerate(handles):
+        watch: LeafWatch | None = handle.forms.current.watch
+        if watch is not None:
+            found.append((number, handle, watch))
+    return found
 
 
 @final
@@ -190,8 +199,6 @@ class UnitModule:
     """The stand-ins in the modules inside, in place while the module itself is not called."""
     calls: list[ForwardCall] = attrs.field(factory=list)
     """The module's running forward calls, the innermost last."""
-    watches: dict[FullForm, LeafWatch] = attrs.field(factory=dict)
-    """The watches over the leaves that the module has shown."""
 
     def get(self, unit: str) -> nn.Module:
         """The module.
@@ -206,20 +213,6 @@ class UnitModule:
                 "backward pass is over"
             )
         return module
-
-    def watch(self, form: FullForm, watch: LeafWatch, handles: Iterable[FlatParamHandle]) -> None:
-        """Keep the watch over the leaves of `form`, and forget those of forms that none of `handles` has any more."""
-        known = {each for handle in handles for each in handle.forms.known}
-        self.watches = {each: kept for each, kept in self.watches.items() if each in known} | {form: watch}
-
-    def watched(self, handles: Sequence[FlatParamHandle]) -> Sequence[tuple[int, FlatParamHandle, LeafWatch]]:
-        """Those of `handles` whose present leaves are watched: the number, the handle, and the watch."""
-        found = []
-        for number, handle in enumerate(handles):
-            watch = self.watches.get(handle.forms.current)
-            if watch is not None:
-                found.append((number, handle, watch))
-        return found
 
     def begin_call(self, call: ForwardCall) -> None:
         """Add a forward call that begins."""

@@ -153,7 +153,7 @@ class _Belongs:
 @final
 @attrs.frozen(eq=False)
 class _Moving:
-    """A tensor that is to move, and who gets the new one: a home, a parameter, or the state's tensor itself."""
+    """A tensor that is to move, and who gets the new one: a home, a parameter, or a state by its name."""
 
     kind: _Kind
     owner: Any
@@ -259,8 +259,12 @@ class _Trip:
             home.give(data)
         for parameter, gradient in kept:
             parameter.grad = new.get(id(parameter), gradient)
-        for tensor, moved in self._new.get(_Kind.STATE, ()):
-            tensor.data = moved
+        for (state, name), moved in self._new.get(_Kind.STATE, ()):
+            # A view keeps what it is a view of, wherever its own data go.
+            if state[name]._is_view():
+                state[name] = moved
+            else:
+                state[name].data = moved
 
     def _movable(self) -> Iterator[_Moving]:
         for home in self.homes:
@@ -268,18 +272,18 @@ class _Trip:
             yield _Moving(_Kind.PARAMETER, home, data, belongs)
             for parameter, gradient in _gradients_of(home):
                 yield _Moving(_Kind.GRADIENT, parameter, gradient, belongs)
-        for belongs, tensor in self._states():
-            yield _Moving(_Kind.STATE, tensor, tensor, belongs)
+        for belongs, state, name in self._states():
+            yield _Moving(_Kind.STATE, (state, name), state[name], belongs)
 
-    def _states(self) -> Iterator[tuple[_Belongs, Tensor]]:
-        """The tensors of the optimizers' states, each with where its parameter belongs."""
+    def _states(self) -> Iterator[tuple[_Belongs, dict[str, Any], str]]:
+        """Where the tensors of the optimizers' states are, each with where its parameter belongs."""
         found = {id(p): _belongs(home) for home in self.homes for p in home.parameters()}
         for optimizer in optimizers_by_name(self.optimizer).values():
             for parameter, state in optimizer.state.items():
                 belongs = found.get(id(parameter))
                 # Counters are read by the host; other models' parameters stay as they are.
-                tensors = (each for each in state.values() if isinstance(each, Tensor) and each.dim())
-                yield from ((belongs, each) for each in tensors if belongs is not None)
+                tensors = (name for name, each in state.items() if isinstance(each, Tensor) and each.dim())
+                yield from ((belongs, state, name) for name in tensors if belongs is not None)
 
 
 def _gradients_of(home: Home) -> list[tuple[nn.Parameter, Tensor]]:
