@@ -224,7 +224,7 @@ def pretrained(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)
-    python(session, "-m", "packages.flatparam-state.tests.fuzzing", *session.posargs)
+    python(session, "-m", "packages.flatparam-files.tests.fuzzing", *session.posargs)
 
 
 @nox.session

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatparam_comm import Collectives, FlatParamError
 from flatparam_comm.testing import run_threads
+from flatparam_files.formats import open_source
 from flatparam_state import (
     Checkpointer,
     CheckpointError,
@@ -24,7 +25,6 @@ from flatparam_state import (
     read_pretrained,
     write_hugging_face,
 )
-from flatparam_state.formats import open_source
 
 from .checkpoint.runs import MLP, Setup
 

@@ -8,7 +8,8 @@ import torch
 import xxhash
 
 from flatparam_core import Span
-from flatparam_state.checkpoint.manifest.records import (
+from flatparam_files.checkpoint.directory import CheckpointDirectory
+from flatparam_files.checkpoint.manifest.records import (
     BLOCK_NBYTES,
     FilePiece,
     FileRecord,
@@ -16,12 +17,11 @@ from flatparam_state.checkpoint.manifest.records import (
     block_count,
     rank_file,
 )
-from flatparam_state.checkpoint.manifest.values import encode
-from flatparam_state.checkpoint.protocol.directory import CheckpointDirectory
-from flatparam_state.checkpoint.save.commit import Committer
-from flatparam_state.checkpoint.save.report import RankReport
-from flatparam_state.files.safetensors.header import encode_header
-from flatparam_state.files.source import TensorInfo
+from flatparam_files.checkpoint.manifest.values import encode
+from flatparam_files.checkpoint.parts.commit import Committer
+from flatparam_files.checkpoint.parts.report import RankReport
+from flatparam_files.disk.safetensors.header import encode_header
+from flatparam_files.disk.source import TensorInfo
 
 
 def infos(count: int, shape: tuple[int, ...]) -> dict[str, TensorInfo]:
