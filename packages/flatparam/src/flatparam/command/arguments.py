@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from flatparam import __version__
-from flatparam.command.plan.arguments import add_plan
+from flatparam.addons import commands, load
 from flatparam.command.values import dtype_name, natural, nbytes_of, ranks, tolerance
 
-__all__ = ["EXPORTS", "FORMATS", "parser"]
+__all__ = ["EXPORTS", "FORMATS", "STATUS", "parser"]
 
 FORMATS: Final = ("flatparam", "safetensors", "deepspeed", "dcp", "torch")
 """The formats that are read."""
@@ -92,6 +91,13 @@ class _Versions(argparse.Action):
         parser.exit()
 
 
+class _Lacking(argparse.Action):
+    """Say what a command lacks, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.exit(2, f"{parser.prog}: error: {self.dest}\n")
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in a line, without all options before it."""
 
@@ -113,14 +119,29 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_run(groups)
-    add_plan(groups, functools.partial(_Later, "plan.planning", "run"), STATUS)
     _add_trace(groups)
-    commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
-    _add_inspect(commands)
-    _add_verify(commands)
-    _add_diff(commands)
-    _add_converting(commands)
+    _add_those_of_addons(groups)
+    inside = checkpoints.add_subparsers(metavar="COMMAND", required=True)
+    _add_inspect(inside)
+    _add_verify(inside)
+    _add_diff(inside)
+    _add_converting(inside)
     return top
+
+
+def _add_those_of_addons(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add each command of an add-on, or what says how to install it."""
+    for name, command in commands().items():
+        try:
+            add = getattr(load(command.module), command.attr)
+        except ImportError as error:
+            # No prefix is that of an option, so whatever follows is taken.
+            lacking = groups.add_parser(
+                name, help="an add-on that is not installed", add_help=False, prefix_chars="\0"
+            )
+            lacking.add_argument(str(error), action=_Lacking, nargs="*")
+        else:
+            add(groups)
 
 
 def _add_run(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
