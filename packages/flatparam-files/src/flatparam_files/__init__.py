@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         open_checkpoint,
         verify_checkpoint,
     )
+    from flatparam_files.collector import without_collector
     from flatparam_files.disk import (
         CHUNK_NBYTES,
         DTYPES,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         join_path,
         read_header,
         split_path,
-        without_collector,
     )
     from flatparam_files.formats import (
         FORMATS,
@@ -94,7 +94,7 @@ __all__ = [
     "write_torch_file",
 ]
 
-_HOMES: Final = ("boxes", "checkpoint", "disk", "formats")
+_HOMES: Final = ("boxes", "checkpoint", "collector", "disk", "formats")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
 """The files of checkpoints as bytes: ranges that are read, writes that last, JSON, and safetensors."""
 
 from flatparam_files.disk.byte_file import AnyPath, ByteFile, unreadable
-from flatparam_files.disk.collector import without_collector
 from flatparam_files.disk.errors import CheckpointError, UnreadableError
 from flatparam_files.disk.limited_json import check_cost, parse_json
 from flatparam_files.disk.limits import (
@@ -82,6 +81,5 @@ __all__ = [
     "sync_file",
     "tensor_of",
     "unreadable",
-    "without_collector",
     "write_durably",
 ]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from flatparam_files.disk.collector import without_collector
+from flatparam_files.collector import without_collector
 from flatparam_files.disk.limits import allowed_nbytes
 
 __all__ = ["check_cost", "parse_json"]

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias, final
 import attrs
 import torch
 
+from flatparam_files.collector import without_collector
 from flatparam_files.disk.byte_file import AnyPath, ByteFile
-from flatparam_files.disk.collector import without_collector
 from flatparam_files.disk.errors import CheckpointError
 from flatparam_files.disk.limited_json import parse_json
 from flatparam_files.disk.source import TensorInfo

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from flatparam_state import CheckpointError, Source, open_source, select
+from flatparam_files import CheckpointError, Source, open_source, select
+from flatparam_files.command.shared import ArgumentsError
 
-__all__ = ["ArgumentsError", "opened", "parts_of"]
-
-
-class ArgumentsError(CheckpointError):
-    """The arguments do not say what to do."""
+__all__ = ["opened", "parts_of"]
 
 
 def opened(chosen: argparse.Namespace) -> Source:

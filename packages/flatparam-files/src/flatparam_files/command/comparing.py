@@ -9,11 +9,11 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam.command.opening import parts_of
-from flatparam.command.output import say
-from flatparam.command.progress import showing
 from flatparam_core import Span
-from flatparam_state import Source, TensorInfo, open_source
+from flatparam_files import Source, TensorInfo, open_source
+from flatparam_files.command.opening import parts_of
+from flatparam_files.command.output import say
+from flatparam_files.command.progress import showing
 
 __all__ = ["run"]
 

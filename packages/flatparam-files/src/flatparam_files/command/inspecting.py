@@ -11,10 +11,10 @@ from typing import Any, final
 
 import attrs
 
-from flatparam.command.opening import opened
-from flatparam.command.output import say
-from flatparam.observing.table import shown_nbytes
-from flatparam_state import Source, TensorInfo, split_path
+from flatparam_files import Source, TensorInfo, split_path
+from flatparam_files.command.numbers import shown_nbytes
+from flatparam_files.command.opening import opened
+from flatparam_files.command.output import say
 
 __all__ = ["run"]
 

@@ -9,8 +9,8 @@ import attrs
 import pytest
 import torch
 
-from flatparam.command import main
-from flatparam_state import open_source, write_checkpoint
+from flatparam_files import open_source, write_checkpoint
+from flatparam_files.command import main
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatparam_state import open_source, write_dcp, write_hugging_face
+from flatparam_files import open_source, write_dcp, write_hugging_face
 
 from .calling import Caller, tree
 

@@ -11,11 +11,7 @@ from typing import Final
 
 import torch
 
-from flatparam.command.opening import ArgumentsError, opened
-from flatparam.command.output import say
-from flatparam.command.progress import showing
-from flatparam.observing.table import shown_nbytes
-from flatparam_state import (
+from flatparam_files import (
     CheckpointError,
     Source,
     averages_as_model,
@@ -26,6 +22,11 @@ from flatparam_state import (
     write_hugging_face,
     write_torch_file,
 )
+from flatparam_files.command.numbers import shown_nbytes
+from flatparam_files.command.opening import opened
+from flatparam_files.command.output import say
+from flatparam_files.command.progress import showing
+from flatparam_files.command.shared import ArgumentsError
 
 __all__ = ["export", "write_own"]
 

@@ -6,11 +6,12 @@ import argparse
 import sys
 import warnings
 
-from flatparam.command.opening import ArgumentsError, opened
-from flatparam.command.output import say
-from flatparam.command.progress import showing
-from flatparam.observing.table import shown_nbytes
-from flatparam_state import CheckpointError, Source, UnknownFormatError, UnreadableError, verify_source
+from flatparam_files import CheckpointError, Source, UnknownFormatError, UnreadableError, verify_source
+from flatparam_files.command.numbers import shown_nbytes
+from flatparam_files.command.opening import opened
+from flatparam_files.command.output import say
+from flatparam_files.command.progress import showing
+from flatparam_files.command.shared import ArgumentsError
 
 __all__ = ["run"]
 

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from flatparam_state import open_source
+from flatparam_files import open_source
 
 from .sparse import infos, sparse_run, sparse_safetensors
 
@@ -23,7 +23,7 @@ LARGEST = 40 * MIB
 # It imports torch once, and runs each command in a fork of its own: there the kernel counts the peak anew.
 SERVER = """
 import json, os, sys
-from flatparam.command import main
+from flatparam_files.command import main
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
