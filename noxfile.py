@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """The walls: who imports whom and by which names, declared dependencies, the shape of each package."""
+    """The walls: who imports whom and by which names, dependencies, the shape of a package, and its lines at most."""
     prepare(session)
     python(session, "tools/check_layers.py")
+    python(session, "tools/structure", "--budgets")
     sources = os.pathsep.join(str(source_root(name)) for name in PACKAGES)
     session.run(str(PYTHON.parent / "lint-imports"), "--no-cache", env={"PYTHONPATH": sources}, external=True)
 
@@ -561,7 +562,7 @@ def locked_to(session: nox.Session, versions: Mapping[str, str]) -> tuple[str, .
     return ("--quiet", "--constraint", str(constraints))
 
 
-def install_wheels(session: nox.Session, locked: Sequence[str], layers: Sequence[str]) -> None:
+def install_wheels(session: nox.Session, locked: Sequence[str], layers: Collection[str]) -> None:
     """Install the wheels of `layers` and what they depend on, and no others: pip sees whether the ranges fit."""
     build_wheels(session, lambda *arguments: session.run("python", *arguments, silent=True))
     session.run("python", "-m", "pip", "uninstall", "-qq", "--yes", *PACKAGES)
