@@ -15,24 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from house import ADDONS, LAYERS, PACKAGES
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-# Each layer may import, and declare, the one directly beneath it; the wrapper is where all four come together.
-BENEATH: Final[dict[str, tuple[str, ...]]] = {
-    "flatparam-core": (),
-    "flatparam-comm": ("flatparam-core",),
-    "flatparam-runtime": ("flatparam-comm",),
-    "flatparam-state": ("flatparam-runtime",),
-    "flatparam": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state"),
-}
-# Each add-on may import, and declare, these layers; no layer imports an add-on, but for type checkers.
-ADDONS: Final[dict[str, tuple[str, ...]]] = {
-    "flatparam-plan": (*BENEATH,),
-}
-ALLOWED: Final = {**BENEATH, **ADDONS}
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
 # Modules of the wrapper whose `__all__` add-ons may use; the first three are public, and the others are for add-ons.
@@ -237,10 +226,10 @@ def _is_or_is_under(name: str, module: str) -> bool:
 
 def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """There are the layers and the add-ons, and each holds the same things and one typed import package."""
-    for missing in sorted(ALLOWED.keys() - packages.keys()):
+    for missing in sorted(PACKAGES.keys() - packages.keys()):
         yield f"packages/{missing} is missing"
-    for strange in sorted(packages.keys() - ALLOWED.keys()):
-        yield f"packages/{strange} is neither one of the layers {', '.join(BENEATH)} nor an add-on: {', '.join(ADDONS)}"
+    for strange in sorted(packages.keys() - PACKAGES.keys()):
+        yield f"packages/{strange} is neither one of the layers {', '.join(LAYERS)} nor an add-on: {', '.join(ADDONS)}"
     for package in packages.values():
         shown = f"packages/{package.name}"
         found = {
@@ -269,7 +258,7 @@ def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """
     by_module = {package.module: package for package in packages.values()}
     for package in packages.values():
-        allowed = ALLOWED.get(package.name, ())
+        allowed = PACKAGES.get(package.name, ())
         for source in package.sources:
             for use in source.uses:
                 top, _, rest = use.name.partition(".")
@@ -373,7 +362,7 @@ def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str
             if not (name in ADDONS and package.name == "flatparam"):
                 yield f"{shown}: declares {name}, which nothing in src imports"
         for text in package.project.get("dependencies", []):
-            if _distribution(text) in ALLOWED and not (">=" in text and "<" in text):
+            if _distribution(text) in PACKAGES and not (">=" in text and "<" in text):
                 yield f"{shown}: {text!r} must be a range with both ends (>=...,<...)"
 
 
@@ -503,7 +492,7 @@ def main(arguments: list[str]) -> int:
     for problem in found:
         print(problem)
     if not found:
-        print(f"{len(RULES)} rules about {len(BENEATH)} layers and their add-ons hold")
+        print(f"{len(RULES)} rules about {len(LAYERS)} layers and their add-ons hold")
     return 1 if found else 0
 
 
