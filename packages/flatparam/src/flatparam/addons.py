@@ -50,17 +50,18 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> Callable[[str], 
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
+        nothing = AttributeError(f"module {package!r} has no attribute {name!r}")
         if name in home_of:
             value = getattr(load(home_of[name]), name)
+        elif name.startswith("__"):
+            raise nothing
         else:
             try:
-                if name.startswith("__"):
-                    raise ModuleNotFoundError(name=f"{package}.{name}")
                 value = importlib.import_module(f"{package}.{name}")
             except ModuleNotFoundError as error:
                 if error.name != f"{package}.{name}":
                     raise
-                raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+                raise nothing from None
         setattr(sys.modules[package], name, value)
         return value
 

@@ -69,15 +69,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_those_of_addons(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add each command of an add-on, or what says how to install it."""
+    """Add each command of an add-on, or what says why it is lacking."""
     for name, command in commands().items():
         try:
             add = getattr(load(command.module), command.attr)
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             # No prefix is that of an option, so whatever follows is taken.
-            lacking = groups.add_parser(
-                name, help="an add-on that is not installed", add_help=False, prefix_chars="\0"
-            )
+            told = str(error).replace("%", "%%")
+            lacking = groups.add_parser(name, help=told, add_help=False, prefix_chars="\0")
             lacking.add_argument(str(error), action=_Lacking, nargs="*")
         else:
             add(groups)
