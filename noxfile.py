@@ -259,7 +259,6 @@ TWINS = (
     "packages/flatparam-runtime/tests",
     "packages/flatparam-state/tests",
     "--ignore=packages/flatparam-state/tests/checkpoint",
-    "--ignore=packages/flatparam-state/tests/formats",
     "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",

@@ -16,7 +16,13 @@ LAYERS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-comm": ("flatparam-core",),
     "flatparam-runtime": ("flatparam-comm",),
     "flatparam-state": ("flatparam-runtime", "flatparam-files"),
-    "flatparam": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam-files"),
+    "flatparam": (
+        "flatparam-core",
+        "flatparam-comm",
+        "flatparam-runtime",
+        "flatparam-state",
+        "flatparam-files",
+    ),
 }
 #: What each add-on may import, and declares. No layer imports an add-on.
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
