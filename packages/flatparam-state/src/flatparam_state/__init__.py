@@ -1,4 +1,4 @@
-"""Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
+"""Names: model and optimizer state of sharded models, at any world size and under any wrapping, and its checkpoints."""
 
 from flatparam_files import (
     CHUNK_NBYTES,
