@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import run as setup
+from house import ADDONS, PACKAGES, beneath
 from matrix.lowest import lowest_versions
 from matrix.rows import HOME_PYTHON, HOME_TORCH, PYTHONS, TORCHES
 
@@ -29,8 +30,6 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 DIST = ROOT / "dist"
 
-# From the lowest layer to the highest.
-LADDER = ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam")
 # How many processes pytest takes at once; more than there are cores is right beside a machine that others keep busy.
 WORKERS = os.environ.get("FLATPARAM_TEST_WORKERS", str(min(os.cpu_count() or 1, 4)))
 
@@ -90,29 +89,33 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """The walls: who imports whom and by which names, declared dependencies, the shape of each package."""
+    """The walls: who imports whom and by which names, dependencies, the shape of a package, and its lines at most."""
     prepare(session)
     python(session, "tools/check_layers.py")
-    sources = os.pathsep.join(str(source_root(name)) for name in LADDER)
+    python(session, "tools/structure", "--budgets")
+    sources = os.pathsep.join(str(source_root(name)) for name in PACKAGES)
     session.run(str(PYTHON.parent / "lint-imports"), "--no-cache", env={"PYTHONPATH": sources}, external=True)
 
 
 @nox.session
 def alone(session: nox.Session) -> None:
-    """Each layer alone: install core, test it, add comm, test it, ... (`-- flatparam-comm -k x`: up to comm)."""
+    """Each layer alone: install core, test it, add comm, ..., then each add-on (`-- flatparam-comm -k x`: to comm)."""
     prepare(session)
     stop, extra = split_rung(session.posargs)
     build_wheels(session)
     uninstall_all_layers(session)
-    for rung, name in enumerate(LADDER):
+    for name in PACKAGES:
         python(session, "-m", "pip", "install", "--quiet", *FROM_DIST, name)
-        for above in LADDER[rung + 1 :]:
-            assert_absent(session, above)
+        for other in PACKAGES.keys() - {*beneath(name), name}:
+            # The wrapper brings all add-ons along.
+            python(session, "-m", "pip", "uninstall", "-qq", "--yes", other)
+            assert_absent(session, other)
         if stop is None or name == stop:
-            session.log(f"Testing {name} with nothing above it")
+            session.log(f"Testing {name} with nothing above it, and no other add-on")
             pytest(session, "-m", "not gpu and not long", f"packages/{name}/tests", *extra)
         if name == stop:
             return
+    python(session, "-m", "pip", "install", "--quiet", *FROM_DIST, *ADDONS)
     complete_layers(session)
 
 
@@ -120,7 +123,7 @@ def alone(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Types: mypy, strict, over the sources of every package, the tools and this file."""
     install_all_layers(session)
-    sources = [str(source_root(name).relative_to(ROOT)) for name in LADDER]
+    sources = [str(source_root(name).relative_to(ROOT)) for name in PACKAGES]
     python(session, "-m", "mypy", *sources, "tools", "noxfile.py")
 
 
@@ -135,7 +138,7 @@ def integration(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """The tests that take long: whole grids of settings, tools from end to end, every workload; not in `tests`."""
     install_all_layers(session)
-    where = ["integration_tests", *(f"packages/{name}/tests" for name in LADDER)]
+    where = ["integration_tests", *(f"packages/{name}/tests" for name in PACKAGES)]
     # Optimizers of whole matrices have a session of their own: `matrix-optimizers`.
     others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
     pytest(session, "-m", "long and not gpu", *others, "docs", *where, *session.posargs)
@@ -224,7 +227,7 @@ def pretrained(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)
-    python(session, "-m", "packages.flatparam-state.tests.fuzzing", *session.posargs)
+    python(session, "-m", "packages.flatparam-files.tests.fuzzing", *session.posargs)
 
 
 @nox.session
@@ -256,10 +259,10 @@ TWINS = (
     "packages/flatparam-runtime/tests",
     "packages/flatparam-state/tests",
     "--ignore=packages/flatparam-state/tests/checkpoint",
-    "--ignore=packages/flatparam-state/tests/formats",
     "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
+    "packages/flatparam-plan/tests",
     "integration_tests/lifted",
 )
 
@@ -309,7 +312,7 @@ def gpu(session: nox.Session) -> None:
     if not session.posargs:
         python(session, "tools/gpu", "--budget", "600")  # the tests are a part of it
         return
-    where = ["integration_tests", *(f"packages/{name}/tests" for name in LADDER)]
+    where = ["integration_tests", *(f"packages/{name}/tests" for name in PACKAGES)]
     # One process: the tests share the GPUs, and measure memory on them.
     pytest(session, "-m", "gpu", *where, *session.posargs, workers="0")
 
@@ -324,7 +327,7 @@ print(0 if found is None or found.type == "mps" else torch.accelerator.device_co
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Lines and branches of each layer that the layers' tests run, 95 % at least; not in `tests` (`-- core comm`)."""
+    """Lines and branches of each package that the tests run, 95 % at least; not in `tests` (`-- core comm`)."""
     install_all_layers(session)
     chosen, extra = split_layers(session.posargs)
     data = ROOT / "build" / "coverage"
@@ -354,18 +357,17 @@ def layer_session(layer: str) -> None:
     nox would run every session of a parametrised `tests` if it were asked for `tests`, which is the name of the one
     command that CI runs. So these are sessions with names of their own, and the parentheses are a part of the name.
     """
-    rung = LADDER.index(layer) + 1
     short = layer.removeprefix("flatparam-")
 
     def tests_of_layer(session: nox.Session) -> None:
-        fill(session, layers=LADDER[:rung])
+        fill(session, layers=(*beneath(layer), layer))
         session.run(*PYTEST, "-m", "not gpu", f"packages/{layer}/tests", *session.posargs, env=ISOLATED)
 
     tests_of_layer.__doc__ = f"The tests of {layer}, in an environment with nothing above it (`-- -k x`)."
     nox.session(name=f"tests({short})", venv_backend="venv")(tests_of_layer)
 
 
-for each_layer in LADDER:
+for each_layer in PACKAGES:
     layer_session(each_layer)
 
 
@@ -529,7 +531,7 @@ def fill(
     session.install(*locked, "torch", "build", "hatchling", *TEST_TOOLS)
     if tools:
         session.install(*locked, *tools)
-    install_wheels(session, locked, layers or LADDER)
+    install_wheels(session, locked, layers or PACKAGES)
     session.run("python", "-W", "ignore", "-c", WARM_UP, env=ISOLATED)
 
 
@@ -540,7 +542,7 @@ def fill_beside_deepspeed(session: nox.Session, *tools: str) -> dict[str, str | 
     # Its setup looks at torch, and would compile for a GPU. It compiles what it needs on CPU when it is first used.
     on_cpu = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     session.install(*locked, "--no-build-isolation", "deepspeed", *tools, env=on_cpu)
-    install_wheels(session, locked, LADDER)
+    install_wheels(session, locked, PACKAGES)
     # It compiles an extension at its first start, in a minute or two.
     extensions = str(Path(session.virtualenv.location) / "extensions")
     return {**ISOLATED, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
@@ -559,12 +561,16 @@ def locked_to(session: nox.Session, versions: Mapping[str, str]) -> tuple[str, .
     return ("--quiet", "--constraint", str(constraints))
 
 
-def install_wheels(session: nox.Session, locked: Sequence[str], layers: Sequence[str]) -> None:
-    """Install the wheels of `layers` and what they depend on: pip sees whether the ranges fit."""
+def install_wheels(session: nox.Session, locked: Sequence[str], layers: Collection[str]) -> None:
+    """Install the wheels of `layers` and what they depend on, and no others: pip sees whether the ranges fit."""
     build_wheels(session, lambda *arguments: session.run("python", *arguments, silent=True))
-    session.run("python", "-m", "pip", "uninstall", "-qq", "--yes", *LADDER)
-    session.install("--quiet", "--no-deps", *FROM_DIST, *layers)
+    session.run("python", "-m", "pip", "uninstall", "-qq", "--yes", *PACKAGES)
+    # The wrapper depends on add-ons, which then are taken out again.
+    session.install("--quiet", "--no-deps", *FROM_DIST, *PACKAGES)
     session.install(*locked, *layers)
+    others = [name for name in PACKAGES if name not in layers]
+    if others:
+        session.run("python", "-m", "pip", "uninstall", "-qq", "--yes", *others)
 
 
 def test_row(session: nox.Session, versions: Mapping[str, str]) -> None:
@@ -620,7 +626,7 @@ def fingerprint_of_sources() -> str:
 
 
 def build_wheels(session: nox.Session, run_python: Callable[..., Any] | None = None) -> None:
-    """Build the five sdists, and from each its wheel, into dist/, unless those there are of these sources.
+    """Build the sdists, and from each its wheel, into dist/, unless those there are of these sources.
 
     `run_python` runs a Python that has `build` and hatchling; without it .venv's does.
     """
@@ -630,34 +636,34 @@ def build_wheels(session: nox.Session, run_python: Callable[..., Any] | None = N
     shutil.rmtree(DIST, ignore_errors=True)
     session.log("Building the sdist and the wheel of each package into dist/")
     run_python = run_python or (lambda *arguments: python(session, *arguments, silent=True))
-    for name in LADDER:
+    for name in PACKAGES:
         run_python("-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}")
     stamp.write_text(sources)
 
 
 def uninstall_all_layers(session: nox.Session) -> None:
-    """Take all five packages out of the environment, and see that none can be imported."""
+    """Take all packages out of the environment, and see that none can be imported."""
     (VENV / "layers-installed.txt").unlink(missing_ok=True)
-    python(session, "-m", "pip", "uninstall", "-qq", "--yes", *LADDER)
-    for name in LADDER:
+    python(session, "-m", "pip", "uninstall", "-qq", "--yes", *PACKAGES)
+    for name in PACKAGES:
         assert_absent(session, name)
 
 
 def install_all_layers(session: nox.Session) -> None:
-    """Have the five packages of these sources in the environment, with the extras."""
+    """Have the packages of these sources in the environment, with the extras."""
     prepare(session)
     stamp, sources = VENV / "layers-installed.txt", fingerprint_of_sources()
     if stamp.exists() and stamp.read_text() == sources:
         return
     build_wheels(session)
-    session.log("Installing the five packages and the extras")
+    session.log("Installing the packages and the extras")
     pip = ("-m", "pip", "install", "--quiet")
-    python(session, *pip, "--force-reinstall", "--no-deps", *FROM_DIST, *LADDER)
+    python(session, *pip, "--force-reinstall", "--no-deps", *FROM_DIST, *PACKAGES)
     complete_layers(session)
 
 
 def complete_layers(session: nox.Session) -> None:
-    """Install the extras beside the five packages, and note of which sources they are: those of the wheels in dist/."""
+    """Install the extras beside the packages, and note of which sources they are: those of the wheels in dist/."""
     pip = ("-m", "pip", "install", "--quiet")
     locked = ("--no-compile", "--disable-pip-version-check", "--constraint", str(VENV / "constraints.txt"))
     python(session, *pip, *locked, "flatparam[train]")
@@ -674,18 +680,18 @@ def assert_absent(session: nox.Session, name: str) -> None:
 
 
 def split_layers(posargs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of `coverage` into the layers that they begin with (all if with none) and the rest."""
-    names = {name.removeprefix("flatparam-"): name for name in LADDER} | {name: name for name in LADDER}
+    """Split the arguments of `coverage` into the packages that they begin with (all if with none) and the rest."""
+    names = {name.removeprefix("flatparam-"): name for name in PACKAGES} | {name: name for name in PACKAGES}
     chosen: list[str] = []
     for argument in posargs:
         if argument not in names:
             break
         chosen.append(names[argument])
-    return chosen or list(LADDER), list(posargs[len(chosen) :])
+    return chosen or list(PACKAGES), list(posargs[len(chosen) :])
 
 
 def split_rung(posargs: list[str]) -> tuple[str | None, list[str]]:
     """Split the arguments of `alone` into the rung to stop at, where one is named, and what is for pytest."""
-    if posargs and posargs[0] in LADDER:
+    if posargs and posargs[0] in PACKAGES:
         return posargs[0], posargs[1:]
     return None, list(posargs)

@@ -9,24 +9,26 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class House:
-    """A checkout in a temporary folder, with five small packages that keep all rules."""
+    """A checkout in a temporary folder, with small packages that keep all rules: the layers and the add-ons."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        lower: tuple[str, ...]
-        for name, lower in check_layers.BENEATH.items():
-            module = name.replace("-", "_")
-            imports = "".join(f"from {other.replace('-', '_')} import public\n" for other in lower)
-            self.write(name, "__init__.py", "import torch\n\n__all__ = ['public']\npublic = 1\n")
-            self.write(name, "using.py", imports)
-            self.write(name, "_hidden.py", "secret = 1\n")
-            self.write(name, "testing.py", "__all__ = ['check_it']\ncheck_it = 1\n")
-            self.write(name, "py.typed", "")
-            package = root / "packages" / name
-            (package / "tests").mkdir()
-            for file in ("README.md", "CHANGELOG.md", "LICENSE"):
-                (package / file).write_text(f"# {module}\n")
-            self.declare(name, "torch>=2.11,<2.16", *(f"{other}>=0.1,<0.2" for other in lower))
+        for name, lower in check_layers.PACKAGES.items():
+            self.add(name, *lower)
+
+    def add(self, name: str, *lower: str) -> None:
+        module = name.replace("-", "_")
+        imports = "".join(f"from {other.replace('-', '_')} import public\n" for other in lower)
+        self.write(name, "__init__.py", "import torch\n\n__all__ = ['public']\npublic = 1\n")
+        self.write(name, "using.py", imports)
+        self.write(name, "_hidden.py", "secret = 1\n")
+        self.write(name, "testing.py", "__all__ = ['check_it']\ncheck_it = 1\n")
+        self.write(name, "py.typed", "")
+        package = self.root / "packages" / name
+        (package / "tests").mkdir()
+        for file in ("README.md", "CHANGELOG.md", "LICENSE"):
+            (package / file).write_text(f"# {module}\n")
+        self.declare(name, "torch>=2.11,<2.16", *(f"{other}>=0.1,<0.2" for other in lower))
 
     def source(self, package: str, file: str) -> Path:
         return self.root / "packages" / package / "src" / package.replace("-", "_") / file
@@ -79,6 +81,72 @@ def test_only_the_layer_directly_beneath(house: House, package: str, code: str, 
     (problem,) = [problem for problem in house.problems() if "does not declare" not in problem]
     assert complaint in problem
     assert "broken.py:" in problem
+
+
+@pytest.mark.parametrize("layer", check_layers.LAYERS)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f():\n    from flatparam_plan import public",
+        "import importlib\nimportlib.import_module('flatparam_plan')",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import flatparam_plan",
+    ],
+)
+def test_no_layer_imports_an_add_on(house: House, layer: str, code: str) -> None:
+    """Not inside a function, nor by a name that it is given as text, nor beside what is for type checkers."""
+    house.write(layer, "broken.py", f"{code}\n")
+    assert any(f"{layer} imports flatparam-plan, and may" in problem for problem in house.problems())
+
+
+def test_the_wrapper_names_an_add_on_for_type_checkers(house: House) -> None:
+    """It does for what it promises, by public names; it may declare the add-on, and no layer beneath may do either."""
+    head = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flatparam_plan import "
+    lower = tuple(f"{each}>=0.1,<0.2" for each in check_layers.LAYERS["flatparam"])
+    house.declare("flatparam", "torch>=2.11,<2.16", *lower, "flatparam-plan>=0.1,<0.2")
+    assert house.problems() == []
+    house.write("flatparam", "typed.py", f"{head}public\n")
+    assert house.problems() == []
+    house.write("flatparam", "typed.py", f"{head}secret\n")
+    assert any("secret is not a public name of flatparam_plan" in problem for problem in house.problems())
+    house.write("flatparam", "typed.py", "")
+    house.write("flatparam-core", "typed.py", f"{head}public\n")
+    assert any("flatparam-core imports flatparam-plan" in problem for problem in house.problems())
+    house.write("flatparam-core", "typed.py", "")
+    house.declare("flatparam-core", "torch>=2.11,<2.16", "flatparam-plan>=0.1,<0.2")
+    assert any("declares flatparam-plan, which nothing" in problem for problem in house.problems())
+
+
+def test_an_add_on_imports_what_is_open(house: House) -> None:
+    """Of the wrapper it imports public names, and those of the modules that are listed for add-ons; no other."""
+    house.write("flatparam", "resolving/__init__.py", "__all__ = ['shown']\nshown = hidden = 1\n")
+    house.write(
+        "flatparam", "policies/policy.py", "__all__ = ['CustomPolicy']\n_Policy = _Other = CustomPolicy = 1\n"
+    )
+    sound = "from flatparam import public\nfrom flatparam.resolving import shown\n"
+    house.write(
+        "flatparam-plan", "it.py", f"{sound}from flatparam.policies.policy import CustomPolicy, _Policy\n"
+    )
+    assert house.problems() == []
+    for code, complaint in (
+        ("from flatparam.resolving import hidden", "hidden is not a public name of flatparam.resolving"),
+        ("from flatparam.policies.policy import _Other", "_Other is not a public name"),
+        ("from flatparam._hidden import secret", "flatparam._hidden is a private module"),
+        ("from flatparam_core._hidden import secret", "flatparam_core._hidden is a private module"),
+    ):
+        house.write("flatparam-plan", "it.py", f"{code}\n")
+        (problem,) = house.problems()
+        assert complaint in problem
+
+
+def test_an_add_on_imports_no_other(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its inside nor its public names."""
+    others = {**check_layers.ADDONS, "flatparam-other": ("flatparam",)}
+    monkeypatch.setattr(check_layers, "ADDONS", others)
+    monkeypatch.setattr(check_layers, "PACKAGES", {**check_layers.LAYERS, **others})
+    house.add("flatparam-other", "flatparam")
+    assert house.problems() == []
+    house.write("flatparam-other", "broken.py", "from flatparam_plan import public\n")
+    assert any("flatparam-other imports flatparam-plan, and may" in problem for problem in house.problems())
 
 
 @pytest.mark.parametrize(
@@ -186,7 +254,7 @@ def test_a_licence_is_that_of_the_repository(house: House) -> None:
     """A package's copy of the licence that says something else is found."""
     (house.root / "LICENSE").write_text("all rights")
     found = house.problems()
-    assert len(found) == 5
+    assert len(found) == len(check_layers.PACKAGES)
     assert all("LICENSE is not the LICENSE of the repository" in problem for problem in found)
 
 
@@ -211,11 +279,11 @@ def test_a_package_is_typed_and_is_one(house: House) -> None:
     assert any("must hold flatparam_core and nothing else" in problem for problem in found)
 
 
-def test_there_are_five_packages(house: House) -> None:
-    """A sixth package is found."""
+def test_there_are_no_other_packages(house: House) -> None:
+    """A package that is neither a layer nor an add-on is found."""
     (house.root / "packages" / "flatparam-extra").mkdir()
     (house.root / "packages" / "flatparam-extra" / "pyproject.toml").write_text('[project]\nname = "x"\n')
-    assert any("flatparam-extra is not one of the layers" in problem for problem in house.problems())
+    assert any("flatparam-extra is neither one of the layers" in problem for problem in house.problems())
 
 
 def test_the_command_prints_and_fails(house: House, capsys: pytest.CaptureFixture[str]) -> None:

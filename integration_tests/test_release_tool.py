@@ -72,7 +72,7 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     released = Changelog(text_of(clone, "flatparam-core", "CHANGELOG.md"))
     assert released.unreleased == ""
     assert released.versions == {"0.2.0": TODAY, "0.1.0.dev1": "2026-11-21"}
-    for package in ("flatparam-comm", "flatparam"):
+    for package in ("flatparam-comm", "flatparam", "flatparam-files", "flatparam-plan"):
         assert '"flatparam-core>=0.1,<0.3"' in text_of(clone, package, "pyproject.toml")
         noted = Changelog(text_of(clone, package, "CHANGELOG.md"))
         assert noted.unreleased.endswith("### Changed\n\n- Takes `flatparam-core` 0.2, too.")
@@ -83,11 +83,30 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "packages/flatparam-comm/pyproject.toml",
         "packages/flatparam-core/CHANGELOG.md",
         "packages/flatparam-core/src/flatparam_core/__init__.py",
+        "packages/flatparam-files/CHANGELOG.md",
+        "packages/flatparam-files/pyproject.toml",
+        "packages/flatparam-plan/CHANGELOG.md",
+        "packages/flatparam-plan/pyproject.toml",
         "packages/flatparam/CHANGELOG.md",
         "packages/flatparam/pyproject.toml",
     ]
     assert git(clone, "status", "--porcelain") == ""
     assert "git push origin HEAD flatparam-core-v0.2.0" in capsys.readouterr().out
+
+
+def test_an_add_on_is_released_without_the_layers(clone: Path) -> None:
+    """Its own files change, and the ranges of the wrapper, those of extras too; no other package does."""
+    assert main(["plan", "0.2.0"], clone) == 0
+    assert git(clone, "tag") == "flatparam-plan-v0.2.0"
+    assert git(clone, "show", "--name-only", "--format=").splitlines() == [
+        "packages/flatparam-plan/CHANGELOG.md",
+        "packages/flatparam-plan/src/flatparam_plan/__init__.py",
+        "packages/flatparam/CHANGELOG.md",
+        "packages/flatparam/pyproject.toml",
+    ]
+    project = text_of(clone, "flatparam", "pyproject.toml")
+    assert project.count('"flatparam-plan>=0.1,<0.3"') == 2
+    assert project.count('"flatparam-plan[transformers]>=0.1,<0.3"') == 1
 
 
 def test_a_dry_run(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+from structure import main as tool  # noqa: E402
+from structure.budgets import BUDGETS, Budget, lines_of, over_budget  # noqa: E402
 from structure.main import GOALS  # noqa: E402
 from structure.sources import House  # noqa: E402
 from structure.walk import returns  # noqa: E402
@@ -96,6 +98,35 @@ def test_returns() -> None:
     a, b, c = (Path(name) for name in "abc")
     assert returns([a, b, c]) == 0
     assert returns([a, b, a, c, b]) == 2
+
+
+def test_lines_beyond_a_budget(house: House) -> None:
+    """A package with a line more than its budget is named, with both figures; one with as many is not."""
+    lines = sum(text.count("\n") for text in FILES.values())
+    assert lines_of(house) == {"flatparam-core": lines}
+    assert over_budget(house, {"flatparam-core": Budget(lines, 0)}) == []
+    (told,) = over_budget(house, {"flatparam-core": Budget(lines - 1, 0)})
+    assert told.startswith(f"flatparam-core has {lines} lines, and its budget is {lines - 1}: remove as many")
+    (told,) = over_budget(house, {})
+    assert told.startswith(f"flatparam-core has {lines} lines and no budget")
+
+
+def test_no_package_is_over_its_budget() -> None:
+    """Each package of this checkout has a budget, and keeps to it."""
+    assert over_budget(House.of(ROOT)) == []
+    assert lines_of(House.of(ROOT)).keys() == BUDGETS.keys()
+
+
+def test_the_build_fails_beyond_a_budget(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--budgets`, which `nox -s layers` calls, prints the lines and returns 1 if there are too many."""
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    assert tool.main(["--budgets"]) == 0
+    long = tmp_path / "packages/flatparam-core/src/flatparam_core/long.py"
+    long.write_text("\n" * BUDGETS["flatparam-core"].most)
+    assert tool.main(["--budgets"]) == 1
+    assert "flatparam-core has 5," in capsys.readouterr().out
 
 
 def test_the_table() -> None:

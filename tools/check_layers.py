@@ -15,21 +15,35 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from house import ADDONS, LAYERS, PACKAGES
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-# Each layer may import, and declare, the one directly beneath it; the wrapper is where all four come together.
-BENEATH: Final[dict[str, tuple[str, ...]]] = {
-    "flatparam-core": (),
-    "flatparam-comm": ("flatparam-core",),
-    "flatparam-runtime": ("flatparam-comm",),
-    "flatparam-state": ("flatparam-runtime",),
-    "flatparam": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state"),
-}
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
+# Modules whose `__all__` other packages may use, too: those of flatparam-files, and of the wrapper, of which the first
+# three are public, and the others are for add-ons.
+OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam": (
+        "api",
+        "command",
+        "optim",
+        "addons",
+        "fully_sharded_data_parallel",
+        "observing.picture",
+        "observing.table",
+        "observing.whole_program",
+        "optim.whole_optimizer",
+        "policies.policy",
+        "resolving",
+    ),
+}
+# In no `__all__`, as in torch, and open all the same.
+OPEN_NAMES: Final = {"flatparam.policies.policy._Policy": "the base class of FSDP1's policies"}
 CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -61,6 +75,7 @@ class Use:
     module: str = ""  # of an import: the part of the name that must be a module; empty for an attribute
     level: int = 0  # how many dots a relative import begins with
     star: bool = False
+    typing: bool = False  # whether it is under `if TYPE_CHECKING:`
 
 
 @dataclass(frozen=True)
@@ -124,19 +139,27 @@ class Package:
 
 
 def _imports(tree: ast.Module) -> Iterator[Use]:
+    typing = {id(each) for node in ast.walk(tree) if _is_for_typing(node) for each in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Use(alias.name, node.lineno, alias.name)
+                yield Use(alias.name, node.lineno, alias.name, typing=id(node) in typing)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 base = node.module or ""
                 name = base if alias.name == "*" else f"{base}.{alias.name}".lstrip(".")
-                yield Use(name, node.lineno, base, node.level, star=alias.name == "*")
+                yield Use(
+                    name, node.lineno, base, node.level, star=alias.name == "*", typing=id(node) in typing
+                )
         elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield Use(first.value, node.lineno, first.value)
+
+
+def _is_for_typing(node: ast.AST) -> bool:
+    """Whether it is `if TYPE_CHECKING:` without an else."""
+    return isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING") and not node.orelse
 
 
 def _called_name(call: ast.Call) -> str:
@@ -201,11 +224,11 @@ def _is_or_is_under(name: str, module: str) -> bool:
 
 
 def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """There are the five packages, and each holds the same things and one typed import package."""
-    for missing in sorted(BENEATH.keys() - packages.keys()):
+    """There are the layers and the add-ons, and each holds the same things and one typed import package."""
+    for missing in sorted(PACKAGES.keys() - packages.keys()):
         yield f"packages/{missing} is missing"
-    for strange in sorted(packages.keys() - BENEATH.keys()):
-        yield f"packages/{strange} is not one of the layers {', '.join(BENEATH)}"
+    for strange in sorted(packages.keys() - PACKAGES.keys()):
+        yield f"packages/{strange} is neither one of the layers {', '.join(LAYERS)} nor an add-on: {', '.join(ADDONS)}"
     for package in packages.values():
         shown = f"packages/{package.name}"
         found = {
@@ -227,17 +250,23 @@ def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
 
 
 def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """A layer imports only the layer directly beneath it (the wrapper: all four), and only its public names."""
+    """A layer imports only the layer directly beneath it (the wrapper: all four), and only its public names.
+
+    An add-on imports layers, by their public names and those of the wrapper's modules that are open to add-ons; and no
+    other add-on. No layer imports an add-on, but under `if TYPE_CHECKING:`.
+    """
     by_module = {package.module: package for package in packages.values()}
     for package in packages.values():
-        allowed = BENEATH.get(package.name, ())
+        allowed = PACKAGES.get(package.name, ())
         for source in package.sources:
             for use in source.uses:
                 top, _, rest = use.name.partition(".")
                 other = by_module.get(top)
                 if use.level or other is None or other is package:
                     continue
-                if other.name not in allowed:
+                if use.typing and other.name in ADDONS and package.name == "flatparam":
+                    yield from _check_public(source, use, other)
+                elif other.name not in allowed:
                     may = f"may import {', '.join(allowed)}" if allowed else "may import no other layer"
                     yield f"{source.shown}:{use.line}: {package.name} imports {other.name}, and {may}"
                 elif use.star:
@@ -247,14 +276,21 @@ def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
 
 
 def _check_public(source: Source, use: Use, other: Package) -> Iterator[str]:
-    open_modules = {f"{other.module}.{submodule}": submodule for submodule in PUBLIC_SUBMODULES}
+    submodules = (*PUBLIC_SUBMODULES, *OPEN_TO_ADDONS.get(other.name, ()))
+    open_modules = {f"{other.module}.{submodule}": submodule for submodule in submodules}
+    if use.name in open_modules or use.name in OPEN_NAMES:
+        return
     if use.module not in ("", other.module, *open_modules):
         yield f"{source.shown}:{use.line}: {use.module} is a private module; import from {other.module}"
         return
-    where = next((module for module in open_modules if _is_or_is_under(use.name, module)), other.module)
+    where = max(
+        (module for module in open_modules if _is_or_is_under(use.name, module)),
+        default=other.module,
+        key=len,
+    )
     if use.name == where:
         return
-    public = other.public_names(open_modules.get(where, ""))
+    public = other.public_names(open_modules.get(where, "").replace(".", "/"))
     name = use.name[len(where) + 1 :].partition(".")[0]
     if public is None:
         yield f"{source.shown}:{use.line}: {where} has no __all__, so {name} is not a public name of it"
@@ -298,7 +334,10 @@ def check_facades_are_not_used(packages: dict[str, Package], root: Path) -> Iter
 
 
 def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """A package declares exactly the distributions that it imports; neighbours as ranges."""
+    """A package declares exactly the distributions that it imports; neighbours as ranges.
+
+    Only the wrapper may declare add-ons, which it imports by name.
+    """
     for package in packages.values():
         declared = [_distribution(text) for text in package.project.get("dependencies", [])]
         extras = package.project.get("optional-dependencies", {})
@@ -319,9 +358,10 @@ def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str
         for name in sorted(imported.keys() - set(declared) - optional):
             yield f"{imported[name]}: imports {name}, which {shown} does not declare"
         for name in sorted(set(declared) - imported.keys()):
-            yield f"{shown}: declares {name}, which nothing in src imports"
+            if not (name in ADDONS and package.name == "flatparam"):
+                yield f"{shown}: declares {name}, which nothing in src imports"
         for text in package.project.get("dependencies", []):
-            if _distribution(text) in BENEATH and not (">=" in text and "<" in text):
+            if _distribution(text) in PACKAGES and not (">=" in text and "<" in text):
                 yield f"{shown}: {text!r} must be a range with both ends (>=...,<...)"
 
 
@@ -333,6 +373,7 @@ def _distribution(requirement: str) -> str:
 def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """What a layer passes on of those beneath stands in its module `vocabulary`, and its own signatures lead to it."""
     known = _Annotations.of(packages)
+    layers = {package.module for package in packages.values() if package.name in LAYERS}
     for package in packages.values():
         # The wrapper is not built upon; its facade has names of all layers.
         if package.name not in PASSING_ON:
@@ -343,7 +384,7 @@ def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
                 continue
             for use in source.uses:
                 top = use.module.partition(".")[0]
-                if top != package.module and top in {other.module for other in packages.values()}:
+                if top != package.module and top in layers:
                     yield f"{source.shown}:{use.line}: passes {use.name} on; take it from {module}, which says why"
         reached = known.reached_from(package)
         for name in sorted(package.public_names(VOCABULARY) or ()):
@@ -451,7 +492,7 @@ def main(arguments: list[str]) -> int:
     for problem in found:
         print(problem)
     if not found:
-        print(f"{len(RULES)} rules about {len(BENEATH)} layers hold")
+        print(f"{len(RULES)} rules about {len(LAYERS)} layers and their add-ons hold")
     return 1 if found else 0
 
 

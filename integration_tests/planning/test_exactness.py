@@ -14,9 +14,9 @@ from plans.configurations import CONFIGURATIONS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flatparam.planning.measuring import measure
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.training import Setup, TrainingProgram
+from flatparam_plan.measuring import measure
+from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from plans.configurations import CONFIGURATIONS
 
-from flatparam.planning.hollow.kernels import Kernel, operands_of
-from flatparam.planning.hollow.rules import by_rule
-from flatparam.planning.hollow.temporaries import Temporaries, tried
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.training import Setup
+from flatparam_plan.hollow.kernels import Kernel, operands_of
+from flatparam_plan.hollow.rules import by_rule
+from flatparam_plan.hollow.temporaries import Temporaries, tried
+from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.training import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatparam import PlanError
-from flatparam.planning.measuring import measure
-from flatparam.planning.rehearsal import rehearse
-from flatparam.planning.training import Setup, TrainingProgram
+from flatparam_plan.measuring import measure
+from flatparam_plan.rehearsal import rehearse
+from flatparam_plan.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

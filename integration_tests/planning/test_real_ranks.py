@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from plans.configurations import CONFIGURATIONS
 
-from flatparam.planning.costs import Costs
-from flatparam.planning.measuring import measure
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.training import Setup
 from flatparam_comm import ProcessGroupCollectives, shared_memory
 from flatparam_comm.testing import PATIENCE, run_processes
+from flatparam_plan.costs import Costs
+from flatparam_plan.measuring import measure
+from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.training import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

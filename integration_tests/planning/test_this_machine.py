@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import PlanError, plan
-from flatparam.planning.fitting.choosing import fit
-from flatparam.planning.hardware import running
-from flatparam.planning.making import plans_of
-from flatparam.planning.training import Setup, TrainingProgram
+from flatparam_plan.fitting.choosing import fit
+from flatparam_plan.hardware import running
+from flatparam_plan.making import plans_of
+from flatparam_plan.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

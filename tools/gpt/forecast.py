@@ -8,13 +8,13 @@ from typing import Final
 import torch
 from attrs import frozen
 
-from flatparam.planning.hardware.sample import ROUGH, Sample
-from flatparam.planning.making import plan_from
-from flatparam.planning.plan import Plan
-from flatparam.planning.rehearsal.rehearsing import rehearse
-from flatparam.planning.timeline import predict
-from flatparam.planning.training import Setup, TrainingProgram
 from flatparam_comm import Collectives, SingleCollectives, Topology
+from flatparam_plan.hardware.sample import ROUGH, Sample
+from flatparam_plan.making import plan_from
+from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.report import Plan
+from flatparam_plan.timeline import predict
+from flatparam_plan.training import Setup, TrainingProgram
 
 from .learner import optimizer_of
 from .model import GPT

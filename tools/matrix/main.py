@@ -8,7 +8,7 @@
     python tools/matrix --page       docs/compatibility.md from the results, and the names of torch in the sources
 
 nox makes the environments and calls this in each: `nox -s "tests-torch(2.15)"`, `nox -s tests-python-3.12`,
-`nox -s oldest`, and `nox -s matrix`, which runs all of the first two with --enter. Tested are all tests of the layers
+`nox -s oldest`, and `nox -s matrix`, which runs all of the first two with --enter. Tested are all tests of the packages
 and the short ones of integration, without those marked `slow` or `gpu`. Tests that fail run once more, one after the
 other: a failure is one that fails twice, and what passes alone is named in the results as "repeated".
 """
@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from house import PACKAGES
+
 from .names import INSTEAD, lacks, names_used, private_names, unplaced
 from .page import write
 from .rows import Row, all_rows
@@ -34,10 +36,9 @@ __all__ = ["RESULTS", "SUITES", "RowError", "counts", "main", "node_id", "repeat
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HOME: Final = ROOT / "build" / "matrix"
-LADDER: Final = ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam")
 RESULTS: Final = ROOT / "docs" / "compatibility.json"
 SUITES: Final = {
-    "layers": tuple(f"packages/{name}/tests" for name in LADDER),
+    "layers": tuple(f"packages/{name}/tests" for name in PACKAGES),
     "integration": (
         "integration_tests/parity",
         "integration_tests/state/test_parity_model.py",

@@ -46,9 +46,9 @@ def main() -> int:
 
 def compared(name: str, configuration: object) -> tuple[list[str], int]:
     """The row of a configuration, planned and run, and how many of its numbers were wrong."""
-    from flatparam.planning.measuring import measure
-    from flatparam.planning.rehearsal.rehearsing import rehearse
-    from flatparam.planning.training import Setup
+    from flatparam_plan.measuring import measure
+    from flatparam_plan.rehearsal.rehearsing import rehearse
+    from flatparam_plan.training import Setup
     from plans.configurations import Configuration
 
     assert isinstance(configuration, Configuration), "the table has no others"

@@ -12,7 +12,7 @@ from gpt.model import GPT
 from gpt.shape import Shape
 from torch import Tensor, nn
 
-from flatparam.planning.training import TrainingProgram
+from flatparam_plan.training import TrainingProgram
 
 from .transformers import (
     Bert,

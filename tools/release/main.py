@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         prog="nox -s release --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("package", help="core, comm, runtime, state or flatparam")
+    parser.add_argument("package", help="core, comm, runtime, state, flatparam, or an add-on such as plan")
     parser.add_argument("version", help="as in 0.2.0")
     parser.add_argument("--dry-run", action="store_true", help="print what would change, and change nothing")
     chosen = parser.parse_args(arguments)

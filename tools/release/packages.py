@@ -47,7 +47,7 @@ def with_version(text: str, version: str) -> str:
 
 
 def ranges_of(name: str, root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each package that depends on `name`, with the range in which it does, as in `>=0.1,<0.2`."""
+    """Yield each package that depends on `name`, or has an extra that does, with the range, as in `>=0.1,<0.2`."""
     for package in sorted((root / "packages").iterdir()):
         project = package / "pyproject.toml"
         if project.exists():
@@ -63,13 +63,13 @@ def widened(project: str, name: str, version: Version) -> str:
         found = match["range"]
         if SpecifierSet(found).contains(version, prereleases=True):
             return match.group()
-        return f'"{name}{re.sub("<[^,]+", f"<{_next_breaking(version)}", found)}"'
+        return f'"{match["name"]}{re.sub("<[^,]+", f"<{_next_breaking(version)}", found)}"'
 
     return _requirement(name).sub(widen, project)
 
 
 def _requirement(name: str) -> re.Pattern[str]:
-    return re.compile(rf'"{re.escape(name)}(?P<range>[<>=][^"]*)"')
+    return re.compile(rf'"(?P<name>{re.escape(name)}(\[[^]]*\])?)(?P<range>[<>=][^"]*)"')
 
 
 def _next_breaking(version: Version) -> str:

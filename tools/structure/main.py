@@ -1,4 +1,4 @@
-"""The table."""
+"""The table, and the budgets that fail the build."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from structure.budgets import BUDGETS, lines_of, over_budget
 from structure.page import PAGE, page_of, text_of
 from structure.sources import House
 from structure.walk import returns, trace_a_step
@@ -26,6 +27,7 @@ GOALS: Final = {
     'docstrings that begin with "What"': 0,
     "returns when a gradient arrives": 4,
     "returns when a forward begins": 4,
+    **{f"lines of {name}": budget.goal for name, budget in BUDGETS.items()},
 }
 
 
@@ -54,13 +56,28 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
         'docstrings that begin with "What"': (sum(fragments.values()), fragments),
         "returns when a gradient arrives": (returns(arrived), [path.stem for path in arrived]),
         "returns when a forward begins": (returns(begun), [path.stem for path in begun]),
+        **{f"lines of {name}": (lines, None) for name, lines in lines_of(house).items()},
     }
+
+
+def print_budgets(root: Path) -> int:
+    """Print the lines of each package beside its budget and its goal; return 1 if one has more than its budget."""
+    house = House.of(root)
+    print("| package | lines | budget | goal |\n| --- | ---: | ---: | ---: |")
+    for name, lines in lines_of(house).items():
+        budget = BUDGETS.get(name)
+        print(f"| {name} | {lines:,} | " + (f"{budget.most:,} | {budget.goal:,} |" if budget else "none | |"))
+    problems = over_budget(house)
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the figures, each beside its goal; `--json` prints what they are made of, too.
 
     `--page` writes the page that follows a step through the files instead, and `--step` prints the step's code.
+    `--budgets` prints the lines of each package alone, and returns 1 if one has more than its budget.
     """
     parser = argparse.ArgumentParser(
         prog="python tools/structure", description="How the packages are built, in figures."
@@ -69,7 +86,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--page", action="store_true", help=f"write {PAGE} anew")
     parser.add_argument("--print", action="store_true", help="with --page: print the page and write nothing")
     parser.add_argument("--step", action="store_true", help="print the code that one step runs, as one text")
+    parser.add_argument(
+        "--budgets", action="store_true", help="print lines and budgets; 1 if one is exceeded"
+    )
     options = parser.parse_args(arguments)
+    if options.budgets:
+        return print_budgets(ROOT)
     if options.step:
         print(text_of(trace_a_step(ROOT)))
         return 0

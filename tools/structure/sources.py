@@ -7,11 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 from attrs import define, field, frozen
-
-PACKAGES: Final = ("flatparam_core", "flatparam_comm", "flatparam_runtime", "flatparam_state", "flatparam")
+from house import PACKAGES
 
 
 @define(slots=False)
@@ -77,8 +75,8 @@ class House:
         """The packages below `root`, a checkout."""
         found = []
         for package in PACKAGES:
-            source = root / "packages" / package.replace("_", "-") / "src"
-            for path in sorted((source / package).rglob("*.py")):
+            source = root / "packages" / package / "src"
+            for path in sorted(source.rglob("*.py")):
                 parts = path.relative_to(source).with_suffix("").parts
                 found.append(Module(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
         return cls(found)
@@ -146,7 +144,9 @@ class House:
         names = set(variables)
         found: dict[str, list[str]] = defaultdict(list)
         for module in self.modules:
-            if module.path in own or (module.path.parent == home and home.name not in PACKAGES):
+            if module.path in own or (
+                module.path.parent == home and home.name.replace("_", "-") not in PACKAGES
+            ):
                 continue
             for target in _targets(module.tree):
                 if isinstance(target.value, ast.Name) and target.value.id in names:

@@ -1,4 +1,6 @@
-"""The public names and signatures of all five packages are those of `frozen_api.json`.
+"""The public names and signatures of all five layers are those of `frozen_api.json`.
+
+A name that a layer promises and an add-on has is checked where the add-on is; where it is not, it says so.
 
 If you mean to change the public API, say so in the changelog, and write the list anew:
 
@@ -33,6 +35,8 @@ MODULES: Final = (
     "flatparam.algorithms._comm_hooks.default_hooks",
 )
 """Each package, and then the public modules inside the packages."""
+ADDONS: Final = {"flatparam_files": "flatparam_state", "flatparam_plan": "flatparam"}
+"""The packages that promise the names of an add-on as theirs, by the add-on."""
 OPERATORS: Final = (
     "__call__",
     "__contains__",
@@ -53,9 +57,15 @@ ATTACHED: Final = ("FlatExposure", "OriginalExposure")
 """Classes that their method `attach` makes, from objects that are not public."""
 
 
+def home_of(value: Any) -> str:
+    """The package that promises what is defined in it, or in an add-on."""
+    top = value.__module__.partition(".")[0]
+    return ADDONS.get(top, top)
+
+
 def is_ours(kind: type) -> bool:
-    """Whether one of the five packages defines the class."""
-    return kind.__module__.partition(".")[0] in PACKAGES
+    """Whether one of the five packages, or an add-on, defines the class."""
+    return home_of(kind) in PACKAGES
 
 
 def is_class(value: object) -> TypeGuard[type]:
@@ -66,7 +76,7 @@ def is_class(value: object) -> TypeGuard[type]:
 def is_defined_in(package: str, name: str, value: object) -> bool:
     """Whether `package` defines what it exports; a value may also be exported by a package beneath."""
     if is_class(value) or inspect.isfunction(value):
-        return value.__module__.partition(".")[0] == package
+        return home_of(value) == package
     beneath = (importlib.import_module(other) for other in PACKAGES[: PACKAGES.index(package)])
     return not any(name in other.__all__ and getattr(other, name) is value for other in beneath)
 
@@ -145,11 +155,21 @@ def as_frozen(value: object) -> Any:
 
 
 def api_of(module: str) -> dict[str, Any]:
-    """The public names that a module's package defines."""
+    """The public names that a module's package defines; None for one of an add-on that is not installed."""
     imported = importlib.import_module(module)
     package = module.partition(".")[0]
-    names = {name: getattr(imported, name) for name in sorted(imported.__all__)}
-    return {name: as_frozen(value) for name, value in names.items() if is_defined_in(package, name, value)}
+    found = {}
+    for name in sorted(imported.__all__):
+        try:
+            value = getattr(imported, name)
+        except ModuleNotFoundError as error:
+            assert error.name in ADDONS, name
+            assert f"pip install {error.name.replace('_', '-')}" in str(error)
+            found[name] = None
+        else:
+            if is_defined_in(package, name, value):
+                found[name] = as_frozen(value)
+    return found
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -159,7 +179,7 @@ def test_public_names_and_signatures(module: str) -> None:
     found = api_of(module)
     assert sorted(found) == sorted(frozen)
     for name, expected in frozen.items():
-        assert found[name] == expected, f"{module}.{name}"
+        assert found[name] in (expected, None), f"{module}.{name}"
 
 
 def test_every_public_module_is_in_the_list() -> None:
@@ -168,5 +188,7 @@ def test_every_public_module_is_in_the_list() -> None:
 
 
 if __name__ == "__main__":
-    text = json.dumps({module: api_of(module) for module in MODULES}, indent=1)
+    everything = {module: api_of(module) for module in MODULES}
+    assert all(None not in each.values() for each in everything.values()), "install every add-on first"
+    text = json.dumps(everything, indent=1)
     FROZEN.write_text(f"{text}\n", encoding="utf-8")

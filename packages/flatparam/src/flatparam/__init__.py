@@ -5,8 +5,9 @@ The names that it exports are imported on first use, so that the command line ca
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flatparam.addons import lazily
 
 if TYPE_CHECKING:
     from flatparam.api import (
@@ -32,13 +33,11 @@ if TYPE_CHECKING:
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
     from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from flatparam.observing.recording import trace
-    from flatparam.planning.errors import PlanError
-    from flatparam.planning.making import plan
-    from flatparam.planning.plan import Plan
     from flatparam.pretrained.loading import PretrainedReport, load_pretrained
     from flatparam.spread import clip_grad_norm_
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
+    from flatparam_plan import Plan, PlanError, plan
     from flatparam_runtime import allow_shards
     from flatparam_state import (
         Checkpointer,
@@ -136,12 +135,10 @@ _HOMES = {
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
     "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "flatparam.observing.recording": ("trace",),
-    "flatparam.planning.errors": ("PlanError",),
-    "flatparam.planning.making": ("plan",),
-    "flatparam.planning.plan": ("Plan",),
     "flatparam.pretrained.loading": ("PretrainedReport", "load_pretrained"),
     "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),
+    "flatparam_plan": ("Plan", "PlanError", "plan"),
     "flatparam_runtime": ("allow_shards",),
     "flatparam_state": (
         "Checkpointer",
@@ -161,24 +158,7 @@ _HOMES = {
     ),
 }
 """The modules that have the names which this package exports."""
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name that this package exports, or a module of the package."""
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    elif name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    else:
-        try:
-            value = importlib.import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

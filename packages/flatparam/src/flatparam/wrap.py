@@ -1,6 +1,8 @@
 """FSDP1's module of policies and of wrapping by hand: its names, which users import from here."""
 
-from flatparam.planning.policy import PlannedPolicy, planned
+from typing import TYPE_CHECKING
+
+from flatparam.addons import lazily
 from flatparam.policies.by_hand import _ConfigAutoWrap as _ConfigAutoWrap
 from flatparam.policies.by_hand import enable_wrap, wrap
 from flatparam.policies.choosing import _recursive_wrap as _recursive_wrap
@@ -25,6 +27,9 @@ from flatparam.policies.policy import (
     _wrap_module_cls_individually as _wrap_module_cls_individually,
 )
 
+if TYPE_CHECKING:
+    from flatparam_plan import PlannedPolicy, planned
+
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
@@ -37,3 +42,5 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "wrap",
 ]
+
+__getattr__ = lazily(__name__, {"flatparam_plan": ("PlannedPolicy", "planned")})

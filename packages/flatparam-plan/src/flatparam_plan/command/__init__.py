@@ -1,0 +1,5 @@
+"""`flatparam plan`: its arguments, and what it does."""
+
+from flatparam_plan.command.arguments import add
+
+__all__ = ["add"]

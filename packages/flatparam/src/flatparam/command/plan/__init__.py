@@ -1,1 +1,0 @@
-"""`flatparam plan`: its arguments, and what it does."""

@@ -1,0 +1,141 @@
+"""Add-ons: names and subcommands that are found when they are asked for, and what is said where one is lacking."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatparam
+import flatparam.wrap
+from flatparam import addons
+from flatparam.command import main
+from flatparam_comm.testing import PATIENCE
+
+LACKING = (
+    "expected the add-on flatparam-plan, which is not installed: "
+    "pip install flatparam-plan (flatparam[all]: every add-on)"
+)
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No add-on is installed."""
+    for name in addons._ADDONS:
+        monkeypatch.setitem(sys.modules, name, None)
+    for module in (flatparam, flatparam.wrap):
+        for name in ("Plan", "PlanError", "plan", "PlannedPolicy", "planned"):
+            monkeypatch.delitem(vars(module), name, raising=False)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed packages: one has a command that works and one that it forgot, the other cannot be imported."""
+    (tmp_path / "greeting.py").write_text(
+        "def add(groups):\n"
+        "    added = groups.add_parser('greet', help='say a name')\n"
+        "    added.add_argument('name')\n"
+        "    added.set_defaults(run=lambda chosen: print(f'hello, {chosen.name}') or 0)\n"
+    )
+    (tmp_path / "broken.py").write_text("raise ImportError('it needs 100 % more')\n")
+    for name, commands in (
+        ("greeting", "greet = greeting:add\nmumble = greeting:nothing"),
+        ("broken", "grumble = broken:add"),
+    ):
+        home = tmp_path / f"{name}-1.0.dist-info"
+        home.mkdir()
+        (home / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (home / "entry_points.txt").write_text(f"[flatparam.commands]\n{commands}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_importing_imports_no_add_on() -> None:
+    """Neither the package nor any module of it that users import brings an add-on along."""
+    program = (
+        "import sys, flatparam.wrap, flatparam.api, flatparam.command.arguments, flatparam.in_place.applying\n"
+        "flatparam.FullyShardedDataParallel, flatparam.install\n"
+        f"print([name for name in {addons._ADDONS!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.usefixtures("lacking")
+@pytest.mark.parametrize(
+    ("module", "name"), [(flatparam, "plan"), (flatparam, "Plan"), (flatparam.wrap, "planned")]
+)
+def test_a_name_of_an_add_on_that_is_lacking(module: object, name: str) -> None:
+    """It is promised all the same, and the error says what to install."""
+    assert name in module.__all__  # type: ignore[attr-defined]
+    with pytest.raises(ImportError) as caught:
+        getattr(module, name)
+    assert str(caught.value) == LACKING
+    assert caught.value.name == "flatparam_plan"
+
+
+@pytest.mark.usefixtures("lacking")
+def test_a_module_that_was_moved_to_an_add_on_that_is_lacking() -> None:
+    """Its old name says what to install, too."""
+    with pytest.raises(ImportError, match="pip install flatparam-plan"):
+        import flatparam.planning  # noqa: F401
+
+
+@pytest.mark.usefixtures("lacking")
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["a:b", "--world", "8", "--", "-x"]])
+def test_a_command_of_an_add_on_that_is_lacking(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`flatparam plan` says in a line what to install, whatever its arguments, and the status is 2."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *arguments])
+    assert capsys.readouterr() == ("", f"flatparam plan: error: {LACKING}\n")
+
+
+@pytest.mark.usefixtures("lacking", "installed")
+def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help has what is installed and what is not; an installed package brings its command."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    for line in ("greet +say a name", "plan +expected the add-on flatparam-plan, which", "ckpt +inspect"):
+        assert re.search(rf"^ +{line}", said, re.MULTILINE), line
+    assert main(["greet", "you"]) == 0
+    assert capsys.readouterr().out == "hello, you\n"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [("grumble", "it needs 100 % more"), ("mumble", "module 'greeting' has no attribute 'nothing'")],
+)
+def test_a_command_that_cannot_be_imported(
+    command: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what it lacks, as the help does, and takes no other command with it."""
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "now"])
+    assert capsys.readouterr().err == f"flatparam {command}: error: {error}\n"
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert error in " ".join(capsys.readouterr().out.split())
+    assert main(["greet", "you"]) == 0
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_command_comes_before_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of our own add-ons is for where nothing is installed."""
+    assert addons.commands()["plan"].value == "flatparam_plan.command:add"
+    monkeypatch.setattr(addons, "_KNOWN", {"greet": "elsewhere:add", "other": "elsewhere:add"})
+    assert addons.commands()["greet"].value == "greeting:add"
+    assert addons.commands()["other"].value == "elsewhere:add"
+
+
+@pytest.mark.usefixtures("installed")
+def test_errors_of_an_add_on_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An add-on that is installed and lacks something itself is not said to be lacking."""
+    monkeypatch.setattr(addons, "_ADDONS", ("broken",))
+    with pytest.raises(ImportError, match="100 %"):
+        addons.load("broken")
