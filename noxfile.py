@@ -227,7 +227,7 @@ def pretrained(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Changed files for every reader of checkpoints (`-- --minutes 30`; ten without it); not in `tests`."""
     install_all_layers(session)
-    python(session, "-m", "packages.flatparam-state.tests.fuzzing", *session.posargs)
+    python(session, "-m", "packages.flatparam-files.tests.fuzzing", *session.posargs)
 
 
 @nox.session
@@ -259,7 +259,6 @@ TWINS = (
     "packages/flatparam-runtime/tests",
     "packages/flatparam-state/tests",
     "--ignore=packages/flatparam-state/tests/checkpoint",
-    "--ignore=packages/flatparam-state/tests/formats",
     "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",

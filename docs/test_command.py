@@ -14,7 +14,7 @@ from flatparam_state import open_source, write_checkpoint, write_dcp
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "docs" / "guides" / "command.md"
-ZERO3 = ROOT / "packages/flatparam-state/tests/formats/deepspeed_fixture/stage3-three-ranks"
+ZERO3 = ROOT / "packages/flatparam-files/tests/formats/deepspeed_fixture/stage3-three-ranks"
 
 
 def commands() -> list[list[str]]:

@@ -72,7 +72,7 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     released = Changelog(text_of(clone, "flatparam-core", "CHANGELOG.md"))
     assert released.unreleased == ""
     assert released.versions == {"0.2.0": TODAY, "0.1.0.dev1": "2026-11-21"}
-    for package in ("flatparam-comm", "flatparam", "flatparam-plan"):
+    for package in ("flatparam-comm", "flatparam", "flatparam-files", "flatparam-plan"):
         assert '"flatparam-core>=0.1,<0.3"' in text_of(clone, package, "pyproject.toml")
         noted = Changelog(text_of(clone, package, "CHANGELOG.md"))
         assert noted.unreleased.endswith("### Changed\n\n- Takes `flatparam-core` 0.2, too.")
@@ -83,6 +83,8 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "packages/flatparam-comm/pyproject.toml",
         "packages/flatparam-core/CHANGELOG.md",
         "packages/flatparam-core/src/flatparam_core/__init__.py",
+        "packages/flatparam-files/CHANGELOG.md",
+        "packages/flatparam-files/pyproject.toml",
         "packages/flatparam-plan/CHANGELOG.md",
         "packages/flatparam-plan/pyproject.toml",
         "packages/flatparam/CHANGELOG.md",

@@ -24,16 +24,15 @@ else:
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules of the wrapper whose `__all__` add-ons may use; the first three are public, and the others are for add-ons.
+# Modules whose `__all__` other packages may use, too: those of flatparam-files, and of the wrapper, of which the first
+# three are public, and the others are for add-ons.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-files": ("checkpoint", "command", "disk", "formats"),
     "flatparam": (
         "api",
         "command",
         "optim",
         "addons",
-        "command.arguments",
-        "command.opening",
-        "command.values",
         "fully_sharded_data_parallel",
         "observing.picture",
         "observing.table",
@@ -374,6 +373,7 @@ def _distribution(requirement: str) -> str:
 def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """What a layer passes on of those beneath stands in its module `vocabulary`, and its own signatures lead to it."""
     known = _Annotations.of(packages)
+    layers = {package.module for package in packages.values() if package.name in LAYERS}
     for package in packages.values():
         # The wrapper is not built upon; its facade has names of all layers.
         if package.name not in PASSING_ON:
@@ -384,7 +384,7 @@ def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
                 continue
             for use in source.uses:
                 top = use.module.partition(".")[0]
-                if top != package.module and top in {other.module for other in packages.values()}:
+                if top != package.module and top in layers:
                     yield f"{source.shown}:{use.line}: passes {use.name} on; take it from {module}, which says why"
         reached = known.reached_from(package)
         for name in sorted(package.public_names(VOCABULARY) or ()):

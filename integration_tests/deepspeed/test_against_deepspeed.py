@@ -16,9 +16,9 @@ from torch import Tensor
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import PATIENCE
+from flatparam_files.formats import open_source, write_checkpoint
 from flatparam_runtime import Span
 from flatparam_state.checkpoint import Checkpointer
-from flatparam_state.formats import open_source, write_checkpoint
 
 pytestmark = [
     pytest.mark.processes,

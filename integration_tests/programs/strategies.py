@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-import flatparam_state.formats  # noqa: F401  # all layers, and so all thresholds
+import flatparam_files.formats  # noqa: F401  # all layers, and so all thresholds
 from flatparam_core import Threshold, all_thresholds
 from integration_tests.programs.recipes import (
     PRECISIONS,

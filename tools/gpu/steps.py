@@ -23,7 +23,7 @@ from .memory import pools
 from .place import Place, Plan, in_emulation, in_processes
 from .sizes import Size, size_of
 
-STEPS: Final = 5
+STEPS: Final = 15
 PROFILED: Final = "flatparam"
 
 

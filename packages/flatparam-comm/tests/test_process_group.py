@@ -71,7 +71,7 @@ def test_the_names_of_each_torch_version(
     """The new names are used if torch has them, and otherwise the old ones."""
     recorder = _Recorder(*names)
     monkeypatch.setattr(c10d_names, "dist", recorder)
-    group: Any = None
+    group: Any = "group"
     assert c10d_names.all_gather(torch.zeros(1), torch.zeros(1), group) == "work"
     assert c10d_names.reduce_scatter(torch.zeros(1), torch.zeros(1), ReduceOp.SUM, group) == "work"
     assert recorder.called == expected
@@ -80,7 +80,7 @@ def test_the_names_of_each_torch_version(
 def test_a_torch_without_any_of_the_names_is_named(monkeypatch: Any) -> None:
     """If torch has none of the names, the error lists them, torch's version and what to do."""
     monkeypatch.setattr(c10d_names, "dist", _Recorder())
-    group: Any = None
+    group: Any = "group"
     with pytest.raises(
         RuntimeError, match=r"one of all_gather_single, all_gather_into_tensor; torch \d.*install"
     ):

@@ -24,7 +24,7 @@ from flatparam_comm import (
     SingleCollectives,
     streams_of,
 )
-from flatparam_runtime import DivergenceError, PrefetchPlan
+from flatparam_runtime import DivergenceError, PrefetchPlan, units_in
 from flatparam_runtime.passes.forward import PREFETCH_NBYTES
 
 from .models import Branches, Stack, batch
@@ -80,6 +80,43 @@ def test_branches_ahead(pretend: Pretend, use_orig_params: bool) -> None:
     pretend(runs_ahead=True)
     losses = [lambda module, rank, way=way: loss(module, rank, way) for way in ("lr", "r", "rl", "lr")]
     check_training(Branches, losses, 2, units=SIDES, use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_gradient_is_a_mean_whenever_somebody_looks(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, use_orig_params: bool, watched: bool
+) -> None:
+    """Means are divided by one call at the end of a pass; a hook sees its own divided, and so is what is added."""
+    calls: list[int] = []
+    of_torch = torch._foreach_div_
+
+    def counted(tensors: list[Tensor], divisor: float) -> None:
+        calls.append(len(tensors))
+        of_torch(tensors, divisor)
+
+    def program(collectives: Collectives) -> tuple[Grads, list[Tensor], Grads]:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        seen: list[Tensor] = []
+        parameters = [
+            p for unit in units_in(module) for handle in unit.handles for p in handle.exposure.parameters()
+        ]
+        for parameter in parameters if watched else ():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        loss(module, collectives.rank).backward()
+        once = full_gradients(module)
+        loss(module, collectives.rank).backward()
+        return once, seen, full_gradients(module)
+
+    expected = run(3, program)
+    pretend(runs_ahead=True)
+    monkeypatch.setattr(torch, "_foreach_div_", counted)
+    found = run(3, program)
+    assert len(calls) == (0 if watched else 3), calls
+    for (once, seen, twice), (same_once, same_seen, same_twice) in zip(found, expected, strict=True):
+        check_same(once, same_once)
+        check_same(twice, same_twice)
+        assert len(seen) == len(same_seen)
+        assert all(map(torch.equal, seen, same_seen))
 
 
 @pytest.mark.parametrize(("small", "depth", "expected"), [(True, None, 3), (False, None, 1), (False, 2, 2)])

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatparam_comm import Collectives, FlatParamError
 from flatparam_comm.testing import run_threads
+from flatparam_files.formats import open_source
 from flatparam_state import (
     Checkpointer,
     CheckpointError,
@@ -24,7 +25,6 @@ from flatparam_state import (
     read_pretrained,
     write_hugging_face,
 )
-from flatparam_state.formats import open_source
 
 from .checkpoint.runs import MLP, Setup
 
@@ -87,11 +87,13 @@ def test_offloading(on_disk: bool, tmp_path: Path, use_orig_params: bool) -> Non
         for step in range(3):
             setup.train(model, optimizer, [step])
             if leaves:
-                freed = offload(model, folder=tmp_path if on_disk else None, optimizer=optimizer)
+                # A name that no checkpoint can have is one here.
+                given = {"state": optimizer} if on_disk else optimizer
+                freed = offload(model, folder=tmp_path if on_disk else None, optimizer=given)
                 assert (freed > 0) == on_disk
                 with pytest.raises(FlatParamError, match=r"offloaded to .*call flatparam\.onload"):
                     model_state_dict(model)
-                assert onload(model, optimizer=optimizer) == freed
+                assert onload(model, optimizer=given) == freed
         return model_state_dict(model)
 
     for found, twin in zip(run_threads(2, rank, True), run_threads(2, rank, False), strict=True):

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flatparam_files.formats.stored import Storage, Stored
 from flatparam_runtime import Span
 from flatparam_state import PretrainedFiles, TensorInfo, UnreadTensor
-from flatparam_state.formats.stored import Storage, Stored
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ MODULES: Final = (
     "flatparam.algorithms._comm_hooks.default_hooks",
 )
 """Each package, and then the public modules inside the packages."""
-ADDONS: Final = {"flatparam_plan": "flatparam"}
+ADDONS: Final = {"flatparam_files": "flatparam_state", "flatparam_plan": "flatparam"}
 """The packages that promise the names of an add-on as theirs, by the add-on."""
 OPERATORS: Final = (
     "__call__",

@@ -30,8 +30,8 @@ from flatparam.pretrained.loading import _settings_alike
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_comm.testing import run_processes
+from flatparam_files.disk import ByteFile
 from flatparam_state import open_source, read_pretrained, write_dcp, write_hugging_face
-from flatparam_state.files import ByteFile
 
 from .models import Batch, Block, Transformer, mlp, seeded
 from .worlds import assert_same_state, node_groups, on_ranks

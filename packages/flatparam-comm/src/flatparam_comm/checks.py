@@ -99,8 +99,11 @@ def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
         and whole.numel() == size * part.numel()
         and whole.dim() == 1 == part.dim()
         and whole.device == part.device
-        and _lies_dense(whole)
-        and _lies_dense(part)
+        # As `_lies_dense`, which a call would reach.
+        and whole.layout is part.layout is torch.strided
+        and whole.is_contiguous()
+        and part.is_contiguous()
+        and not (whole.is_meta or whole.is_neg() or part.is_neg())
         and not 0 <= part.data_ptr() - whole.data_ptr() + part.nbytes < whole.nbytes + part.nbytes
     )
 

@@ -24,6 +24,9 @@ class ReduceOp(enum.Enum):
     MAX = "max"
     MIN = "min"
 
+    # That of `Enum` is a function in Python, and an operation is looked up in each call.
+    __hash__ = object.__hash__
+
 
 @runtime_checkable
 class Pending(Protocol):

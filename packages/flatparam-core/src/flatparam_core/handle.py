@@ -260,14 +260,15 @@ class FlatParamHandle:
             copied: give the full parameters memory of their own in any case, so that a change of them does not
                 change the flat parameter.
         """
-        unsharding = RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
+        if self.residency is not Residency.SHARDED:
+            RESIDENCY.move(self.residency, Residency.UNSHARDING, who=self)
         if take_over:
             self.take_over()
         else:
             self._follow()
-        self.residency = unsharding
+        self.residency = Residency.UNSHARDING
         full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
-        if full.dtype == shard.dtype and not self.is_offloaded:
+        if full.dtype == shard.dtype and full.device == shard.device:
             return full, shard
         own = self.buffer.shard(self.rank)
         own.copy_(shard, non_blocking=True)
@@ -294,8 +295,8 @@ class FlatParamHandle:
 
     def _reserve(self, *, full_precision: bool, copied: bool) -> torch.Tensor:
         shard, dtype = self._shard.values, self.forms.dtype(full_precision=full_precision)
-        lends = self.is_whole and not (copied or self.is_offloaded or self.exposure.lists_shard)
-        lends = lends and shard.dtype == dtype
+        lends = self.forms.layout.world_size == 1 and shard.dtype == dtype
+        lends = lends and not (copied or self.is_offloaded or self.exposure.lists_shard)
         form = self.forms.choose(dtype, over=shard if lends else None)
         form.buffer.allocate()
         if form.kept:
@@ -316,9 +317,10 @@ class FlatParamHandle:
         if self.residency is not Residency.SHARDED:
             return
         taken = self.exposure.take_over()
-        self.taken_over = tuple(self.layout.fqns[index] for index in taken)
         if not taken:
+            self.taken_over = ()
             return
+        self.taken_over = tuple(self.layout.fqns[index] for index in taken)
         self._shard.follow()
         self.exposure.refresh()
         for index, old in taken.items():
@@ -327,7 +329,8 @@ class FlatParamHandle:
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
-        unsharded = RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
+        if self.residency is not Residency.UNSHARDING:
+            RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         is_new = not self.forms.current.leaves
         self.follow_training()
         form, presented = self.forms.current, self.forms.presented()
@@ -336,7 +339,7 @@ class FlatParamHandle:
             self._count_references(form, presented)
         form.note_filled()
         # Last: if showing is refused, the buffer can still be given back.
-        self.residency = unsharded
+        self.residency = Residency.UNSHARDED
 
     def _count_references(self, form: FullForm, presented: Sequence[torch.Tensor]) -> None:
         """Count the references to new leaves that are there while nobody else has any, as after the first pass."""
@@ -366,7 +369,9 @@ class FlatParamHandle:
         if self.residency is Residency.UNSHARDED:
             self.exposure.show_shard()
             moved = form.reclaim()
-        self.residency = RESIDENCY.move(self.residency, Residency.SHARDED, who=self)
+        if self.residency is Residency.SHARDED:
+            RESIDENCY.move(self.residency, Residency.SHARDED, who=self)
+        self.residency = Residency.SHARDED
         form.free()
         for index in form.kept:
             FreedParameter.guard(form.leaves[index])
@@ -409,10 +414,8 @@ class FlatParamHandle:
 
     def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` and the kept ones; a few calls handle all small ones."""
-        self.gradients.collect()
-        indices, gradients = self.form.take_gradients(indices)
-        if gradients:
-            self.gradients.deposit_all(indices, gradients, divisor=divisor)
+        indices, gradients = self.forms.current.take_gradients(indices)
+        self.gradients.deposit_all(indices, gradients, divisor=divisor)
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what to reduce-scatter: `(output, input)`.
@@ -421,7 +424,7 @@ class FlatParamHandle:
         elements, both in the reduction dtype. If one rank has the whole flat parameter, both are the flat gradient,
         whose memory then belongs to the caller.
         """
-        if self.is_whole:
+        if self.forms.layout.world_size == 1:
             full = self.gradients.give_away()
             return full, full
         full = self.gradients.complete()
@@ -463,7 +466,7 @@ class FlatParamHandle:
     def for_grad(self, reduced: torch.Tensor) -> torch.Tensor:
         """`reduced` in the dtype of `.grad` and on the shard's device; on an accelerator the copy is only queued."""
         dtype = self.forms.stepped
-        if reduced.dtype == dtype and not self.is_offloaded:
+        if reduced.dtype == dtype and reduced.device == self._shard.device:
             return reduced
         return reduced.to(self.flat_param.device, dtype, non_blocking=True)
 

@@ -266,7 +266,7 @@ def untraced(function: Function, *, with_callees: bool = True) -> Function:
 
 
 @functools.partial(untraced, with_callees=False)
-def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
+def in_range(name: str | Callable[[], str], function: Callable[..., Result], *args: Any) -> Result:
     """Call `function(*args)`; a profile shows the call as `FullyShardedDataParallel.<name>`.
 
     Without a profiler this costs nothing.
@@ -278,7 +278,8 @@ def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
     # An attribute that a profiler sets: to ask autograd for the same takes longer than all the rest here.
     if not getattr(profiler, "_is_profiler_enabled", False):
         return function(*args)
-    with torch.profiler.record_function(f"FullyShardedDataParallel.{name}"):
+    said = name if isinstance(name, str) else name()
+    with torch.profiler.record_function(f"FullyShardedDataParallel.{said}"):
         return function(*args)
 
 

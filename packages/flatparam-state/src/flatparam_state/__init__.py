@@ -1,5 +1,35 @@
-"""Names and files: model and optimizer state of sharded models, at any world size and under any wrapping."""
+"""Names: model and optimizer state of sharded models, at any world size and under any wrapping, and its checkpoints."""
 
+from flatparam_files import (
+    CHUNK_NBYTES,
+    DTYPES,
+    FORMATS,
+    CheckpointError,
+    SafetensorsHeader,
+    Soundness,
+    Source,
+    Staging,
+    StoredTensor,
+    TensorFileWriter,
+    TensorInfo,
+    UnknownFormatError,
+    UnreadableError,
+    averages_as_model,
+    cast_model,
+    chunk_spans,
+    join_path,
+    open_source,
+    read_header,
+    select,
+    split_path,
+    verify_source,
+    watch,
+    without_collector,
+    write_checkpoint,
+    write_dcp,
+    write_hugging_face,
+    write_torch_file,
+)
 from flatparam_state.averages import ShardedEMA
 from flatparam_state.checkpoint import (
     Checkpointer,
@@ -14,38 +44,6 @@ from flatparam_state.checkpoint import (
     verify_checkpoint,
 )
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
-from flatparam_state.collector import without_collector
-from flatparam_state.files import (
-    CHUNK_NBYTES,
-    DTYPES,
-    CheckpointError,
-    SafetensorsHeader,
-    Source,
-    Staging,
-    StoredTensor,
-    TensorFileWriter,
-    TensorInfo,
-    UnreadableError,
-    chunk_spans,
-    join_path,
-    read_header,
-    split_path,
-)
-from flatparam_state.formats import (
-    FORMATS,
-    Soundness,
-    UnknownFormatError,
-    averages_as_model,
-    cast_model,
-    open_source,
-    select,
-    verify_source,
-    watch,
-    write_checkpoint,
-    write_dcp,
-    write_hugging_face,
-    write_torch_file,
-)
 from flatparam_state.forms import (
     OWN_CHUNKER,
     Chunker,

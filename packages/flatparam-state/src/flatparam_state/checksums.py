@@ -9,8 +9,8 @@ from typing import Any, Final
 import xxhash
 from torch import Tensor
 
+from flatparam_files.disk import buffer_of
 from flatparam_runtime import Threshold
-from flatparam_state.files.tensor_bytes import buffer_of
 from flatparam_state.forms import is_ordinary
 
 __all__ = ["UNCOMPARED", "checksums", "digest", "named_differences"]

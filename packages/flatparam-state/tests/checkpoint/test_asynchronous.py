@@ -13,6 +13,7 @@ import torch
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import PATIENCE, run_processes, run_threads
+from flatparam_files.checkpoint.parts.contribution import Contribution
 from flatparam_state.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -20,7 +21,6 @@ from flatparam_state.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
-from flatparam_state.checkpoint.save.contribution import Contribution
 
 from ..accounting import AllocatedBytes
 from .runs import Setup, assert_equal_state, full_state, resumed
@@ -268,7 +268,7 @@ import shutil, sys, time
 from pathlib import Path
 from flatparam_comm import ForwardingCollectives, SingleCollectives
 from flatparam_state.checkpoint import Checkpointer
-from flatparam_state.checkpoint.save import Ticket
+from flatparam_files.checkpoint import Ticket
 
 root, rank, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 temporary = root / ("step-00000001.tmp-" + "0" * 32)

@@ -14,10 +14,10 @@ from torch import nn
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_comm.testing import run_threads
+from flatparam_files.checkpoint.manifest.sealed import read_sealed, seal
 from flatparam_runtime import UnitPlan, shard_module
 from flatparam_state import optimizer_state_dict
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
-from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal
 
 from .runs import Setup, assert_equal_state, full_state, saved
 

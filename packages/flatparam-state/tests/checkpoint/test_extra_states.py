@@ -14,9 +14,9 @@ from torch import nn
 
 from flatparam_comm import Collectives, Topology
 from flatparam_comm.testing import run_threads
+from flatparam_files.formats import write_torch_file
 from flatparam_runtime import UnitPlan, shard_module
 from flatparam_state import Checkpointer, CheckpointError, open_source, write_checkpoint
-from flatparam_state.formats import write_torch_file
 
 from .small import ALONE
 

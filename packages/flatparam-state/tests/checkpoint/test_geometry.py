@@ -11,10 +11,10 @@ from torch import nn
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_core import Span
+from flatparam_files.checkpoint.manifest.records import BLOCK_NBYTES
+from flatparam_files.checkpoint.manifest.whole import Manifest
 from flatparam_state import model_state_dict
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, open_checkpoint
-from flatparam_state.checkpoint.manifest.records import BLOCK_NBYTES
-from flatparam_state.checkpoint.manifest.whole import Manifest
 from flatparam_state.checkpoint.model_tensors import model_tensors
 
 from ..models import Case

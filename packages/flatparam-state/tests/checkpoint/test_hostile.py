@@ -15,10 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from flatparam_files.checkpoint.manifest.sealed import read_sealed, seal, unseal
+from flatparam_files.disk.safetensors.header import decode_header, read_header
+from flatparam_files.disk.source import Span
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, open_checkpoint, verify_checkpoint
-from flatparam_state.checkpoint.manifest.sealed import read_sealed, seal, unseal
-from flatparam_state.files.safetensors.header import decode_header, read_header
-from flatparam_state.files.source import Span
 
 from .small import ALONE, SmallRun
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from flatparam_files.disk import UnreadableError, open_regular
 from flatparam_runtime import SingleCollectives
 from flatparam_state.checkpoint import Checkpointer, CheckpointError, open_checkpoint, verify_checkpoint
-from flatparam_state.files import UnreadableError, open_regular
 
 from .small import SmallRun
 

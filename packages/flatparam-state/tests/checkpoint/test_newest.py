@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from flatparam_files.checkpoint import reader as reading
+from flatparam_files.checkpoint.manifest import read_sealed
+from flatparam_files.checkpoint.manifest.sealed import seal
 from flatparam_state.checkpoint import CheckpointError, open_checkpoint, verify_checkpoint
-from flatparam_state.checkpoint import reader as reading
 from flatparam_state.checkpoint.load import session
-from flatparam_state.checkpoint.manifest import read_sealed
-from flatparam_state.checkpoint.manifest.sealed import seal
 
 from .small import SmallRun
 

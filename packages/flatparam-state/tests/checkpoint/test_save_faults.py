@@ -16,6 +16,7 @@ import torch
 
 from flatparam_comm import Collectives, RankError
 from flatparam_comm.testing import run_threads
+from flatparam_files.checkpoint.directory import CheckpointDirectory
 from flatparam_runtime import summon_full_params
 from flatparam_state.checkpoint import (
     Checkpointer,
@@ -24,7 +25,6 @@ from flatparam_state.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
-from flatparam_state.checkpoint.protocol import CheckpointDirectory
 
 from .runs import Setup, assert_equal_state, full_state
 from .small import ALONE, SmallRun, end_of, fork

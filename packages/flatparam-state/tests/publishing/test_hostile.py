@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import SingleCollectives
+from flatparam_files.checkpoint.manifest.sealed import seal, unseal
 from flatparam_state import Mailbox, Publisher, PublishError, Receiver
-from flatparam_state.checkpoint.manifest.sealed import seal, unseal
 
 from ..models import mlp
 from ..worlds import shard

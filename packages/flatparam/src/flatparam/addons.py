@@ -13,9 +13,10 @@ __all__ = ["commands", "lazily", "load"]
 
 GROUP: Final = "flatparam.commands"
 """The entry points of subcommands: functions that add theirs to the subparsers of argparse that they are given."""
-_KNOWN: Final = {"plan": "flatparam_plan.command:add"}
+_KNOWN: Final = {"ckpt": "flatparam_files.command:add", "plan": "flatparam_plan.command:add"}
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
 _ADDONS: Final = ("flatparam_plan",)
+"""Those that can be lacking; the state layer still needs `flatparam_files`."""
 
 
 def load(module: str) -> ModuleType:

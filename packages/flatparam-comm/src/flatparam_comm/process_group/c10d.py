@@ -16,8 +16,9 @@ when it is called, so that importing this package works on a torch that was buil
 from __future__ import annotations
 
 import functools
+import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm.collectives import ReduceOp
+from flatparam_comm.errors import CommError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,6 +41,7 @@ __all__ = [
     "backend_of",
     "broadcast",
     "connections_of",
+    "destroyed",
     "first_of",
     "is_carried",
     "making_apart",
@@ -47,6 +50,7 @@ __all__ = [
     "time_limit_of",
 ]
 
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 #: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
 #: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".
 _CARRIED: Final = frozenset(
@@ -63,13 +67,13 @@ _CARRIED: Final = frozenset(
 )
 
 
-def as_carried(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor's memory in a dtype that every backend can move: its own, or bytes.
+def as_carried(*tensors: Tensor) -> Sequence[Tensor]:
+    """Views of contiguous tensors' memory, of one dtype, in a dtype that every backend can move: theirs, or bytes.
 
-    The view is detached, as c10d would otherwise add the outputs to autograd's graph if an input requires gradients.
+    See `plain`.
     """
-    carried = tensor.detach() if tensor.requires_grad else tensor
-    return carried if carried.dtype in _CARRIED else carried.view(-1).view(torch.uint8)
+    carried = plain(*tensors)
+    return carried if tensors[0].dtype in _CARRIED else [each.view(-1).view(torch.uint8) for each in carried]
 
 
 def is_carried(dtype: torch.dtype) -> bool:
@@ -77,25 +81,37 @@ def is_carried(dtype: torch.dtype) -> bool:
     return dtype in _CARRIED
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor, detached if it requires gradients."""
-    return tensor.detach() if tensor.requires_grad else tensor
+def plain(*tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors, detached if one requires gradients: else c10d would add the outputs to autograd's graph."""
+    return [each.detach() for each in tensors] if any(map(_REQUIRES_GRAD, tensors)) else tensors
 
 
-def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Any:
+def destroyed() -> ProcessGroup:
+    """Raise the error of a process group that is not there any more, in the place of the group."""
+    raise CommError(
+        "expected the process group that this was made with, found that it has been destroyed: use what was sharded "
+        "over it only before destroy_process_group()"
+    )
+
+
+def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup | None) -> Any:
     """Issue an all-gather; returns its `Work`."""
-    call = first_of("all_gather_single", "all_gather_into_tensor")
-    return call(output, shard, group=group, async_op=True)
+    call = getattr(dist, "all_gather_single", None) or first_of("all_gather_single", "all_gather_into_tensor")
+    return call(output, shard, group=group or destroyed(), async_op=True)
 
 
-def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
+def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup | None) -> Any:
     """Issue a reduce-scatter; returns its `Work`."""
-    call = first_of("reduce_scatter_single", "reduce_scatter_tensor")
-    return call(output, full, op=_c10d_op(op), group=group, async_op=True)
+    call = getattr(dist, "reduce_scatter_single", None) or first_of(
+        "reduce_scatter_single", "reduce_scatter_tensor"
+    )
+    # To ask an enum for a name takes longer than all the rest.
+    reduction = dist.ReduceOp.SUM if op is ReduceOp.SUM else _c10d_op(op)
+    return call(output, full, op=reduction, group=group or destroyed(), async_op=True)
 
 
 def all_to_all(
-    output: Tensor, full: Tensor, group: ProcessGroup, *, sizes: tuple[list[int], list[int]] | None = None
+    output: Tensor, full: Tensor, group: ProcessGroup | None, sizes: tuple[list[int], list[int]] | None = None
 ) -> Any:
     """Issue an all-to-all: slice `r` of `full` goes to rank `r`, and `output` receives theirs; returns its `Work`.
 
@@ -103,22 +119,21 @@ def all_to_all(
     """
     received, sent = sizes or (None, None)
     call = first_of("all_to_all_single")
-    return call(output, full, received, sent, group=group, async_op=True)
+    return call(output, full, received, sent, group=group or destroyed(), async_op=True)
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Any:
+def all_reduce(tensor: Tensor, op: ReduceOp, group: ProcessGroup | None) -> Any:
     """Issue an all-reduce in place; returns its `Work`."""
-    return first_of("all_reduce")(tensor, op=_c10d_op(op), group=group, async_op=True)
+    return first_of("all_reduce")(tensor, op=_c10d_op(op), group=group or destroyed(), async_op=True)
 
 
-def broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Any:
+def broadcast(tensor: Tensor, root: int, group: ProcessGroup | None) -> Any:
     """Issue a broadcast in place from the *group's* rank `root`; returns its `Work`."""
-    return first_of("broadcast")(tensor, group_src=root, group=group, async_op=True)
+    return first_of("broadcast")(tensor, group_src=root, group=group or destroyed(), async_op=True)
 
 
 def _c10d_op(op: ReduceOp) -> Any:
-    # To ask an enum for a name takes longer than all the rest.
-    return dist.ReduceOp.SUM if op is ReduceOp.SUM else getattr(dist.ReduceOp, op.name)
+    return getattr(dist.ReduceOp, op.name)
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

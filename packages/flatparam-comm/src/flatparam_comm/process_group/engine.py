@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-#: To look for a sum here takes longer than to know that it is the first.
 _REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 
 
@@ -97,13 +96,7 @@ class ProcessGroupCollectives:
         Raises:
             CommError: if it was destroyed.
         """
-        group = self._reference()
-        if group is None:
-            raise CommError(
-                "expected the process group that this was made with, found that it has been destroyed: use what was "
-                "sharded over it only before destroy_process_group()"
-            )
-        return group
+        return self._reference() or c10d.destroyed()
 
     @property
     def rank(self) -> int:
@@ -117,12 +110,13 @@ class ProcessGroupCollectives:
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """See `Collectives.all_gather`."""
-        site = self._site("all_gather", label)
+        site = self._sites.get(("all_gather", label)) or self._site("all_gather", label)
         checks.check_all_gather(site, output, shard)
         if site.size == 1:
             return copied(output, shard)
-        calls = self._begin(site, output)
-        carried, carried_shard = c10d.as_carried(output), c10d.as_carried(shard)
+        calls = self._calls or self._find_calls()
+        calls.begin(site, output.dtype, output.numel())
+        carried, carried_shard = c10d.as_carried(output, shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
             # gloo's own all-gather fills a buffer of its own, which it copies, and takes 1.3 to 2 times as long.
             halves, given = carried.view(2, -1), carried_shard.view(-1)
@@ -130,24 +124,25 @@ class ProcessGroupCollectives:
             is_in_place = halves[site.rank].data_ptr() == given.data_ptr()
             work = self._swap(site, calls, halves[1 - site.rank], given)
             if not is_in_place:
-                _guarded(site, lambda: halves[site.rank].copy_(given), calls)
+                _issued(site, calls, halves[site.rank].copy_, given)
         else:
-            work = _guarded(site, lambda: c10d.all_gather(carried, carried_shard, self.group), calls)
+            work = _issued(site, calls, c10d.all_gather, carried, carried_shard, self._reference())
         return _WorkPending(site, work, (output, shard), calls, calls.issued)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
         """See `Collectives.reduce_scatter`."""
-        site = self._site("reduce_scatter", label)
+        site = self._sites.get(("reduce_scatter", label)) or self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         if site.size == 1:
             return copied(output, full)
-        calls = self._begin(site, full, 0 if op is ReduceOp.SUM else _REDUCTIONS[op])
-        carried, carried_full = c10d.plain(output), c10d.plain(full)
+        calls = self._calls or self._find_calls()
+        calls.begin(site, full.dtype, full.numel(), _REDUCTIONS[op])
+        carried, carried_full = c10d.plain(output, full)
         if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
             return self._exchange_and_add(site, calls, carried, carried_full)
-        work = _guarded(site, lambda: c10d.reduce_scatter(carried, carried_full, op, self.group), calls)
+        work = _issued(site, calls, c10d.reduce_scatter, carried, carried_full, op, self._reference())
         return _WorkPending(site, work, (output, full), calls, calls.issued)
 
     def _exchange_and_add(
@@ -163,7 +158,7 @@ class ProcessGroupCollectives:
             add = functools.partial(_add, output, (output, parts[site.rank]))
             return _WorkPending(site, work, (output, full), calls, calls.issued, add)
         received = torch.empty_like(full)
-        work = _guarded(site, lambda: c10d.all_to_all(received, full, self.group), calls)
+        work = _issued(site, calls, c10d.all_to_all, received, full, self._reference())
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
         return _WorkPending(site, work, (received, full), calls, calls.issued, add)
 
@@ -171,7 +166,7 @@ class ProcessGroupCollectives:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
-        return _guarded(site, lambda: c10d.all_to_all(theirs, ours, self.group, sizes=(sizes, sizes)), calls)
+        return _issued(site, calls, c10d.all_to_all, theirs, ours, self._reference(), (sizes, sizes))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """See `Collectives.all_reduce`."""
@@ -179,9 +174,8 @@ class ProcessGroupCollectives:
         checks.check_all_reduce(site, tensor, op)
         if site.size == 1:
             return COMPLETED
-        calls = self._begin(site, tensor, 0 if op is ReduceOp.SUM else _REDUCTIONS[op])
-        carried = c10d.plain(tensor)
-        work = _guarded(site, lambda: c10d.all_reduce(carried, op, self.group), calls)
+        calls = self._begin(site, tensor, _REDUCTIONS[op])
+        work = _issued(site, calls, c10d.all_reduce, *c10d.plain(tensor), op, self._reference())
         return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
@@ -191,8 +185,7 @@ class ProcessGroupCollectives:
         if site.size == 1:
             return COMPLETED
         calls = self._begin(site, tensor, root)
-        carried = c10d.as_carried(tensor)
-        work = _guarded(site, lambda: c10d.broadcast(carried, root, self.group), calls)
+        work = _issued(site, calls, c10d.broadcast, *c10d.as_carried(tensor), root, self._reference())
         return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def all_to_all(
@@ -214,40 +207,42 @@ class ProcessGroupCollectives:
         # A view as bytes has more elements.
         factor = 1 if c10d.is_carried(output.dtype) else output.itemsize
         sizes = ([factor * n for n in output_numels], [factor * n for n in given_numels])
-        carried, carried_given = c10d.as_carried(output), c10d.as_carried(given)
-        work = _guarded(site, lambda: c10d.all_to_all(carried, carried_given, self.group, sizes=sizes), calls)
+        carried, carried_given = c10d.as_carried(output, given)
+        work = _issued(site, calls, c10d.all_to_all, carried, carried_given, self._reference(), sizes)
         return _WorkPending(site, work, (output, given), calls, calls.issued)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
         site = self._site("exchange", label)
         calls = self._begin(site)
-        return _guarded(site, lambda: groups.exchange(value, self.group), calls, waits_for=calls.issued)
+        return calls.wait_for(site, calls.issued, lambda: groups.exchange(value, self.group))
 
     def barrier(self, *, label: str = "") -> None:
         """See `Collectives.barrier`."""
         site = self._site("barrier", label)
         calls = self._begin(site)
-        _guarded(site, lambda: groups.barrier(self.group), calls, waits_for=calls.issued)
+        calls.wait_for(site, calls.issued, lambda: groups.barrier(self.group))
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
         """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
         calls = self._begin(site)
-        group = _guarded(site, lambda: groups.new_subgroup(self.group, chosen), calls, waits_for=calls.issued)
+        group = calls.wait_for(site, calls.issued, lambda: groups.new_subgroup(self.group, chosen))
         return None if group is None else ProcessGroupCollectives(group)
 
     def _begin(self, site: checks.Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
         """Count the next collective of the group; for the errors see `GroupCalls.begin`."""
-        calls = self._calls
-        if calls is None:
-            calls = self._calls = calls_of(self.group)
+        calls = self._calls or self._find_calls()
         if tensor is None:
             calls.begin(site)
         else:
             calls.begin(site, tensor.dtype, tensor.numel(), detail)
         return calls
+
+    def _find_calls(self) -> GroupCalls:
+        self._calls = calls_of(self.group)
+        return self._calls
 
     def _site(self, op: str, label: str) -> checks.Site:
         site = self._sites.get((op, label))
@@ -277,7 +272,7 @@ class _WorkPending:
         if self.work is None:
             return
         try:
-            _guarded(self.site, self.work.wait, self.calls, waits_for=self.number)
+            self.calls.wait_for(self.site, self.number, self.work.wait)
         except CommError as error:
             self.error = error
             raise
@@ -305,27 +300,14 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def _guarded(site: checks.Site, call: Callable[[], T], calls: GroupCalls, *, waits_for: int = 0) -> T:
-    """The result of `call`; an exception becomes one that names the rank and the collective, and who failed first.
-
-    Args:
-        waits_for: the number of the collective, if the call returns when it is complete; else 0.
-    """
-    before = calls.enter_wait(site, waits_for) if waits_for else None
+def _issued(site: checks.Site, calls: GroupCalls, call: Callable[..., T], *args: Any) -> T:
+    """The result of `call`, which issues a collective; an exception becomes one that names the rank and who failed."""
     try:
-        try:
-            return call()
-        finally:
-            if waits_for:
-                calls.end_wait(before)
+        return call(*args)
     except CollectiveError:
         raise
     except Exception as error:
-        raise calls.error_of(site, error, waited=bool(waits_for)) from error
-    except BaseException:
-        # An interrupt: of what the others wait for, only a part may have been sent.
-        calls.issued -= bool(waits_for)
-        raise
+        raise calls.error_of(site, error, waited=False) from error
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

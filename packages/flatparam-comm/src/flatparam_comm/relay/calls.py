@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
 
 import attrs
 import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["GroupCalls", "TellsOfFailures"]
+
+T = TypeVar("T")
 
 #: The kinds of RuntimeError that are no doing of a peer.
 _OWN: Final = (CommError, NotImplementedError)
@@ -139,9 +141,14 @@ class GroupCalls:
         """
         if self._takes_care:
             self._look_around(site)
-        other = self.note(site, dtype, numel, detail)
-        if other is not None:
-            raise self._diverged(site, (code_of(site.op, dtype, detail), numel), *other)
+        # As in `note`, which a call would reach.
+        self.issued += 1
+        ACTIVITY.issued += 1
+        ACTIVITY.handled = id(sys.exc_info()[1])
+        if self._page is not None:
+            other = self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
+            if other is not None:
+                raise self._diverged(site, (code_of(site.op, dtype, detail), numel), *other)
 
     def note(
         self, site: Site, dtype: torch.dtype | None, numel: int, detail: int
@@ -157,6 +164,30 @@ class GroupCalls:
         if self._page is None:
             return None
         return self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
+
+    def wait_for(self, site: Site, number: int, wait: Callable[[], T]) -> T:
+        """The result of `wait`, which returns when collective `number` is complete.
+
+        Raises:
+            CommError: in the place of an exception of the backend; it names the rank, the collective, and who failed
+                first.
+        """
+        thread, waits = threading.get_ident(), ACTIVITY.waits
+        before = waits.get(thread)
+        waits[thread] = (self, number, site.op, site.label)
+        try:
+            try:
+                return wait()
+            finally:
+                waits[thread] = before
+        except CollectiveError:
+            raise
+        except Exception as error:
+            raise self.error_of(site, error, waited=True) from error
+        except BaseException:
+            # An interrupt: of what the others wait for, only a part may have been sent.
+            self.issued -= 1
+            raise
 
     def enter_wait(self, site: Site, number: int) -> tuple[Any, int, str, str] | None:
         """From now on this thread waits until each rank of the group has issued collective `number`.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Final, final
 
 import attrs
 from torch import Tensor
@@ -16,6 +17,8 @@ from flatparam_comm.transfer.uneven import check_even, gather_shards
 from flatparam_core import FlatParamHandle, Residency
 
 __all__ = ["Gather"]
+
+_IS_OFFLOADED: Final = operator.attrgetter("is_offloaded")
 
 
 @final
@@ -62,11 +65,10 @@ class Gather:
         try:
             # On an accelerator, shards are copied beside the computation. The memory that they are copied to is
             # allocated on the compute stream, and is reused there.
-            beside = streams_of(handles[0].device).runs_ahead
-            for handle in handles:
-                beside = beside or handle.is_offloaded
-            if beside and any([handle.reserve(**options) for handle in handles]):
-                with streams_of(handles[0].device).uploading() as copies:
+            beside = streams_of(handles[0].forms.device)
+            moves = beside.runs_ahead or any(map(_IS_OFFLOADED, handles))
+            if moves and any([handle.reserve(**options) for handle in handles]):
+                with beside.uploading() as copies:
                     gather._issue(group, label, hook, take_over=take_over, **options)
                 if copies.end is not None:
                     gather._pending.append(copies.end)
@@ -96,7 +98,7 @@ class Gather:
             if hook is not None:
                 check_even(handle.layout, "the hook in the place of the all-gather")
                 hook(shard, full)
-            elif handle.layout.uneven_numels:
+            elif handle.forms.layout.uneven_numels:
                 self._pending.append(gather_shards(group, handle.layout, full, shard, label=label))
             else:
                 self._pending.append(group.all_gather(full, shard, label=label))
@@ -134,7 +136,8 @@ class Gather:
 
     def drop(self) -> None:
         """Wait, and free the full parameters; those that modules show are replaced by the sharded form."""
-        self.wait()
+        if self._pending:
+            self.wait()
         for handle in self.handles:
             if handle.residency is not Residency.SHARDED:
                 handle.reshard()

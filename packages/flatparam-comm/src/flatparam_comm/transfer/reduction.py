@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -19,6 +20,8 @@ from flatparam_comm.transfer.device import Mark
 from flatparam_comm.transfer.streams import streams_of
 from flatparam_comm.transfer.uneven import check_even, scatter_sums
 from flatparam_core import FlatParamHandle, Threshold
+
+_GRADIENTS: Final = operator.attrgetter("gradients")
 
 __all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]
 
@@ -45,6 +48,8 @@ class Reduced:
     """The point at which the gradient is in the host's memory, if it is still being copied there."""
     source: Tensor | None = None
     """The tensor that the gradient is copied from."""
+    divisor: float = 1.0
+    """The number by which it still has to be divided."""
 
     def let_go(self) -> None:
         """Free the source of the copy, for work of the current stream after the copy."""
@@ -84,6 +89,9 @@ class Reducer:
     """The shard group, if it can sum gradients from where autograd leaves them."""
     _is_sharded: bool = attrs.field()
     """Whether a flat parameter is on several ranks, so that the first sum is over these."""
+    _averaged_of: tuple[object, ...] = ()
+    """The settings and gradients that `_averaging` is of."""
+    _averaging: Averaging = attrs.field(factory=Averaging)
 
     @_ranks.default
     def _count_ranks(self) -> int:
@@ -123,6 +131,19 @@ class Reducer:
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         """The factors that turn the sum of the gradients of `handles` over ranks into their mean."""
+        hooks = self.hooks
+        of = (
+            hooks.reduce,
+            hooks.all_reduce,
+            self.divide_factor,
+            PART_NBYTES.value,
+            *map(_GRADIENTS, handles),
+        )
+        if of != self._averaged_of:
+            self._averaged_of, self._averaging = of, self._averaging_now(handles)
+        return self._averaging
+
+    def _averaging_now(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         topology, hooks = self.topology, self.hooks
         if hooks.reduce is not None:
             # The hook averages over its own ranks.
@@ -162,7 +183,7 @@ class Reducer:
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            uneven = handle.layout.uneven_numels
+            uneven = handle.forms.layout.uneven_numels
             in_parts = averaging.in_parts and not uneven and handle.gradients.is_apart
             if self._of_parts is not None and in_parts:
                 output, apart = handle.begin_reduce_parts()
@@ -231,11 +252,6 @@ class _ShardSum:
     pending: Pending | None
     arrived: bytes = b""
 
-    def wait(self) -> None:
-        """Wait for the sum that is under way, if there is one."""
-        if self.pending is not None:
-            self.pending.wait()
-
 
 @final
 @attrs.define(eq=False)
@@ -259,7 +275,8 @@ class Reduction:
         """
         summed, nbytes = [], 0
         for part in self._parts:
-            part.wait()
+            if part.pending is not None:
+                part.pending.wait()
             gradients = part.handle.gradients
             part.arrived = bytes(gradients.deposited)
             gradients.release()
@@ -274,25 +291,33 @@ class Reduction:
         """Whether a sum is left to wait for."""
         return any(part.pending not in (None, COMPLETED) for part in self._parts)
 
-    def settle(self) -> list[Reduced]:
-        """Wait for the second sum, and average."""
+    def settle(self, *, divides: bool = True) -> list[Reduced]:
+        """Wait for the second sum, and average.
+
+        Args:
+            divides: divide each gradient now; else the caller divides those that stay where they are, many at once.
+        """
         settled = []
         for part in self._parts:
-            part.wait()
-            settled.append(self._averaged(part))
+            if part.pending is not None:
+                part.pending.wait()
+            settled.append(self._averaged(part, divides))
         return settled
 
     def drop(self) -> None:
         """Wait, since the sums under way own memory, and drop the results."""
         for part in self._parts:
             with contextlib.suppress(RuntimeError):
-                part.wait()
+                if part.pending is not None:
+                    part.pending.wait()
 
-    def _averaged(self, part: _ShardSum) -> Reduced:
-        handle, output = part.handle, part.output
-        if self._averaging.after != 1.0:
-            output.div_(self._averaging.after)
-        if not (handle.is_offloaded and streams_of(handle.device).runs_ahead):
+    def _averaged(self, part: _ShardSum, divides: bool) -> Reduced:
+        handle, output, divisor = part.handle, part.output, self._averaging.after
+        if divisor != 1.0:
+            if not divides and output.dtype == handle.forms.stepped and not handle.is_offloaded:
+                return Reduced(handle, output, part.arrived, divisor=divisor)
+            output.div_(divisor)
+        if not (handle.is_offloaded and streams_of(handle.forms.device).runs_ahead):
             return Reduced(handle, handle.for_grad(output), part.arrived)
         with streams_of(handle.device).downloading() as copies:
             gradient = handle.for_grad(output)

@@ -22,6 +22,7 @@ from flatparam_core.storage import add_to_grad, give_data
 
 __all__ = ["OriginalExposure"]
 
+_GRAD: Final = operator.attrgetter("grad")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _VERSION: Final = operator.attrgetter("_version")
 _NOWHERE: Final = -1
@@ -206,5 +207,11 @@ class OriginalExposure:
             wanted = [a and here for a, here in zip(arrived, is_here, strict=True)]
             originals = list(itertools.compress(originals, wanted))
             gradients = list(itertools.compress(gradients, wanted))
+        had = map(operator.is_not, map(_GRAD, originals), itertools.repeat(None))
+        if reduced.dtype != self.flat_param.dtype or any(had):
+            for parameter, gradient in zip(originals, gradients, strict=True):
+                add_to_grad(parameter, gradient)
+            return
+        # As `add_to_grad`, which a call for each would reach.
         for parameter, gradient in zip(originals, gradients, strict=True):
-            add_to_grad(parameter, gradient)
+            parameter.grad = gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
@@ -25,6 +25,8 @@ Read: TypeAlias = "Callable[[int, torch.Tensor | None], torch.Tensor | None]"
 """What attributes show, of the parameter with this index, and of what is registered for it."""
 
 _PARAMETERS: Final = "_parameters"
+_REGISTRY_OF: Final = operator.itemgetter(_PARAMETERS)
+_MODULE_OF: Final = weakref.ref.__call__
 _ABSENT: Final = object()
 """What is found under a name that a module does not register."""
 
@@ -74,9 +76,9 @@ class _Attributes:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
         return [values[index] for index in self.indices]
 
-    def registries(self, owns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def registries(self, owns: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         """For each attribute, where its module registers parameters; `owns` are the attributes of each module."""
-        return [owns[owner][_PARAMETERS] for owner in self.owners]
+        return map([*map(_REGISTRY_OF, owns)].__getitem__, self.owners)
 
 
 @final
@@ -196,7 +198,7 @@ class Sites:
             FlatParamError: if a module is gone; the message names the parameter.
         """
         try:
-            return [vars(reference()) for reference in row.modules]
+            return [*map(vars, map(_MODULE_OF, row.modules))]
         except TypeError:
             return [vars(info.module) for infos in self.infos for info in infos]
 

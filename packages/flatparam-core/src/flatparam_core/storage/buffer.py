@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import attrs
@@ -237,12 +238,11 @@ class FlatBuffer:
         """All parameters, in the order of the slots; see `view`."""
         return tuple(self.view(index) for index in range(len(self.layout.slots)))
 
-    def zero_gaps(self) -> None:
-        """Write zeros to the padding, so that nothing undefined is ever reduced."""
+    def gaps(self) -> Sequence[torch.Tensor]:
+        """The padding, as 1-D views; it has to be zero wherever a buffer is reduced."""
         if self._gaps is None:
             self._gaps = [self.tensor[gap.as_slice()] for gap in self.layout.gaps]
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        return self._gaps
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

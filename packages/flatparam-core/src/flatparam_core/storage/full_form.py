@@ -23,6 +23,7 @@ from flatparam_core.storage.precision import Precision
 __all__ = ["FullForm", "FullForms", "kind_of"]
 
 _GRAD: Final = operator.attrgetter("grad")
+_MEMORY: Final = operator.attrgetter("layout")
 
 
 def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
@@ -190,15 +191,17 @@ class FullForm:
 
         A sparse gradient, as of `nn.Embedding(sparse=True)`, is returned dense, since slots are.
         """
-        leaves = [self.leaves[index] for index in indices]
-        gradients = list(map(_GRAD, leaves))
-        is_there = [gradient is not None for gradient in gradients]
+        leaves = [*map(self.leaves.__getitem__, indices)]
+        gradients = [*map(_GRAD, leaves)]
+        is_there = [*map(operator.is_not, gradients, itertools.repeat(None))]
         if not all(is_there):
             indices, leaves, gradients = (
                 list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients)
             )
         for leaf in leaves:
             leaf.grad = None
+        if {torch.strided}.issuperset(map(_MEMORY, gradients)):
+            return indices, gradients
         return indices, [each if each.layout is torch.strided else each.to_dense() for each in gradients]
 
 

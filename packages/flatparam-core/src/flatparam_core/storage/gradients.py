@@ -89,6 +89,10 @@ class GradientLedger:
     _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
     """Gradients that are where autograd left them, by parameter, with their divisors."""
     _batches: dict[tuple[int, ...], _Batch] = attrs.field(factory=dict)
+    _has_zeros: bool = False
+    """Whether the padding was written since the last release, so that nothing undefined is ever reduced."""
+    _zeros: dict[torch.dtype, list[torch.Tensor]] = attrs.field(factory=dict)
+    """By dtype, zeros for each stretch of padding."""
 
     @_turns.default
     def _no_turn(self) -> bytearray:
@@ -143,6 +147,8 @@ class GradientLedger:
 
     def collect(self) -> None:
         """Deposit the kept gradients; a few calls handle all small ones."""
+        if not self._kept:
+            return
         kept, self._kept = self._kept, {}
         for divisor in {divisor for _, divisor in kept.values()}:
             indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
@@ -202,9 +208,11 @@ class GradientLedger:
     def deposit_all(
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> None:
-        """Deposit each of `gradients` at its index; a few calls handle all small ones."""
-        self._collect_kept(indices)
-        self._deposit_all(indices, gradients, divisor)
+        """Deposit the kept gradients, and each of `gradients` at its index; a few calls handle all small ones."""
+        if self._kept:
+            self.collect()
+        if gradients:
+            self._deposit_all(indices, gradients, divisor)
 
     def _collect_kept(self, indices: Sequence[int]) -> None:
         if self._kept and any(index in self._kept for index in indices):
@@ -242,8 +250,8 @@ class GradientLedger:
             with torch.no_grad():
                 self._deposit_small(batch, indices, gradients, divisor, add=add)
             return
-        slots = [self._slots[indices[at]] for at in batch.small]
-        given = [gradients[at] for at in batch.small]
+        slots = [*map(self._slots.__getitem__, map(indices.__getitem__, batch.small))]
+        given = [*map(gradients.__getitem__, batch.small)]
         turns, deposited = self._turns, self.deposited
         for at in batch.small:
             index = indices[at]
@@ -252,9 +260,24 @@ class GradientLedger:
         if add:
             torch._foreach_add_(slots, given, alpha=1 / divisor)
             return
+        if not self._has_zeros:
+            # By the same call: on an accelerator it is one kernel.
+            gaps = self.buffer.gaps()
+            slots.extend(gaps)
+            given.extend(self._zeros_for(gaps, given[0].dtype))
+            self._has_zeros = True
         torch._foreach_copy_(slots, given)
         if divisor != 1.0:
             torch._foreach_div_(batch.stretches, divisor)
+
+    def _zeros_for(self, gaps: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """For each gap as many zeros, of `dtype`."""
+        zeros = self._zeros.get(dtype)
+        if zeros is None:
+            longest = max((gap.numel() for gap in gaps), default=0)
+            some = torch.zeros(longest, dtype=dtype, device=self.buffer.tensor.device)
+            zeros = self._zeros[dtype] = [some[: gap.numel()] for gap in gaps]
+        return zeros
 
     def _batch(self, indices: tuple[int, ...]) -> _Batch:
         if indices not in self._batches:
@@ -272,19 +295,23 @@ class GradientLedger:
 
         The memory stays with the ledger until `release`.
         """
-        self.collect()
-        self.open()
-        if not all(self.deposited):
-            torch._foreach_zero_(
-                [slot for slot, arrived in zip(self._slots, self.deposited, strict=True) if not arrived]
-            )
-        self.buffer.zero_gaps()
+        if self._kept:
+            self.collect()
+        if not (self._has_zeros and all(self.deposited)):
+            self.open()
+            missing = [slot for slot, arrived in zip(self._slots, self.deposited, strict=True) if not arrived]
+            missing.extend(() if self._has_zeros else self.buffer.gaps())
+            # torch refuses an empty list.
+            if missing:
+                torch._foreach_zero_(missing)
+            self._has_zeros = True
         return self.buffer.tensor
 
     def release(self) -> None:
         """Drop every gradient and free the memory, once the reduction has read it."""
         self.deposited[:] = self._turns[:] = bytes(len(self.deposited))
         self._kept.clear()
+        self._has_zeros = False
         self.buffer.free()
 
     def drop(self, indices: Iterable[int]) -> None:
@@ -306,6 +333,7 @@ class GradientLedger:
         self.buffer.give_away()
         self._slots = ()
         self._batches.clear()
+        self._has_zeros = False
         return full
 
     def slot(self, index: int) -> torch.Tensor:

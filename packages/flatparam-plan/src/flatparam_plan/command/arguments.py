@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from flatparam.command.arguments import STATUS
-from flatparam.command.values import DTYPES, dtype_name, natural, nbytes_of
+from flatparam_files.command import DTYPES, STATUS, dtype_name, natural, nbytes_of
 from flatparam_plan.command.values import named_value, norm, positive, worlds
 
 __all__ = ["add"]

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from flatparam.command.opening import ArgumentsError
+from flatparam_files.command import ArgumentsError
 
 __all__ = ["function_named", "function_with"]
 

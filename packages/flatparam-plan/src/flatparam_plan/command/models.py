@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.command.opening import ArgumentsError
+from flatparam_files.command import ArgumentsError
 from flatparam_plan.command.functions import function_named, function_with
 from flatparam_plan.command.transformers import model_of_class, model_of_config, stored_dtype
 from flatparam_plan.training import TrainingProgram

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from flatparam.command.opening import ArgumentsError
+from flatparam_files.command import ArgumentsError
 from flatparam_plan.command.checking import is_as_planned
 from flatparam_plan.command.models import program_of
 from flatparam_plan.command.setups import setups_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flatparam.command.opening import ArgumentsError
+from flatparam_files.command import ArgumentsError
 from flatparam_plan.hardware import device_of
 from flatparam_plan.training import Setup
 

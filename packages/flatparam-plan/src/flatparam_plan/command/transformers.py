@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from flatparam.command.opening import ArgumentsError
+from flatparam_files.command import ArgumentsError
 
 __all__ = ["model_of_class", "model_of_config", "stored_dtype"]
 

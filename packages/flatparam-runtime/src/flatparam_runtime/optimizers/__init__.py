@@ -2,7 +2,11 @@
 
 from flatparam_runtime.optimizers.clip import clip_grad_norm_, clip_gradients_
 from flatparam_runtime.optimizers.earlier_state import COUNTERS, part_states_of
-from flatparam_runtime.optimizers.in_backward import check_in_backward_optimizers, step_in_backward
+from flatparam_runtime.optimizers.in_backward import (
+    acts_in_backward,
+    check_in_backward_optimizers,
+    step_in_backward,
+)
 from flatparam_runtime.optimizers.shape_rules import OptimizerKind, allow_shards, kind_of_optimizer
 from flatparam_runtime.optimizers.stepping import (
     note_step_of,
@@ -13,6 +17,7 @@ from flatparam_runtime.optimizers.stepping import (
 )
 
 __all__ = [
+    "acts_in_backward",
     "COUNTERS",
     "OptimizerKind",
     "allow_shards",

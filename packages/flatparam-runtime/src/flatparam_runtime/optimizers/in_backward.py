@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from typing import Final
+
 from flatparam_comm import FlatParamError, FlatParamHandle
 from flatparam_runtime.optimizers.torch_optimizers import HOOKS, IN_BACKWARD
 
-__all__ = ["check_in_backward_optimizers", "step_in_backward"]
+__all__ = ["acts_in_backward", "check_in_backward_optimizers", "step_in_backward"]
+
+_HOOKS_OF: Final = operator.attrgetter(HOOKS)
+
+
+def acts_in_backward(handle: FlatParamHandle) -> bool:
+    """Whether a parameter of `handle` has a hook, or an optimizer, that uses its gradient as soon as it is there."""
+    parameters = handle.exposure.parameters()
+    has_optimizer = any(map(operator.contains, map(vars, parameters), itertools.repeat(IN_BACKWARD)))
+    return has_optimizer or any(map(_HOOKS_OF, parameters))
 
 
 def step_in_backward(handle: FlatParamHandle, arrived: bytes) -> None:
@@ -16,6 +29,8 @@ def step_in_backward(handle: FlatParamHandle, arrived: bytes) -> None:
     Args:
         arrived: for each original parameter whether it got a gradient in this pass.
     """
+    if not acts_in_backward(handle):
+        return
     parameters = handle.exposure.parameters()
     got = arrived if len(arrived) == len(parameters) else bytes([1]) * len(parameters)
     for parameter, is_new in zip(parameters, got, strict=True):

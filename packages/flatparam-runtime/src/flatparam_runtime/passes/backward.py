@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import Averaging, BufferPool, FlatParamError, streams_of, tell_failure
+from flatparam_comm import Averaging, BufferPool, FlatParamError, OnDevice, tell_failure
 from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import (
@@ -95,6 +94,10 @@ class _EndOfBackward:
             tell_failure(None, "backward pass")
 
 
+def _no_callback() -> None:
+    """No callback: the pass is over."""
+
+
 @final
 @attrs.define(eq=False)
 class BackwardPass:
@@ -124,7 +127,7 @@ class BackwardPass:
     """For each unit that was entered, the forward call that is differentiated: the unit's last one."""
     ready: dict[Unit, Averaging] = attrs.field(factory=dict)
     """The complete units that wait for their turn to be reduced, with the factors that they have collected with."""
-    reductions: Reductions = attrs.field(factory=Reductions)
+    reductions: Reductions = attrs.field(kw_only=True)
     to_enter: set[Unit] = attrs.field(init=False)
     """The expected units that no gradient has reached yet: their full parameters may still have to be gathered."""
     has_computed: bool = False
@@ -137,7 +140,8 @@ class BackwardPass:
     """Whether, as far as is known, nobody has another graph for a backward pass to come."""
     lent: dict[Unit, list[Unit]] = attrs.field(factory=dict)
     """For each unit, those of which its forward calls have read parameters, and that lend them again."""
-    _callback: weakref.ReferenceType[_EndOfBackward] | None = None
+    callback: Callable[[], _EndOfBackward | None] = _no_callback
+    """The callback, if the autograd run that this pass began in is still running: autograd alone holds it."""
 
     @to_enter.default
     def _everything_expected(self) -> set[Unit]:
@@ -150,6 +154,7 @@ class BackwardPass:
         forward: ForwardPass,
         fingerprint: Fingerprint,
         pool: BufferPool,
+        streams: OnDevice,
         on_end: Callable[[bool], None],
     ) -> Self:
         """A pass for the autograd run that this thread is in."""
@@ -158,16 +163,13 @@ class BackwardPass:
             leaves = _hooked_leaves_to_come(unit)
             if leaves or _has_more_to_come(unit):
                 expected[unit] = leaves
-        current = cls(units, forward, fingerprint, pool, on_end, expected)
+        current = cls(
+            units, forward, fingerprint, pool, on_end, expected, reductions=Reductions(streams.runs_ahead)
+        )
         callback = _EndOfBackward(current.finish)
-        current._callback = weakref.ref(callback)
+        current.callback = weakref.ref(callback)
         call_at_end(callback)
         return current
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the autograd run that this pass began in is still running."""
-        return self._callback is not None and self._callback() is not None
 
     def wait_if_dying(self) -> None:
         """Give autograd's own threads, which an accelerator has, a moment to free a pass that an exception interrupted.
@@ -179,7 +181,7 @@ class BackwardPass:
         if in_backward():
             return
         until = time.monotonic() + MOMENT
-        while self.is_alive and time.monotonic() < until:
+        while self.callback() is not None and time.monotonic() < until:
             time.sleep(0.001)
 
     # Reports from hooks
@@ -201,11 +203,14 @@ class BackwardPass:
             _check_unchanged(unit, call)
             state = state or self._activate(unit)
             self.entered.add(unit)
-            if not unit.overlaps_reductions:
+            if not self.reductions.overlaps(unit):
                 self.reductions.make_room()
             if unit.plan.unshards_in_backward:
                 unit.begin_unshard(full_precision=call.full_precision)
-            self._note_entered(unit)
+            self.to_enter.discard(unit)
+            if not (self.to_enter and unit.plan.free_after_forward):
+                # Nothing more is gathered: gradients can have the pooled memory of full parameters.
+                self.pool.trim()
             for lender in unit.links.lenders:
                 # A lender in a different tree has its own pass.
                 if lender.observers.fingerprint is self.fingerprint and lender not in self.active:
@@ -213,7 +218,8 @@ class BackwardPass:
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             if unit.plan.unshards_in_backward:
                 unit.finish_unshard()
-        self._have_lent(unit, call)
+        if call.lent:
+            self._have_lent(unit, call)
         state.inputs.update(_last_to_arrive(call))
         # If gradients are enabled, each gradient has a graph, which is watched too.
         if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
@@ -224,7 +230,7 @@ class BackwardPass:
 
     def _have_lent(self, unit: Unit, call: ForwardCall) -> None:
         """Have the full parameters that `call` has read of other units in place, until `unit` is complete."""
-        known = self.lent.setdefault(unit, []) if call.lent else ()
+        known = self.lent.setdefault(unit, [])
         for lender in call.lent:
             if lender not in known:
                 unit.borrow(lender, lender.name)
@@ -232,12 +238,6 @@ class BackwardPass:
                 lender.unshard(full_precision=call.full_precision)
                 if lender not in self.active:
                     self._hook_the_rest(lender, self._activate(lender))
-
-    def _note_entered(self, unit: Unit) -> None:
-        self.to_enter.discard(unit)
-        if not (self.to_enter and unit.plan.free_after_forward):
-            # Nothing more is gathered: gradients can have the pooled memory of full parameters.
-            self.pool.trim()
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
         """Whether only the end of the pass waits for `unit`.
@@ -292,16 +292,16 @@ class BackwardPass:
         """Take the gradients of leaves without a hook, and those that were kept."""
         # Wait before one more buffer is taken; the reduction would have to wait anyway.
         syncs = unit.reducer.synchronises
-        if syncs and (unit.reducer.unsynced or unit.is_trainable):
+        trained = [each for each in leaf_watches(unit.handles) if each[1].exposure.is_trainable]
+        if syncs and (trained or unit.reducer.unsynced):
             self.reductions.make_room()
-        in_parts = averaging.in_parts and syncs
-        for _, handle, watch in leaf_watches(unit.handles):
-            if handle.exposure.is_trainable:
-                take = handle.keep if in_parts else handle.deposit_all
-                take(watch.unhooked, divisor=averaging.before)
+        for _, handle, watch in trained:
+            take = handle.keep if averaging.in_parts and syncs else handle.deposit_all
+            take(watch.unhooked, divisor=averaging.before)
 
     def _activate(self, unit: Unit) -> UnitBackward:
-        self.reductions.settle_until(unit)
+        if unit.phase is Phase.REDUCING:
+            self.reductions.settle_until(unit)
         if unit.phase is Phase.FORWARD:
             raise RuntimeError(
                 f"unit {unit.name!r}: a backward pass reached the unit while its forward call was still running"
@@ -316,7 +316,7 @@ class BackwardPass:
         self.ready.pop(unit, None)
         unit.move(Phase.BACKWARD)
         averaging = unit.reducer.averaging(unit.handles)
-        keeps = (averaging.in_parts and unit.reducer.synchronises) or streams_of(unit.device).runs_ahead
+        keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
         if unit in self.expected:
             state = UnitBackward(self.expected[unit], averaging, keeps, self.run)
         else:
@@ -342,13 +342,19 @@ class BackwardPass:
         # What is gathered now would stay in memory, and go stale, until the next pass.
         if self.has_computed:
             return
-        ahead = (unit for unit in units if unit not in self.entered and unit.plan.unshards_in_backward)
-        for unit in itertools.islice(ahead, count):
-            unit.begin_unshard(full_precision=unit.computes_in_full_precision)
+        for unit in units:
+            if not count:
+                return
+            if unit not in self.entered and unit.plan.unshards_in_backward:
+                unit.begin_unshard(full_precision=unit.computes_in_full_precision)
+                count -= 1
 
     def _complete(self, unit: Unit) -> None:
-        name = "_post_backward_hook" if unit.is_trainable else "_post_backward_hook_reshard_only"
-        in_range(name, self._leave, unit)
+        in_range(
+            lambda: "_post_backward_hook" if unit.is_trainable else "_post_backward_hook_reshard_only",
+            self._leave,
+            unit,
+        )
 
     def _leave(self, unit: Unit) -> None:
         state = self.active.pop(unit)
@@ -360,7 +366,8 @@ class BackwardPass:
         for lender in unit.links.lenders:
             if lender not in self.active:
                 self._free(lender)
-        self._give_back(unit)
+        if self.lent:
+            self._give_back(unit)
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
         self._collect(unit, state.averaging)
         unit.move(Phase.IDLE)
@@ -388,11 +395,12 @@ class BackwardPass:
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
         """Issue the reductions whose turn has come: of the complete units, the last to begin first."""
-        awaited = (
-            -1 if all_of_them else self.forward.place(next(iter(self.expected))) if self.expected else -1
-        )
-        for unit in sorted(self.ready, key=self.forward.place, reverse=True):
-            if self.forward.place(unit) < awaited:
+        place = self.forward.place
+        awaited = -1 if all_of_them or not self.expected else place(next(iter(self.expected)))
+        # Most wait alone.
+        ready = self.ready if len(self.ready) == 1 else sorted(self.ready, key=place, reverse=True)
+        for unit in [*ready]:
+            if place(unit) < awaited:
                 return
             averaging = self.ready.pop(unit)
             self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
@@ -405,7 +413,7 @@ class BackwardPass:
             self._finish()
         except BaseException:
             # The traceback keeps the callback, but this pass is over.
-            self._callback = None
+            self.callback = _no_callback
             raise
 
     def _finish(self) -> None:
@@ -456,7 +464,10 @@ def _last_to_arrive(call: ForwardCall) -> Collection[object]:
     These are, of each device, the leaves and the latest of the others. An earlier one may get its gradient much later,
     as other units use it too: keys of earlier layers in a cache, or the output of an encoder.
     """
-    arriving = {token: each for token, each in call.inputs.items() if will_run(each[0])}
+    arriving = dict(call.inputs)
+    for token, (node, _) in call.inputs.items():
+        if not will_run(node):
+            del arriving[token]
     if len(arriving) < 2:
         return arriving.keys()
     by_device: dict[torch.device, dict[object, Node]] = {}

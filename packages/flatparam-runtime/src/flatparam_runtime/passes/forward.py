@@ -305,7 +305,8 @@ def _leave(
         watched: every output whose gradient may announce the unit's backward was found.
     """
     # Between calls a module's own `zero_grad()` has to find the flat parameters.
-    if call.is_top or in_backward():
+    inside_backward = in_backward()
+    if call.is_top or inside_backward:
         for each in tree.units if call.is_top else (unit, *unit.links.lenders):
             each.list_flat_parameters(not each.calls)
     if call.is_recomputation:
@@ -313,7 +314,6 @@ def _leave(
     if failed and call.is_top:
         tree.recover()
         return
-    inside_backward = in_backward()
     if not unit.held.calls:
         unit.move(Phase.IDLE)
         around = tree.forward
@@ -414,7 +414,7 @@ def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
             continue
         found.setdefault(node)
         # If the view is changed in place outside, the gradient comes by the tensor that it is a view of.
-        beneath = node_beneath(tensor, made)
+        beneath = None if tensor._base is None else node_beneath(tensor, made)
         if beneath is not None:
             found.setdefault(beneath)
     # An input that is passed on, as a cache of earlier layers' keys, gets its gradient when this unit is long complete.
@@ -453,14 +453,16 @@ def _hook_every_leaf(unit: Unit) -> None:
 def _before_backward(
     unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...], *, again: bool = False
 ) -> None:
-    tree_of(unit).begin_backward().enter(unit, call, again=again)
+    tree = tree_of(unit)
+    (tree.living_backward() or tree.begin_backward()).enter(unit, call, again=again)
 
 
 def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:
     unit = reference()
     if unit is None:
         return
-    current = tree_of(unit).begin_backward()
+    tree = tree_of(unit)
+    current = tree.living_backward() or tree.begin_backward()
     call = current.calls.get(unit)
     if call is not None and leaf.grad is not None:
         _watch_gradient(unit, call, leaf.grad)
@@ -476,11 +478,9 @@ def _input_arrived(
     unit, call = reference(), call_reference()
     if unit is None:
         return
-    tree = tree_of(unit)
-    tree.drop_dead_backward()
-    current = tree.backward
+    current = tree_of(unit).living_backward()
     if current is not None:
-        if call is not None:
+        if call is not None and gradient is not None and gradient.grad_fn is not None:
             _watch_gradient(unit, call, gradient)
         current.input_arrived(unit, token)
 

@@ -21,7 +21,7 @@ from flatparam_comm import (
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range
-from flatparam_runtime.optimizers import step_in_backward
+from flatparam_runtime.optimizers import acts_in_backward, step_in_backward
 from flatparam_runtime.unit import Phase, Unit, device_of
 
 __all__ = ["Reductions"]
@@ -46,6 +46,8 @@ class Reductions:
     the pass (`_held`).
     """
 
+    runs_ahead: bool
+    """Whether the device runs ahead of the host."""
     has_begun: bool = False
     """Whether any was issued."""
     _reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
@@ -55,6 +57,8 @@ class Reductions:
     _held: list[Reduced] = attrs.field(factory=list)
     """Reduced gradients that parameters get at the end: this rank alone does not know which parameters got a gradient,
     or the copy to the host is still in flight."""
+    _undivided: dict[float, list[torch.Tensor]] = attrs.field(factory=dict)
+    """By their divisor, gradients that parameters have and that are divided at the end, by one kernel for all."""
     _given: dict[FlatParamHandle, bytes] = attrs.field(factory=dict)
     """For each flat parameter that was reduced, a flag for each parameter: this rank had a gradient of it."""
 
@@ -63,16 +67,22 @@ class Reductions:
         handles = unit.to_reduce
         if not handles:
             return
-        self.make_room()
+        if self._reducing:
+            self.make_room()
         if unit.observers.guard is not None:
             unit.observers.guard.look_before_reduction(unit, handles)
         reduction = unit.begin_reduce(handles, averaging)
         self._reducing.append((unit, reduction))
         self.has_begun = True
-        has_copies = unit.topology.replicate is not None
+        has_copies = unit.plan.topology.replicate is not None
         # The only collective is the sum over the copies; one such sum stays in flight.
-        if has_copies and unit.overlaps_reductions and not reduction.is_under_way:
+        if has_copies and self.overlaps(unit) and not reduction.is_under_way:
             self._advance()
+
+    def overlaps(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` are computed while those of the unit before are reduced."""
+        overlaps = unit.plan.overlaps_reductions
+        return self.runs_ahead if overlaps is None else overlaps
 
     def make_room(self) -> None:
         """Wait for the oldest reductions until one more may be in flight."""
@@ -91,14 +101,18 @@ class Reductions:
         unit, reduction = self._reducing.popleft()
         if unit.observers.instruments:
             unit.observers.waits(unit, "reduce_scatter")
-        unit.observers.tell(unit, "finish", reduction.replicate())
+        nbytes = reduction.replicate()
+        if unit.observers.instruments:
+            unit.observers.tell(unit, "finish", nbytes)
         self._replicating.append((unit, reduction))
-        keeps = unit.overlaps_reductions and reduction.is_under_way
-        while len(self._replicating) > (keep if keeps else 0):
+        if not (keep and self.overlaps(unit) and reduction.is_under_way):
+            keep = 0
+        while len(self._replicating) > keep:
             self._settle(*self._replicating.popleft())
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
-        settled = reduction.settle()
+        # A kernel for each would delay the computation that it lies between.
+        settled = reduction.settle(divides=not self.runs_ahead)
         unit.move(Phase.IDLE)
         for reduced in settled:
             handle, arrived = reduced.handle, reduced.arrived
@@ -107,7 +121,7 @@ class Reductions:
                 arrived if before is None else bytes(a | b for a, b in zip(before, arrived, strict=True))
             )
             if all(arrived) and reduced.landed is None:
-                _give(handle, reduced.gradient, arrived)
+                self._give(reduced, arrived)
             else:
                 # The last of these was reduced one unit ago: its copy is over, or nearly over.
                 if self._held:
@@ -120,6 +134,23 @@ class Reductions:
             self._advance()
         while self._replicating:
             self._settle(*self._replicating.popleft())
+        self._divide()
+
+    def _give(self, reduced: Reduced, arrived: bytes) -> None:
+        handle, gradient, divisor = reduced.handle, reduced.gradient, reduced.divisor
+        if divisor != 1.0:
+            # What somebody adds it to, or uses at once, needs its value now.
+            if acts_in_backward(handle) or any(p.grad is not None for p in handle.exposure.parameters()):
+                gradient.div_(divisor)
+            else:
+                self._undivided.setdefault(divisor, []).append(gradient)
+        handle.accumulate(gradient, arrived)
+        step_in_backward(handle, arrived)
+
+    def _divide(self) -> None:
+        for divisor, gradients in self._undivided.items():
+            torch._foreach_div_(gradients, divisor)
+        self._undivided.clear()
 
     def give_held(self, units: Sequence[Unit], fingerprint: Fingerprint) -> Comparison | None:
         """Give the gradients to the parameters that got one on any rank; the `.grad` of all others stays `None`.
@@ -140,8 +171,9 @@ class Reductions:
                 break
         for reduced in self._held:
             arrived = reduced.arrived if all(reduced.arrived) else arrived_anywhere[reduced.handle]
-            _give(reduced.handle, reduced.gradient, arrived)
+            self._give(reduced, arrived)
         self._held.clear()
+        self._divide()
         return comparison
 
     def _look(self, units: Sequence[Unit]) -> bool | None:
@@ -175,8 +207,9 @@ class Reductions:
                 )
         # Give gradients only now: if one is refused, no parameter gets any.
         for reduced in self._held:
-            _give(reduced.handle, reduced.gradient, reduced.arrived)
+            self._give(reduced, reduced.arrived)
         self._held.clear()
+        self._divide()
 
     def drop(self) -> None:
         """Drop everything after an exception; wait for what is in flight, since it owns memory."""
@@ -184,11 +217,8 @@ class Reductions:
             reduction.drop()
         for reduced in self._held:
             reduced.let_go()
+        # Parameters have them.
+        self._divide()
         self._reducing.clear()
         self._replicating.clear()
         self._held.clear()
-
-
-def _give(handle: FlatParamHandle, gradient: torch.Tensor, arrived: bytes) -> None:
-    handle.accumulate(gradient, arrived)
-    step_in_backward(handle, arrived)

@@ -110,22 +110,20 @@ class UnitTree:
         """The backward pass that has begun and not finished; an exception may have interrupted it."""
         return self._backward
 
-    def drop_dead_backward(self) -> None:
-        """Drop a backward pass that an exception interrupted, if autograd has let go of it."""
-        if self._backward is not None and not self._backward.is_alive:
+    def living_backward(self) -> BackwardPass | None:
+        """The running backward pass. One that an exception interrupted is dropped, if autograd has let go of it."""
+        if self._backward is not None and self._backward.callback() is None:
             self.recover()
+        return self._backward
 
     def begin_backward(self) -> BackwardPass:
-        """The running backward pass, or a new one; only hooks that the autograd engine runs may call this."""
-        self.drop_dead_backward()
-        current = self._backward
-        if current is None:
-            self._look_at_comparison()
-            self.pool.keeps = True
-            current = self._backward = BackwardPass.begin(
-                self.units, self._differentiated(), self.fingerprint, self.pool, self.end_backward
-            )
-            current.is_last = len(self.graphs) <= 1
+        """A new backward pass, while none is alive; only hooks that the autograd engine runs may call this."""
+        self._look_at_comparison()
+        self.pool.keeps = True
+        current = self._backward = BackwardPass.begin(
+            self.units, self._differentiated(), self.fingerprint, self.pool, self.streams, self.end_backward
+        )
+        current.is_last = len(self.graphs) <= 1
         return current
 
     def end_backward(self, synced: bool) -> None:
@@ -159,8 +157,7 @@ class UnitTree:
         """Drop what a pass that an exception interrupted has left; a running pass goes on."""
         if self._backward is not None and self.streams.runs_ahead:
             self._backward.wait_if_dying()
-        self.drop_dead_backward()
-        if self._backward is None and self._has_begun_forward and not self._runs_a_call:
+        if self.living_backward() is None and self._has_begun_forward and not self._runs_a_call:
             self.recover()
 
     @property
@@ -194,8 +191,7 @@ class UnitTree:
                     f"unit {unit.name!r}: a forward pass cannot begin while its state is saved or loaded, or its full "
                     "parameters are summoned on one rank, on the CPU or with gradients; leave that context first"
                 )
-        self.drop_dead_backward()
-        if self._backward is None:
+        if self.living_backward() is None:
             self._settle_leftovers()
         self._check_capture()
         if self.streams.runs_ahead:
@@ -370,8 +366,7 @@ def tree_and_backward(unit: Unit) -> tuple[UnitTree, BackwardPass | None]:
     The remains of a backward pass that an exception interrupted are dropped first.
     """
     tree = tree_of(unit)
-    tree.drop_dead_backward()
-    backward = tree.backward
+    backward = tree.living_backward()
     # This pass was interrupted too, but autograd's own threads have not freed it yet.
     if backward is not None and not in_backward():
         tree.recover()

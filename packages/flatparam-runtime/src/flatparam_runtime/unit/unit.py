@@ -22,7 +22,6 @@ from flatparam_comm import (
     Reduction,
     Residency,
     Topology,
-    streams_of,
 )
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.inspection.summoned import Summoned
@@ -36,6 +35,7 @@ __all__ = ["Links", "Unit", "device_of"]
 
 _CPU: Final = torch.device("cpu")
 _IS_TRAINED: Final = operator.attrgetter("exposure.is_trainable")
+_TRAINED: Final = operator.attrgetter("trained")
 
 
 @final
@@ -151,14 +151,8 @@ class Unit:
         """The flat parameters that the next reduction takes: those that are trained now, or were since the last one."""
         unsynced = self.reducer.unsynced
         if not unsynced:
-            return self.trainable
+            return tuple(filter(_IS_TRAINED, self.handles))
         return tuple(h for h in self.handles if h in unsynced or h.exposure.is_trainable)
-
-    @property
-    def overlaps_reductions(self) -> bool:
-        """Whether gradients of this unit are computed while those of the unit before are reduced."""
-        overlaps = self.plan.overlaps_reductions
-        return streams_of(self.device).runs_ahead if overlaps is None else overlaps
 
     @property
     def is_needed(self) -> bool:
@@ -176,7 +170,10 @@ class Unit:
     @property
     def unsharded_nbytes(self) -> int:
         """The bytes of the full parameters."""
-        return sum(handle.buffer.nbytes for handle in self.handles)
+        nbytes = 0
+        for handle in self.handles:
+            nbytes += handle.forms.current.buffer.nbytes
+        return nbytes
 
     def move(self, phase: Phase) -> None:
         """Take a step of the phase table."""
@@ -194,7 +191,7 @@ class Unit:
         """
         for lender in self.links.lenders:
             lender.begin_unshard(full_precision=full_precision, copied=copied)
-        if self.residency is not Residency.SHARDED or not self.handles:
+        if not self.handles or self.handles[0].residency is not Residency.SHARDED:
             return
         if self.showing.away:
             self.showing.check_here(self.name, self.topology.rank)
@@ -211,7 +208,9 @@ class Unit:
             take_over=self.plan.notices_replacement,
             hook=self.reducer.hooks.all_gather,
         )
-        self._tell_taken_over()
+        for handle in self.handles:
+            if handle.taken_over:
+                self._tell_taken_over()
 
     def _tell_taken_over(self) -> None:
         for handle in self.handles:
@@ -236,13 +235,14 @@ class Unit:
         """Wait for the gather and show the full parameters, unless they are shown already."""
         for lender in self.links.lenders:
             lender.finish_unshard()
-        if self.residency is not Residency.UNSHARDING or self._gather is None:
+        if self._gather is None or self.handles[0].residency is not Residency.UNSHARDING:
             return
-        trained = [handle.trained for handle in self.handles]
+        trained = [*map(_TRAINED, self.handles)]
         if self.observers.instruments:
             self.observers.waits(self, "all_gather")
         self._gather.finish()
-        self._note_training(trained)
+        if [*map(_TRAINED, self.handles)] != trained:
+            self._note_training(trained)
         if self.observers.instruments:
             self.observers.tell(self, "use", self.unsharded_nbytes)
 
@@ -256,15 +256,16 @@ class Unit:
     def follow_training(self) -> None:
         """Have full parameters that stayed since the last pass require gradients as the user's parameters do now."""
         if self.residency is Residency.UNSHARDED:
-            trained = [handle.trained for handle in self.handles]
+            trained = [*map(_TRAINED, self.handles)]
             for handle in self.handles:
                 handle.follow_training()
-            self._note_training(trained)
+            if [*map(_TRAINED, self.handles)] != trained:
+                self._note_training(trained)
 
     def _note_training(self, before: Sequence[list[bool]]) -> None:
-        """Have the ranks compare, at the end of the pass, which parameters are trained, if these are not `before`."""
+        """Have the ranks compare, at the end of the pass, which parameters are trained, if not `before`."""
         for handle, trained in zip(self.handles, before, strict=True):
-            if handle.trained is trained:
+            if handle.trained == trained:
                 continue
             self.observers.tell(self, "train", zlib.crc32(bytes(handle.trained)))
             if any(trained) and not any(handle.trained) and self.plan.topology.data_parallel_size > 1:
@@ -358,7 +359,10 @@ class Unit:
         """Issue the reduction of the gradients of `handles`, which were collected with these factors, to the shards."""
         self.move(Phase.REDUCING)
         self.reducer.unsynced.clear()
-        self.observers.tell(self, "reduce", sum(handle.gradients.buffer.nbytes for handle in handles))
+        nbytes = 0
+        for handle in handles:
+            nbytes += handle.gradients.buffer.nbytes
+        self.observers.tell(self, "reduce", nbytes)
         factor, fingerprint = self.reducer.divide_factor, self.observers.fingerprint
         if factor is not None and fingerprint is not None:
             fingerprint.note_step(f"set_gradient_divide_factor({factor!r}) of unit {self.name!r}")

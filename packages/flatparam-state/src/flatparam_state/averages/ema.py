@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import FlatParamError, Phase, note_between_passes, units_in
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.averages.exchange import Average, exchanged
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
 from flatparam_state.homes import homes_in
 
 __all__ = ["ShardedEMA"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from flatparam_state.files import CheckpointError
+from flatparam_files import CheckpointError
 
 if TYPE_CHECKING:
     from flatparam_state.averages import ShardedEMA

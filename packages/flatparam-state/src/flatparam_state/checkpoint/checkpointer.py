@@ -14,19 +14,13 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from flatparam_files import CheckpointError, OnMoment
+from flatparam_files.checkpoint import CheckpointDirectory, Committer, check_step, nothing
+from flatparam_files.disk import AnyPath
 from flatparam_runtime import CommError, ExchangesValues, FlatParamError, telling
 from flatparam_state.checkpoint.averages_of import averages_by_name
 from flatparam_state.checkpoint.load import Loaded, load_checkpoint
-from flatparam_state.checkpoint.manifest import check_step
-from flatparam_state.checkpoint.protocol import CheckpointDirectory, OnMoment, nothing
-from flatparam_state.checkpoint.save import (
-    Committer,
-    Saver,
-    Subject,
-    optimizers_by_name,
-    save_after_failure,
-)
-from flatparam_state.files import AnyPath, CheckpointError
+from flatparam_state.checkpoint.save import Saver, Subject, optimizers_by_name, save_after_failure
 from flatparam_state.ranks import ranks_of
 
 if TYPE_CHECKING:

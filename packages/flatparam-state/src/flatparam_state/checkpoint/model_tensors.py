@@ -9,15 +9,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import FlatParamError, ParamSpec, Phase, Span, clean_fqn, refuse_in_a_pass, units_in
-from flatparam_state.files import TensorInfo
+from flatparam_files import TensorInfo
+from flatparam_files.checkpoint import EXTRA_STATE
+from flatparam_runtime import FlatParamError, ParamSpec, Span, clean_fqn
 from flatparam_state.forms import is_dtensor
 from flatparam_state.places import Place, places_in
 
-__all__ = ["EXTRA_STATE", "ModelTensor", "bring_to_rest", "extra_state_modules", "model_tensors"]
-
-EXTRA_STATE = "_extra_state"
-"""The name of the entry of `get_extra_state` in torch's state dicts."""
+__all__ = ["ModelTensor", "extra_state_modules", "model_tensors"]
 
 
 @final
@@ -45,23 +43,6 @@ class ModelTensor:
         """Take new values: 1-D, the elements `span` in the order of `stride`."""
         with torch.no_grad():
             self.local.copy_(staged.view(self.local.shape))
-
-
-def bring_to_rest(model: nn.Module) -> None:
-    """Free the full parameters of `model`, none of whose units may be in use.
-
-    Raises:
-        FlatParamError: inside a forward or backward pass, or inside `summon_full_params`.
-    """
-    for unit in units_in(model):
-        refuse_in_a_pass(unit)
-        if unit.showing.pins or unit.phase is Phase.INSPECTING:
-            raise FlatParamError(
-                f"unit {unit.name!r}: its shards are not saved, loaded, published or moved while full parameters are "
-                "summoned; leave summon_full_params() first"
-            )
-        unit.reshard()
-        unit.take_over()
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:

@@ -1,6 +1,5 @@
 """The forms in which the tensors of a state are spread over ranks: full, in chunks, or as their owners hold them."""
 
-from flatparam_state.forms.boxes import Box, row_major_boxes
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_dtensor
 from flatparam_state.forms.deferred import (
     LazyTensor,
@@ -19,7 +18,6 @@ from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
 from flatparam_state.forms.wanted import Wanted
 
 __all__ = [
-    "Box",
     "Chunker",
     "FlatTensor",
     "FormKind",
@@ -36,7 +34,6 @@ __all__ = [
     "is_ordinary",
     "is_sharded_tensor",
     "is_tensor_like",
-    "row_major_boxes",
     "shape_of",
     "not_ordinary",
 ]

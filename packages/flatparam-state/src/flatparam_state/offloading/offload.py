@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatparam_runtime import FlatParamError, Unit, units_in
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
-from flatparam_state.checkpoint.save import optimizers_by_name
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.homes import Home, homes_in
 from flatparam_state.model import refused_anywhere
 from flatparam_state.offloading.memory import (
@@ -197,7 +196,7 @@ class _Trip:
 
     def __attrs_post_init__(self) -> None:
         own = {id(parameter) for home in self.homes for parameter in home.parameters()}
-        for each in optimizers_by_name(self.optimizer).values():
+        for each in self._optimizers():
             # Optimizers of other libraries have a state too.
             if not hasattr(each, "state"):
                 raise TypeError(f"expected an optimizer whose state is to move, found {each!r}")
@@ -275,10 +274,16 @@ class _Trip:
         for belongs, state, name in self._states():
             yield _Moving(_Kind.STATE, (state, name), state[name], belongs)
 
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Each optimizer whose state is to move."""
+        if isinstance(self.optimizer, Mapping):
+            return list(self.optimizer.values())
+        return [] if self.optimizer is None else [self.optimizer]
+
     def _states(self) -> Iterator[tuple[_Belongs, dict[str, Any], str]]:
         """Where the tensors of the optimizers' states are, each with where its parameter belongs."""
         found = {id(p): _belongs(home) for home in self.homes for p in home.parameters()}
-        for optimizer in optimizers_by_name(self.optimizer).values():
+        for optimizer in self._optimizers():
             for parameter, state in optimizer.state.items():
                 belongs = found.get(id(parameter))
                 # Counters are read by the host; other models' parameters stay as they are.

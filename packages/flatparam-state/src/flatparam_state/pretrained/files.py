@@ -12,10 +12,10 @@ from typing import Final, TypeAlias, final
 import attrs
 from typing_extensions import Self
 
+from flatparam_files import CheckpointError, TensorInfo, join_path, open_source, select, split_path
+from flatparam_files.disk import bytes_view, renamed
+from flatparam_files.formats import Stored, StoredSource, StridedTensor
 from flatparam_runtime import Span
-from flatparam_state.files import CheckpointError, TensorInfo, bytes_view, join_path, renamed, split_path
-from flatparam_state.formats import open_source, select
-from flatparam_state.formats.stored import Stored, StoredSource, StridedTensor
 from flatparam_state.pretrained.unread import UnreadTensor
 
 __all__ = ["Names", "PretrainedFiles"]

@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import nn
 
+from flatparam_files import TensorInfo
 from flatparam_state.checkpoint.model_tensors import model_tensors
-from flatparam_state.files import TensorInfo
 from flatparam_state.pretrained.files import PretrainedFiles
 
 __all__ = ["Fit", "fit"]

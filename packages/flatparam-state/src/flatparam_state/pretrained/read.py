@@ -9,10 +9,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from flatparam_files import CheckpointError
+from flatparam_files.formats import StridedTensor
 from flatparam_runtime import Collectives, Span, Topology
-from flatparam_state.checkpoint.model_tensors import ModelTensor, bring_to_rest, model_tensors
-from flatparam_state.files import CheckpointError
-from flatparam_state.formats.stored import StridedTensor
+from flatparam_state.at_rest import bring_to_rest
+from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
 from flatparam_state.pretrained.files import PretrainedFiles
 
 __all__ = ["read_pretrained"]

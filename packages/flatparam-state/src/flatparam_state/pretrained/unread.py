@@ -10,10 +10,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from flatparam_files import Box, TensorInfo
+from flatparam_files.formats import Storage, Stored, StridedTensor, read_boxes, row_major
 from flatparam_runtime import Span
-from flatparam_state.files import TensorInfo
-from flatparam_state.formats.stored import Storage, Stored, StridedTensor, read_boxes, row_major
-from flatparam_state.forms import Box
 
 __all__ = ["UnreadTensor"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam_runtime import telling
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES
 from flatparam_state.publishing.giving import Giving, Sink
 from flatparam_state.publishing.publisher import Publisher

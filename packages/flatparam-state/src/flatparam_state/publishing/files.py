@@ -10,10 +10,8 @@ from typing import BinaryIO, cast, final
 
 from torch import Tensor
 
-from flatparam_state.files import TensorFileWriter, TensorInfo
-from flatparam_state.formats.hugging_face.model_files import INDEX_FILE, divided
-from flatparam_state.formats.hugging_face.shard_index import encode_index
-from flatparam_state.formats.output import SparseFile, appearing, check_new
+from flatparam_files import TensorFileWriter, TensorInfo
+from flatparam_files.formats import INDEX_FILE, SparseFile, appearing, check_new, divided, encode_index
 from flatparam_state.publishing.versions import Catalogue, PublishedTensor
 
 __all__ = ["SafetensorsSink", "writing"]

@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from flatparam_files.disk import bytes_view
 from flatparam_runtime import Collectives, Topology, resolve_topology
-from flatparam_state.files import bytes_view
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES
 from flatparam_state.publishing.versions import (
     Catalogue,

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from flatparam_runtime import Topology
-from flatparam_state.checkpoint.manifest.sealed import seal, unseal
-from flatparam_state.files import (
+from flatparam_files import CheckpointError
+from flatparam_files.checkpoint import seal, unseal
+from flatparam_files.disk import (
     MAX_PUBLISHED_NBYTES,
     ByteFile,
-    CheckpointError,
     bytes_view,
     make_directory,
     new_file,
     open_regular,
 )
+from flatparam_runtime import Topology
 from flatparam_state.publishing.versions import (
     Catalogue,
     Delivery,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from flatparam_runtime import Threshold, telling
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
 from flatparam_state.publishing.versions import (
     Catalogue,

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 import sys
-import warnings
 from collections.abc import Sequence
-from types import FrameType
 
 from flatparam.command.arguments import parser
-from flatparam.command.output import say
 from flatparam.command.programs import run_program
+from flatparam_files.command import run
 
 __all__ = ["main"]
-
-_INTERRUPTED = 130
-_TERMINATED = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,45 +36,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         os.environ[TRACE_FOLDER] = os.path.abspath(given[2])
         return run_program(given[3:])
-    chosen = parser().parse_args(given)
-    try:
-        return _run(chosen)
-    except KeyboardInterrupt:
-        _say("interrupted; nothing was written")
-        return _INTERRUPTED
-
-
-def _run(chosen: argparse.Namespace) -> int:
-    # Imports torch, which takes seconds: not for help.
-    from flatparam_state import CheckpointError
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        signal.signal(signal.SIGTERM, _terminate)
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
-            status: int = chosen.run(chosen)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return status
-    except (CheckpointError, OSError) as error:
-        # The reader of our output has seen enough.
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if isinstance(error, OSError) and error.filename is not None:
-            _say(f"{error.filename}: {error.strerror}")
-        else:
-            _say(str(error))
-        return 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    _say("terminated; nothing was written")
-    raise SystemExit(_TERMINATED)
-
-
-def _say(sentence: str) -> None:
-    say(f"flatparam: {sentence}", sys.stderr)
+    return run(parser().parse_args(given))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatparam.command.opening import ArgumentsError
-from flatparam.command.output import say
 from flatparam.observing.picture import Picture
 from flatparam.observing.table import columns, shown_seconds
+from flatparam_files.command import ArgumentsError, say
 
 __all__ = ["diff", "draw"]
 

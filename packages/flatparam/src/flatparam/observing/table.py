@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatparam_files.command import scaled, shown_nbytes
+
 __all__ = ["columns", "shown_flops", "shown_nbytes", "shown_seconds"]
 
 
@@ -20,24 +22,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _scaled(value: float, units: Sequence[str]) -> str:
-    number = 0
-    # From 999.5 on, three digits of it would be 1000.
-    while abs(value) >= (999.5 if number else 1000) and number < len(units) - 1:
-        value, number = value / 1000, number + 1
-    return f"{value:.0f} {units[0]}" if not number else f"{value:.3g} {units[number]}"
-
-
-def shown_nbytes(nbytes: float) -> str:
-    """A number of bytes: `1.23 GB`."""
-    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
 def shown_flops(flops: float) -> str:
     """A number of floating-point operations: `1.23 TFLOP`."""
-    return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+    return scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def shown_seconds(seconds: float) -> str:
     """A time: `1.23 ms`."""
-    return _scaled(seconds * 1e6, ("µs", "ms", "s")) if seconds < 100 else f"{seconds:,.0f} s"
+    return scaled(seconds * 1e6, ("µs", "ms", "s")) if seconds < 100 else f"{seconds:,.0f} s"

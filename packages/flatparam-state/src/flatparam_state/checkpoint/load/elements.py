@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from flatparam_files import CheckpointReader
 from flatparam_runtime import ParamSpec, Span
-from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.forms import LazyTensor, LazyValue
 
 __all__ = ["SavedTensor", "SavedValue", "read_part"]

@@ -7,10 +7,8 @@ from typing import Any, final
 
 import attrs
 
-from flatparam_state.checkpoint.manifest import Manifest
-from flatparam_state.checkpoint.protocol import read_manifest
-from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.files import CheckpointError
+from flatparam_files import CheckpointError, CheckpointReader
+from flatparam_files.checkpoint import Manifest, read_manifest
 
 __all__ = ["Loaded", "rank_extra_of"]
 

@@ -6,7 +6,9 @@ from typing import final
 
 import attrs
 
+from flatparam_files import CheckpointReader
 from flatparam_runtime import ExchangesValues
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.checkpoint.load.loaded import Loaded, rank_extra_of
 from flatparam_state.checkpoint.load.prepared_model import (
     PreparedAverages,
@@ -15,8 +17,6 @@ from flatparam_state.checkpoint.load.prepared_model import (
     prepare_model,
 )
 from flatparam_state.checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
-from flatparam_state.checkpoint.reader import CheckpointReader
 from flatparam_state.checkpoint.save import Subject
 
 __all__ = ["Prepared", "prepare"]

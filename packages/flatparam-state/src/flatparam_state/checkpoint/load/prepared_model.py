@@ -9,12 +9,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
+from flatparam_files.checkpoint import TensorRecord
+from flatparam_files.disk import bytes_view
 from flatparam_state.checkpoint.averages_of import UPDATES, tensors_of
 from flatparam_state.checkpoint.load.elements import read_part
-from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
-from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.files import CheckpointError, bytes_view, join_path, split_path
 
 if TYPE_CHECKING:
     from flatparam_state.averages import ShardedEMA

@@ -10,11 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
 from flatparam_runtime import COUNTERS
 from flatparam_state.checkpoint.load.elements import SavedTensor, SavedValue
 from flatparam_state.checkpoint.model_tensors import model_tensors
-from flatparam_state.checkpoint.reader import CheckpointReader
-from flatparam_state.files import CheckpointError, join_path, split_path
 from flatparam_state.optimizer import AsItIs, Holding, PerRank, load_optimizer_state
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]

@@ -6,20 +6,13 @@ import warnings
 from pathlib import Path
 from typing import Final
 
+from flatparam_files import CheckpointError, CheckpointReader
+from flatparam_files.checkpoint import MANIFEST, CheckpointDirectory, deletion_of, read_manifest, what_it_says
 from flatparam_runtime import ExchangesValues
+from flatparam_state.checkpoint.agreement import agree, attempt, raise_first
 from flatparam_state.checkpoint.load.loaded import Loaded
 from flatparam_state.checkpoint.load.prepared import Prepared, prepare
-from flatparam_state.checkpoint.manifest import MANIFEST
-from flatparam_state.checkpoint.protocol import (
-    CheckpointDirectory,
-    agree,
-    attempt,
-    raise_first,
-    read_manifest,
-)
-from flatparam_state.checkpoint.reader import CheckpointReader, deletion_of, what_it_says
 from flatparam_state.checkpoint.save import Subject
-from flatparam_state.files import CheckpointError
 
 __all__ = ["load_checkpoint"]
 

@@ -8,10 +8,10 @@ from typing import Any, Final, final
 
 import attrs
 
+from flatparam_files import CheckpointError
+from flatparam_files.checkpoint import check_step
 from flatparam_runtime import Collectives, ExchangesValues, Survivors
-from flatparam_state.checkpoint.manifest import check_step
 from flatparam_state.checkpoint.save.session import Saver
-from flatparam_state.files import CheckpointError
 
 __all__ = ["save_after_failure"]
 

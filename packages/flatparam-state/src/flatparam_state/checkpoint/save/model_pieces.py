@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from flatparam_files import TensorInfo, join_path
+from flatparam_files.checkpoint import Contribution, OwnedPiece, TensorRecord, row_major_on_demand
 from flatparam_runtime import Span
 from flatparam_state.checkpoint.averages_of import UPDATES, tensors_of
-from flatparam_state.checkpoint.manifest import TensorRecord
 from flatparam_state.checkpoint.model_tensors import ModelTensor, extra_state_modules, model_tensors
-from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_on_demand
-from flatparam_state.files import TensorInfo, join_path
 from flatparam_state.places import Place
 
 if TYPE_CHECKING:

@@ -8,12 +8,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from flatparam_files import CheckpointError, TensorInfo, join_path
+from flatparam_files.checkpoint import (
+    OF_RANKS,
+    Contribution,
+    OwnedPiece,
+    RankValue,
+    TensorRecord,
+    encode,
+    inline,
+    reference,
+    row_major_chunks,
+)
 from flatparam_runtime import COUNTERS, Span, Threshold
-from flatparam_state.checkpoint.manifest import OF_RANKS, RankValue, TensorRecord, encode, inline, reference
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
-from flatparam_state.checkpoint.save.contribution import Contribution, OwnedPiece, row_major_chunks
 from flatparam_state.checkpoint.save.model_pieces import record_of, share_of
-from flatparam_state.files import CheckpointError, TensorInfo, join_path
 from flatparam_state.optimizer import Held, Inventory, held_by, held_parameters, spread_out
 from flatparam_state.places import places_in
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatparam_state.checkpoint.save.contribution import Contribution
+from flatparam_files import CheckpointError, join_path
+from flatparam_files.checkpoint import Contribution
 from flatparam_state.checkpoint.save.subject import Inventories, Subject
-from flatparam_state.files import CheckpointError, join_path
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in
 

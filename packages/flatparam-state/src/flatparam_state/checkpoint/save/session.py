@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from flatparam_files import OnMoment, Staging
+from flatparam_files.checkpoint import Committer, Contribution, Ticket, write_part
+from flatparam_files.disk import free_nbytes
 from flatparam_runtime import ExchangesValues
-from flatparam_state.checkpoint.protocol import OnMoment, agree, agree_on_call, attempt
+from flatparam_state.checkpoint.agreement import agree, agree_on_call, attempt
 from flatparam_state.checkpoint.save.background import BackgroundSave
-from flatparam_state.checkpoint.save.commit import Committer, write_part
-from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 from flatparam_state.checkpoint.save.readiness import check_optimizers, check_space
 from flatparam_state.checkpoint.save.subject import Subject
-from flatparam_state.files import Staging, free_nbytes
 
 __all__ = ["Saver"]
 

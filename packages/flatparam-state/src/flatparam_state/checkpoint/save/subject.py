@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import attrs
 import torch
 
-from flatparam_state.checkpoint.model_tensors import bring_to_rest
-from flatparam_state.checkpoint.save.contribution import Contribution
+from flatparam_files.checkpoint import Contribution
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.checkpoint.save.model_pieces import add_averages, add_model
 from flatparam_state.checkpoint.save.optimizer_pieces import add_optimizer
 from flatparam_state.optimizer import Inventory

@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_state.files import bytes_view
+from flatparam_files.disk import bytes_view
 from flatparam_state.publishing.versions.errors import PublishError
 
 __all__ = ["HEADER_NBYTES", "Record", "bits_of", "changes", "read_records", "values"]

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_state.files import TensorInfo
+from flatparam_files import TensorInfo
 from flatparam_state.publishing.versions.catalogue import Catalogue, PublishedTensor
 from flatparam_state.publishing.versions.errors import PublishError
 

@@ -8,12 +8,11 @@ import traceback
 from collections.abc import Callable
 from typing import final
 
+from flatparam_files.checkpoint import Committer, Contribution, Ticket
 from flatparam_runtime import ExchangesValues
-from flatparam_state.checkpoint.protocol import Attempt, Failure
+from flatparam_state.checkpoint.agreement import Attempt, Failure
 from flatparam_state.checkpoint.save.background.thread import Background
 from flatparam_state.checkpoint.save.background.waiting import await_reports, check_commit, say_failed
-from flatparam_state.checkpoint.save.commit import Committer
-from flatparam_state.checkpoint.save.contribution import Contribution, Ticket
 
 __all__ = ["BackgroundSave"]
 

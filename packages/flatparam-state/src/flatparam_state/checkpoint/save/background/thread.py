@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, final
 
-from flatparam_state.files import CheckpointError
+from flatparam_files import CheckpointError
 
 __all__ = ["Background"]
 

@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from flatparam_state.checkpoint.protocol import DirectoryLock
-from flatparam_state.checkpoint.save.contribution import Ticket
-from flatparam_state.checkpoint.save.report import report_path
-from flatparam_state.files import CheckpointError
+from flatparam_files import CheckpointError
+from flatparam_files.checkpoint import DirectoryLock, Ticket, report_path
 
 __all__ = ["await_reports", "check_commit", "say_failed"]
 

@@ -1,0 +1,111 @@
+"""The files of sharded models on the core alone: checkpoints read, written, verified and converted, without ranks.
+
+The names are imported at the first use of one, so that the command can answer without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from flatparam_files.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from flatparam_files.boxes import Box, row_major_boxes
+    from flatparam_files.checkpoint import (
+        CheckpointReader,
+        CheckpointWriter,
+        Moment,
+        OnMoment,
+        Verification,
+        open_checkpoint,
+        verify_checkpoint,
+    )
+    from flatparam_files.collector import without_collector
+    from flatparam_files.disk import (
+        CHUNK_NBYTES,
+        DTYPES,
+        CheckpointError,
+        SafetensorsHeader,
+        Source,
+        Staging,
+        StoredTensor,
+        TensorFileWriter,
+        TensorInfo,
+        UnreadableError,
+        chunk_spans,
+        join_path,
+        read_header,
+        split_path,
+    )
+    from flatparam_files.formats import (
+        FORMATS,
+        Soundness,
+        UnknownFormatError,
+        averages_as_model,
+        cast_model,
+        open_source,
+        select,
+        verify_source,
+        watch,
+        write_checkpoint,
+        write_dcp,
+        write_hugging_face,
+        write_torch_file,
+    )
+
+__all__ = [
+    "Box",
+    "CHUNK_NBYTES",
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "DTYPES",
+    "FORMATS",
+    "Moment",
+    "OnMoment",
+    "SafetensorsHeader",
+    "Soundness",
+    "Source",
+    "Staging",
+    "StoredTensor",
+    "TensorFileWriter",
+    "TensorInfo",
+    "UnknownFormatError",
+    "UnreadableError",
+    "Verification",
+    "averages_as_model",
+    "cast_model",
+    "chunk_spans",
+    "join_path",
+    "open_checkpoint",
+    "open_source",
+    "read_header",
+    "row_major_boxes",
+    "select",
+    "split_path",
+    "verify_checkpoint",
+    "verify_source",
+    "watch",
+    "without_collector",
+    "write_checkpoint",
+    "write_dcp",
+    "write_hugging_face",
+    "write_torch_file",
+]
+
+_HOMES: Final = ("boxes", "checkpoint", "collector", "disk", "formats")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the modules that have the public names; after the first of them, all are here."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for home in _HOMES:
+        module = importlib.import_module(f"{__name__}.{home}")
+        globals().update({each: getattr(module, each) for each in module.__all__ if each in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

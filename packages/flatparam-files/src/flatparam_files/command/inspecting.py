@@ -1,0 +1,128 @@
+"""`flatparam ckpt inspect`: what is in it?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import attrs
+
+from flatparam_files import Source, TensorInfo, split_path
+from flatparam_files.command.numbers import shown_nbytes
+from flatparam_files.command.opening import opened
+from flatparam_files.command.output import say
+
+__all__ = ["run"]
+
+_VALUE_WIDTH = 60
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Show the checkpoint; returns the exit status."""
+    source = opened(chosen)
+    if chosen.json:
+        json.dump(_as_json(source), sys.stdout, indent=2, default=str)
+        sys.stdout.write("\n")
+        return 0
+    nbytes = sum(info.nbytes for info in source.tensors.values())
+    say(f"{source.format}, {len(source.tensors)} tensors, {shown_nbytes(nbytes)}")
+    for name, fact in source.facts.items():
+        if fact not in (None, "", (), [], {}):
+            say(f"{name}: {_short(fact)}")
+    for line in _lines(_tree_of(source), 0, chosen.depth):
+        say(line)
+    return 0
+
+
+def _as_json(source: Source) -> dict[str, Any]:
+    tensors = {
+        path: {"shape": list(info.shape), "dtype": _dtype(info), "nbytes": info.nbytes}
+        for path, info in source.tensors.items()
+    }
+    return {
+        "format": source.format,
+        "facts": dict(source.facts),
+        "nbytes": sum(info.nbytes for info in source.tensors.values()),
+        "tensors": tensors,
+        "values": _for_json(source.values),
+    }
+
+
+def _for_json(values: Any) -> Any:
+    """Values as JSON has them: without numbers as keys, infinity and NaN."""
+    if isinstance(values, Mapping):
+        return {str(key): _for_json(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_for_json(value) for value in values]
+    return str(values) if isinstance(values, float) and not math.isfinite(values) else values
+
+
+@final
+@attrs.define(eq=False)
+class _Node:
+    """A place in the tree: what is there itself, and what is below it."""
+
+    leaf: str = ""
+    below: dict[str, _Node] = attrs.field(factory=dict)
+    tensors: int = 0
+    nbytes: int = 0
+
+
+def _tree_of(source: Source) -> _Node:
+    root = _Node()
+    for path, info in source.tensors.items():
+        node = root
+        for name in _names(path):
+            node = node.below.setdefault(name, _Node())
+            node.tensors += 1
+            node.nbytes += info.nbytes
+        node.leaf = f"{list(info.shape)} {_dtype(info)}, {shown_nbytes(info.nbytes)}"
+    _add_values(root, source.values)
+    return root
+
+
+def _names(path: str) -> list[str]:
+    """The levels at which a tensor is shown: the parts of its path, and a parameter's name cut at its dots."""
+    return [name for part in split_path(path) for name in part.split(".") if name]
+
+
+def _add_values(node: _Node, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        inner = node
+        for name in str(key).split("."):
+            inner = inner.below.setdefault(name, _Node())
+        if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            value = {str(index): each for index, each in enumerate(value)}
+        if isinstance(value, Mapping):
+            _add_values(inner, value)
+        else:
+            inner.leaf = inner.leaf or _short(value)
+
+
+def _lines(node: _Node, level: int, depth: int | None) -> Iterator[str]:
+    if depth is not None and level >= depth:
+        return
+    for name, each in node.below.items():
+        # A chain gets one line.
+        while len(each.below) == 1 and not each.leaf:
+            ((inner, each),) = each.below.items()
+            name = f"{name}.{inner}"
+        summary = each.leaf
+        if each.below and each.tensors:
+            plural = "tensor" if each.tensors == 1 else "tensors"
+            summary = f"{each.tensors} {plural}, {shown_nbytes(each.nbytes)}"
+        yield f"{'  ' * level}{name}{': ' if summary else ''}{summary}"
+        yield from _lines(each, level + 1, depth)
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 3]}..."

@@ -1,0 +1,126 @@
+"""The detection of the format that a path has, and a source for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from flatparam_files.checkpoint.manifest import MANIFEST
+from flatparam_files.checkpoint.reader import is_checkpoint, open_checkpoint
+from flatparam_files.disk import AnyPath, CheckpointError, Source
+from flatparam_files.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
+from flatparam_files.formats.deepspeed.reader import is_deepspeed, open_deepspeed
+from flatparam_files.formats.hugging_face.model_files import INDEX_FILE, SINGLE_FILE, open_hugging_face
+from flatparam_files.formats.stored import stored_source
+from flatparam_files.formats.torch_save import ACCELERATE_FILES, PYTORCH_FILES, is_archive, open_torch_file
+
+__all__ = ["FORMATS", "UnknownFormatError", "open_source"]
+
+
+class UnknownFormatError(CheckpointError):
+    """There is nothing at a path that is known to be a checkpoint."""
+
+
+def _open_own(path: Path) -> Source:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory, and a checkpoint of flatparam is one", path=path)
+    return stored_source(open_checkpoint(path))
+
+
+_OPEN: Final[Mapping[str, Callable[..., Source]]] = {
+    "flatparam": _open_own,
+    "safetensors": open_hugging_face,
+    "torch": open_torch_file,
+    "dcp": open_dcp,
+    "deepspeed": open_deepspeed,
+}
+_TOGETHER: Final = ("torch", "dcp")
+FORMATS: Final = tuple(_OPEN)
+"""The formats that can be read."""
+
+
+def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None = None) -> Source:
+    """Open a checkpoint of any format that is known, to be read piece by piece, without ranks and without the model.
+
+    Args:
+        paths: a file or a directory; or two that belong together, such as a model's and an optimizer's.
+        format: one of `FORMATS`, if it shall not be found out.
+        prefix: of files of torch, and directories of torch.distributed.checkpoint, the keys above the model and the
+            optimizer, joined by `/`: `app`, if the program saved `{"app": AppState(model, optimizer)}`. By default
+            they are found, if there is one place only.
+
+    Raises:
+        CheckpointError: if there is nothing, nothing that is known, or something damaged.
+    """
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UnknownFormatError(f"{path} does not exist", path=path, hint="check the path")
+    inner = [each for path in paths for each in _inside(Path(path))]
+    formats = {format} if format is not None else {_format_of(path) for path in inner}
+    named = ", ".join(map(str, paths))
+    if len(formats) != 1:
+        raise CheckpointError(f"{named} are of different formats: {', '.join(sorted(formats))}")
+    (chosen,) = formats
+    if chosen not in _OPEN:
+        raise UnknownFormatError(f"{chosen!r} is no format", hint=f"expected one of {', '.join(FORMATS)}")
+    if len(inner) != 1 and chosen not in _TOGETHER:
+        raise CheckpointError(
+            f"expected one path, found {named}",
+            hint="only files of torch, and directories of torch.distributed.checkpoint, can be given together",
+        )
+    if prefix is None:
+        return _OPEN[chosen](*inner)
+    if chosen not in _TOGETHER:
+        raise CheckpointError(
+            f"{named} is of the format {chosen}, in which there is nothing above the model and the optimizer",
+            hint="leave the prefix out",
+        )
+    return _OPEN[chosen](*inner, prefix=prefix)
+
+
+def _inside(path: Path) -> list[Path]:
+    """The paths to open: `path` itself, or those that accelerate keeps in a directory."""
+    for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
+        if (path / names[0]).exists():
+            return [path / name for name in names if (path / name).exists()]
+    return [path]
+
+
+def _format_of(path: Path) -> str:
+    if path.is_dir():
+        return _format_of_directory(path)
+    if path.name.endswith(".bin.index.json"):
+        return "torch"
+    if path.suffix in (".safetensors", ".json"):
+        return "safetensors"
+    if is_archive(path):
+        return "torch"
+    raise UnknownFormatError(
+        f"{path} is neither what torch.save writes (since torch 1.6) nor a .safetensors file",
+        path=path,
+        hint="if it is an older file of torch, load it and save it again",
+    )
+
+
+def _format_of_directory(path: Path) -> str:
+    if is_checkpoint(path):
+        return "flatparam"
+    if is_dcp(path):
+        return "dcp"
+    if (path / INDEX_FILE).is_file() or (path / SINGLE_FILE).is_file():
+        return "safetensors"
+    if is_deepspeed(path):
+        return "deepspeed"
+    if any((path / name).is_file() for name in PYTORCH_FILES):
+        return "torch"
+    names = sorted(each.name for each in path.iterdir())
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    raise UnknownFormatError(
+        f"{path} is not a checkpoint of a known format; it holds {shown or 'nothing'}",
+        path=path,
+        hint=(
+            f"expected {MANIFEST} or step-* (flatparam), .metadata (torch.distributed.checkpoint), "
+            f"{INDEX_FILE}, {SINGLE_FILE} or pytorch_model.bin (Hugging Face), or latest (DeepSpeed)"
+        ),
+    )

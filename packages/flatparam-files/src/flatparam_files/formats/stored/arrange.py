@@ -1,0 +1,232 @@
+"""Between the trees that programs save and ours: `{"model": ..., "optimizer": ..., "extra": ...}`.
+
+A foreign tree is made of dictionaries, lists, tuples and leaves, where the tensors are `Stored`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+from flatparam_files.disk import CheckpointError, join_path, split_path
+from flatparam_files.formats.damage import damage_named
+from flatparam_files.formats.stored.by_name import by_name
+from flatparam_files.formats.stored.tensors import Stored
+
+__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "arranged"]
+
+MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
+OPTIMIZER_KEYS: Final = (
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "optimizer_state",
+    "optimizer_states",
+    # Lightning's sharded form has this one.
+    "optimizer_0",
+)
+_MOST_NESTED: Final = 3
+"""The levels below the top at which a model and an optimizer are looked for."""
+_SHOWN: Final = 10
+_MAX_DEPTH: Final = 100
+_MAX_LEAVES: Final = 10_000_000
+
+
+def arranged(root: Any, file: Path, prefix: str | None = None) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Bring what a program saved into our tree.
+
+    Args:
+        root: the tree as it was saved; leaves that are `Stored` are its tensors.
+        file: where it comes from, for errors.
+        prefix: the path of the dictionary in it that has the model and the optimizer, such as `app` if the program
+            saved `{"app": AppState(model, optimizer)}`; by default that is the top, or the only one that has them.
+
+    Returns:
+        Its tensors by path, and its values.
+
+    Raises:
+        CheckpointError: if it is unclear which part is the model, or which parameter a state belongs to.
+    """
+    walk = _Walk(file)
+    hint = "save state dicts as the model and the optimizer return them"
+    with damage_named(f"{file} does not have the form of a checkpoint", path=file, hint=hint):
+        ours = _parts(
+            _at_prefix(root, file, prefix) if prefix is not None else _found_below(root, file), file
+        )
+        if "optimizer" in ours:
+            ours["optimizer"] = _by_name(ours["optimizer"], ours.get("model", {}), file)
+        return walk.tensors, walk.values(ours, ())
+
+
+def _at_prefix(root: Any, file: Path, prefix: str) -> Any:
+    """What is in the tree under the keys of `prefix`."""
+    for part in split_path(prefix):
+        by_text = {str(key): value for key, value in root.items()} if isinstance(root, Mapping) else {}
+        if part not in by_text:
+            shown = ", ".join(map(repr, list(by_text)[:_SHOWN])) or "nothing"
+            raise CheckpointError(
+                f"{file} has no {part!r} on the way to {prefix!r}; found {shown}", path=file
+            )
+        root = by_text[part]
+    return root
+
+
+def _found_below(root: Any, file: Path) -> Any:
+    """The tree, or if it has neither a model nor an optimizer, the one below it that has, with what is beside that."""
+    if not isinstance(root, Mapping) or _has_parts(root) or set(root) == {"extra"}:
+        return root
+    if any(isinstance(value, Stored) for value in root.values()):
+        return root
+    level: dict[str, Mapping[Any, Any]] = {"": root}
+    for _ in range(_MOST_NESTED):
+        level = {
+            f"{above}/{join_path((str(key),))}".lstrip("/"): value
+            for above, tree in level.items()
+            for key, value in tree.items()
+            if isinstance(value, Mapping)
+        }
+        found = [path for path, tree in level.items() if _has_parts(tree)]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{file} has a model or an optimizer at {', '.join(map(repr, found[:_SHOWN]))}",
+                path=file,
+                hint=f"say which one is meant, as in --prefix {found[0]}",
+            )
+        if found:
+            beside = {key: value for key, value in root.items() if str(key) != split_path(found[0])[0]}
+            return {**level[found[0]], **({"extra": beside} if beside else {})}
+    return root
+
+
+def _has_parts(tree: Mapping[Any, Any]) -> bool:
+    """Whether a model or an optimizer is directly below."""
+    if _is_optimizer(tree) or _are_optimizers(tree):
+        return True
+    optimizers = (_only_one(tree.get(key)) for key in OPTIMIZER_KEYS)
+    return any(isinstance(tree.get(key), Mapping) for key in MODEL_KEYS) or any(
+        map(_is_optimizer, optimizers)
+    )
+
+
+def _parts(root: Any, file: Path) -> dict[str, Any]:
+    if not isinstance(root, Mapping):
+        raise CheckpointError(
+            f"{file} holds a {_kind(root)}, and not a state dict or a dictionary of state dicts"
+        )
+    if _is_optimizer(root) or (_are_optimizers(root) and not any(key in OPTIMIZER_KEYS for key in root)):
+        return {"optimizer": root}
+    model = [key for key in MODEL_KEYS if isinstance(root.get(key), Mapping)]
+    optimizer = [
+        key
+        for key in OPTIMIZER_KEYS
+        if _is_optimizer(_only_one(root.get(key))) or _are_optimizers(root.get(key))
+    ]
+    if len(model) > 1 or len(optimizer) > 1:
+        raise CheckpointError(
+            f"{file} has several models or optimizers ({', '.join(map(repr, [*model, *optimizer]))}), and a "
+            "checkpoint has one of each; save them in files of their own"
+        )
+    if model or optimizer:
+        ours: dict[str, Any] = {"model": root[model[0]]} if model else {}
+        if optimizer:
+            ours["optimizer"] = _only_one(root[optimizer[0]])
+        extra = {key: value for key, value in root.items() if key not in (*model, *optimizer)}
+        extra.update(extra.pop("extra", {}) if isinstance(extra.get("extra"), Mapping) else {})
+        return {**ours, "extra": extra} if extra else ours
+    if any(isinstance(value, Stored) for value in root.values()):
+        return {"model": root}
+    if set(root) == {"extra"}:
+        return dict(root)
+    found = ", ".join(repr(key) for key in list(root)[:10]) or "nothing"
+    raise CheckpointError(
+        f"{file} has no model: neither tensors nor any of {', '.join(map(repr, MODEL_KEYS))} at its top; found {found}"
+    )
+
+
+def _only_one(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Whether it looks like the state dict of an optimizer, also of the form that has one level only."""
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("state"), Mapping) or isinstance(value.get("param_groups"), list):
+        return True
+    return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
+
+
+def _are_optimizers(value: Any) -> bool:
+    """Whether it looks like the state dicts of several optimizers by their names."""
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_optimizer, value.values()))
+
+
+def _by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The state of an optimizer, or of each of several, by parameter name."""
+    if _are_optimizers(optimizer):
+        return {name: by_name(each, model, file) for name, each in optimizer.items()}
+    return by_name(optimizer, model, file)
+
+
+def _kind(value: Any) -> str:
+    return "single tensor" if isinstance(value, Stored) else type(value).__name__
+
+
+@final
+class _Walk:
+    """Sorts the leaves of a tree into tensors by path and the tree of the other values."""
+
+    def __init__(self, file: Path) -> None:
+        self.tensors: dict[str, Stored] = {}
+        self._file = file
+        self._seen = 0
+
+    def values(self, tree: Any, parts: tuple[str, ...]) -> Any:
+        """`tree` without its tensors, which go to `tensors`.
+
+        In a list a tensor leaves None behind; a tuple with tensors becomes a list, and keys beside tensors become text.
+        """
+        self._seen += 1
+        if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
+            raise CheckpointError(
+                f"{self._file} nests deeper than {_MAX_DEPTH} levels or has more than {_MAX_LEAVES} entries; "
+                "no checkpoint does"
+            )
+        known = len(self.tensors)
+        if isinstance(tree, Counter):
+            return tree
+        if isinstance(tree, Mapping):
+            found = {}
+            for key, value in tree.items():
+                if isinstance(value, Stored):
+                    self._take(value, (*parts, str(key)))
+                else:
+                    found[key] = self.values(value, (*parts, str(key)))
+            return found if len(self.tensors) == known else self._keyed_by_text(found, parts)
+        if isinstance(tree, (list, tuple)):
+            each = [self._item(value, (*parts, str(index))) for index, value in enumerate(tree)]
+            return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
+        return tree
+
+    def _keyed_by_text(self, found: dict[Any, Any], parts: tuple[str, ...]) -> dict[str, Any]:
+        """The values beside tensors, whose paths are text."""
+        texts = {str(key): value for key, value in found.items()}
+        if len(texts) < len(found):
+            raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
+        return texts
+
+    def _item(self, value: Any, parts: tuple[str, ...]) -> Any:
+        """An item of a list, without its tensors."""
+        if not isinstance(value, Stored):
+            return self.values(value, parts)
+        self._take(value, parts)
+        return None
+
+    def _take(self, stored: Stored, parts: tuple[str, ...]) -> None:
+        path = join_path(parts)
+        if path in self.tensors:
+            raise CheckpointError(f"{self._file}: two tensors would be at {path!r}", fqn=path)
+        self.tensors[path] = stored
