@@ -1,6 +1,8 @@
 """The rehearsal of many equal blocks that is laid out from few: it is the whole one, to the byte."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatparam_comm.testing import PATIENCE
 from flatparam_plan.fitting.choosing import fit
 from flatparam_plan.rehearsal.rehearsal import Rehearsal
 from flatparam_plan.rehearsal.rehearsing import rehearse
@@ -152,6 +155,29 @@ def test_what_is_laid_out_is_what_a_rehearsal_of_all_blocks_says(case: str) -> N
     assert found.costs == whole.costs
     place = found.log.place_of_peak(0, found.stop)
     assert found.log.alive_at(place) == whole.log.alive_at(place)
+
+
+TWICE = """
+import torch
+from flatparam_plan.rehearsal import rehearse
+from flatparam_plan.training import Setup, TrainingProgram
+
+program = TrainingProgram.of(lambda: torch.nn.LayerNorm(4), torch.ones(2, 4))
+before = torch.get_rng_state()
+first, second = (rehearse(program, Setup(world_size=2)) for _ in range(2))
+assert torch.equal(torch.get_rng_state(), before)
+events = [[(each.kind, each.unit, each.place) for each in found.entries] for found in (first, second)]
+assert events[0] == events[1], [pair for pair in zip(*events) if pair[0] != pair[1]][:3]
+assert first.works == second.works
+"""
+
+
+def test_the_first_rehearsal_of_a_process_is_as_any_other() -> None:
+    """No kernel that a layer runs once in a process is a part of it, nor does what comes before it draw random numbers."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TWICE], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_blocks_that_differ_are_no_run() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
+import torch
+from torch import nn
+
 from flatparam.observing.whole_program import nothing_recorded
-from flatparam_comm import ByteLedger, NoStreams, Topology, acting_as
+from flatparam_comm import ByteLedger, NoStreams, SingleCollectives, Topology, acting_as
 from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
 from flatparam_plan.hollow import HollowMemory, without_compiler
 from flatparam_plan.measuring import recorded
 from flatparam_plan.rehearsal.observer import Observer
 from flatparam_plan.rehearsal.rehearsal import Rehearsal, UnitFacts
 from flatparam_plan.training import Setup, TrainingProgram, train
-from flatparam_runtime import Unit, units_in
+from flatparam_runtime import Unit, UnitPlan, shard_module, units_in
 from flatparam_state import without_collector
 
 __all__ = ["rehearse"]
@@ -25,11 +29,21 @@ def rehearse(program: TrainingProgram, setup: Setup, *, steps: int = 2) -> Rehea
     real ones.
     """
     with without_compiler() as stands:
+        _find_out_first()
         found = _rehearse(program, setup, steps)
     if stands is not None and stands.was_needed:
         # What the import of the compiler raises and catches keeps tensors alive, so it is to be there before.
         found = _rehearse(program, setup, steps)
     return found
+
+
+@functools.cache
+def _find_out_first() -> None:
+    """Train a small module, once in a process, so that what the layers find out once by a kernel is in no rehearsal."""
+    with torch.inference_mode(False), torch.enable_grad(), nothing_recorded():
+        module = nn.LayerNorm(1, device="cpu")
+        shard_module(module, UnitPlan(Topology(SingleCollectives())))
+        module(torch.zeros(1, 1, device="cpu")).sum().backward()
 
 
 def _rehearse(program: TrainingProgram, setup: Setup, steps: int) -> Rehearsal:
