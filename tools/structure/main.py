@@ -11,12 +11,15 @@ from typing import Any, Final
 from structure.budgets import BUDGETS, lines_of, over_budget
 from structure.page import PAGE, page_of, text_of
 from structure.sources import House
-from structure.walk import returns, trace_a_step
+from structure.walk import LIBRARIES, returns, trace_a_step
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GOALS: Final = {
     "files of a step": 20,
     "lines of a step": 3000,
+    "functions of a step": 150,
+    "file changes of a step": 450,
+    "classes of a step": 18,
     "import circles": 0,
     "modules in the widest folder": 12,
     "imports of a module, 90th percentile": 12,
@@ -46,6 +49,9 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
     return {
         "files of a step": (len(files), [str(path.relative_to(root)) for path in files]),
         "lines of a step": (sum(lines.values()), {str(k.relative_to(root)): n for k, n in lines.items()}),
+        "functions of a step": (len(trace.functions), None),
+        "file changes of a step": (trace.file_changes, None),
+        "classes of a step": (len(trace.classes), sorted(trace.classes)),
         "import circles": (len(circles), circles),
         "modules in the widest folder": (modules, folder),
         "imports of a module, 90th percentile": (house.imports_at_percentile(90), None),
@@ -97,7 +103,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.page:
         page = ROOT / PAGE
-        text = page_of(trace_a_step(ROOT), page.read_text(encoding="utf-8"))
+        traces = {library: trace_a_step(ROOT, library) for library in LIBRARIES}
+        text = page_of(traces, page.read_text(encoding="utf-8"))
         if options.print:
             print(text)
         else:

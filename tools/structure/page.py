@@ -31,10 +31,28 @@ class Function:
         return self.last - self.first + 1
 
 
-def page_of(trace: Trace, old: str) -> str:
-    """The page `old` with the table of `trace` in the place of its own."""
+def page_of(traces: Mapping[str, Trace], old: str) -> str:
+    """The page `old` with the tables of `traces`, by library, in the place of its own."""
     head, _, rest = old.partition(BEGIN)
-    return f"{head}{BEGIN}\n\n{table(trace)}\n{END}{rest.partition(END)[2]}"
+    tables = f"{table(traces['flatparam'])}\n{hops(traces)}"
+    return f"{head}{BEGIN}\n\n{tables}\n{END}{rest.partition(END)[2]}"
+
+
+def hops(traces: Mapping[str, Trace]) -> str:
+    """A row for each library: how far a reader of the same step has to go."""
+    rows = [
+        "The same step of torch's FSDP1 and FSDP2, of which the functions in `torch/distributed/fsdp` count, and "
+        "neither `torch.distributed` nor\nthe optimizer; of flatparam those of every layer, what watches the ranks and "
+        "looks at the optimizer's step too. A file change is\ntwo calls, one after the other, of functions in "
+        "different files.\n",
+        "| the same step | files | functions run | calls | file changes | classes |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, trace in traces.items():
+        counts = (trace.files, trace.functions, trace.calls)
+        figures = [*map(len, counts), trace.file_changes, len(trace.classes)]
+        rows.append(f"| {name} | " + " | ".join(f"{figure:,}" for figure in figures) + " |")
+    return "\n".join([*rows, ""])
 
 
 def table(trace: Trace) -> str:

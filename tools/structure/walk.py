@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
 import sys
 import tempfile
@@ -16,16 +18,21 @@ from attrs import define, field
 from torch import nn
 
 WIDTH: Final = 8
+CPU: Final = torch.device("cpu")
+LIBRARIES: Final = ("flatparam", "FSDP1", "FSDP2")
+"""Whose steps are compared: ours, and the peers of torch."""
 
 
 @define
 class Trace:
-    """The calls of functions of the packages, in order: how deep, in which file, and the function's name."""
+    """The calls of functions below a folder, in order: how deep, in which file, and the function's name."""
 
-    root: Path
+    folder: Path
     calls: list[tuple[int, Path, str]] = field(factory=list)
     functions: dict[tuple[Path, int], None] = field(factory=dict)
     """The functions that were called, in the order of their first calls: the file, and the line that each begins in."""
+    classes: set[str] = field(factory=set)
+    """The classes whose methods were called."""
     _depth: int = 0
 
     @contextmanager
@@ -39,7 +46,7 @@ class Trace:
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(self.root / "packages"):
+        if not path.is_relative_to(self.folder):
             return
         if event == "call":
             self._depth += 1
@@ -49,6 +56,9 @@ class Trace:
             if not name.startswith("<") and not is_wrapper:
                 self.calls.append((self._depth, path, name))
                 self.functions.setdefault((path, frame.f_code.co_firstlineno))
+                owner = getattr(frame.f_code, "co_qualname", name).rpartition(".")[0]
+                if owner and not owner.endswith("<locals>"):
+                    self.classes.add(owner)
         elif event == "return":
             self._depth -= 1
 
@@ -56,6 +66,12 @@ class Trace:
     def files(self) -> list[Path]:
         """The files, each once, in the order in which a reader meets them."""
         return list(dict.fromkeys(path for _, path, _ in self.calls))
+
+    @property
+    def file_changes(self) -> int:
+        """How often two calls that follow each other are in different files, so that a reader turns to another one."""
+        paths = [path for _, path, _ in self.calls]
+        return sum(before != after for before, after in itertools.pairwise(paths))
 
     def longest_way(self, function: str, package: str) -> list[Path]:
         """The files of a package that some call of `function` goes through, from one to the next: the longest way.
@@ -88,10 +104,13 @@ def returns(way: Sequence[Path]) -> int:
     return count
 
 
-def trace_a_step(root: Path) -> Trace:
+def trace_a_step(root: Path, library: str = "flatparam") -> Trace:
     """The third step of a model of three blocks, each a unit, on the first of two ranks of a gloo group.
 
     It is a step of the packages below `root`, a checkout, and not of those that are installed.
+
+    Args:
+        library: one of `LIBRARIES`.
     """
     sys.path[:0] = map(str, sorted((root / "packages").glob("*/src")))
     import torch.distributed as dist
@@ -101,7 +120,7 @@ def trace_a_step(root: Path) -> Trace:
         child = os.fork()
         dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=0 if child else 1)
         try:
-            return _train(root, traced=bool(child))
+            return _train(root, library, traced=bool(child))
         finally:
             dist.destroy_process_group()
             if not child:
@@ -109,16 +128,27 @@ def trace_a_step(root: Path) -> Trace:
             os.waitpid(child, 0)
 
 
-def _train(root: Path, *, traced: bool) -> Trace:
-    from flatparam import FullyShardedDataParallel as FSDP
-    from flatparam.wrap import ModuleWrapPolicy
+def _sharded_by(library: str, model: nn.Sequential) -> nn.Module:
+    """The model, of which each block is a unit."""
+    if library == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
 
+        for block in (*model[1:], model):
+            fully_shard(block)
+        return model
+    of = importlib.import_module("torch.distributed.fsdp" if library == "FSDP1" else "flatparam")
+    policy = importlib.import_module(f"{of.__name__}.wrap").ModuleWrapPolicy({nn.Sequential})
+    sharded: nn.Module = of.FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=CPU)
+    return sharded
+
+
+def _train(root: Path, library: str, *, traced: bool) -> Trace:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)]
-    policy = ModuleWrapPolicy({nn.Sequential})
-    model = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks), auto_wrap_policy=policy)
+    model = _sharded_by(library, nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trace = Trace(root)
+    of_torch = Path(torch.__file__).parent / "distributed" / "fsdp"
+    trace = Trace(root / "packages" if library == "flatparam" else of_torch)
 
     def step() -> None:
         model(torch.ones(2, WIDTH)).square().mean().backward()
